@@ -1,0 +1,1 @@
+"""Continuous batching, sampling, attention and text."""

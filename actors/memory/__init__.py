@@ -1,0 +1,1 @@
+"""Physical memory behind stable addresses."""

@@ -1,0 +1,139 @@
+"""What crosses a process border: requests going down, token events coming up, the state of a replica.
+
+No torch, no Ray: the router, the ingress and the tests import this for nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class ReplicaState(StrEnum):
+    """Where a replica is in its sleep/wake cycle."""
+
+    AWAKE = "awake"
+    DRAINING = "draining"  # takes no new request; those in flight finish
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    FAILED = "failed"  # settled: the health check replaces the replica
+
+
+class SleepMode(StrEnum):
+    """What a sleep does with the requests in flight; the words are vLLM's."""
+
+    WAIT = "wait"  # let them finish first
+    ABORT = "abort"  # end them now with finish_reason "abort"
+    KEEP = "keep"  # freeze them; they go on after the wake
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"  # a sleep in mode "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token. The defaults are OpenAI's; names beyond OpenAI's are vLLM's.
+
+    Ranges are checked by `actors.engine.sampling.validate`, once, before a request enters the engine.
+    """
+
+    max_tokens: int | None = None  # None: whatever the context leaves
+    min_tokens: int = 0  # no end-of-sequence or stop token before this many tokens
+    ignore_eos: bool = False
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output; 1 is none
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    seed: int | None = None  # None: a fresh seed for every request
+    stop: tuple[str, ...] = ()  # not part of the output
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # None: none; k: the sampled token's and those of the k likeliest
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages for the model's chat template."""
+
+    messages: tuple[Mapping[str, Any], ...]  # {"role", "content": str, ...}
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+Prompt = str | tuple[int, ...] | ChatPrompt  # text, token ids or messages
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt, `n` continuations."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    echo: bool = False  # the prompt's text comes first, as the first event of each continuation
+    stream: bool = True  # False: one event per continuation, at its end
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a token under the model's own distribution (before temperature)."""
+
+    token_id: int
+    token: str  # may hold U+FFFD where a character spans tokens; `token_bytes` is exact
+    token_bytes: bytes
+    logprob: float
+    top: tuple["TokenLogprob", ...] = ()  # likeliest first; empty inside `top` itself
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One or more new tokens of one continuation.
+
+    Text and tokens need not line up: text that may still become part of a stop string, or the
+    first bytes of a character, arrives with a later event.
+    """
+
+    index: int  # which of the request's `n` continuations
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int  # the same in every event of a request
+    finish_reason: FinishReason | None = None  # set in the last event of a continuation
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per entry of `token_ids`
+
+
+@dataclass(frozen=True, slots=True)
+class SleepCommand:
+    level: int = 1  # 1: the host image stays; 2: it is released, a wake loads from disk
+    mode: SleepMode = SleepMode.WAIT
+    hold: bool = False  # True: only `wake_up` wakes it, requests get 503
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """A replica's own account of itself. Old as soon as it is read: it may steer, never gate."""
+
+    model_id: str
+    replica_id: str
+    state: ReplicaState
+    held: bool  # asleep because an operator said `hold`
+    in_flight: int  # requests being generated
+    waiting_for_wake: int
+    idle_s: float  # seconds since the last inference request ended; 0 while one is in flight
+    sleeps: int
+    wakes: int
+    last_sleep_s: float | None
+    last_wake_s: float | None
+    weights_bytes: int  # size of the packed image
+    mapped_bytes: int  # device memory mapped now, weights and KV
+    kv_bytes: int
+    weights_from: str  # "image", "disk" or "" while the image is released
+    reason: str  # why it is in this state, in words

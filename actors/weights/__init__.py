@@ -1,0 +1,1 @@
+"""Checkpoints, packed images and modules whose tensors are views of an arena."""

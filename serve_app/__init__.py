@@ -1,0 +1,1 @@
+"""HTTP and Ray Serve: the front of sleepserve."""
