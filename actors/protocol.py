@@ -123,6 +123,7 @@ class ReplicaStatus:
 
     model_id: str
     replica_id: str
+    process_id: int
     state: ReplicaState
     held: bool  # asleep because an operator said `hold`
     in_flight: int  # requests being generated
@@ -137,3 +138,4 @@ class ReplicaStatus:
     kv_bytes: int
     weights_from: str  # "image", "disk" or "" while the image is released
     reason: str  # why it is in this state, in words
+    max_model_len: int  # tokens of prompt and output together

@@ -35,3 +35,9 @@ class EngineConfig(BaseModel):
     cpu_threads: int | None = Field(
         default=None, gt=0, description="Threads of a CPU replica; torch's default when absent."
     )
+    max_events_per_s: float = Field(
+        default=1000.0,
+        gt=0,
+        description="Streamed events per second that this replica sends up at most; above it, the "
+        "tokens of a stream are coalesced into fewer events.",
+    )

@@ -1,0 +1,359 @@
+"""The engine: transformers' continuous batching behind a Protocol of ours.
+
+What the wrapper adds to the manager of transformers 5.23: requests are validated before they enter
+(one that raises inside a step would end the loop for everybody), outputs are routed per step instead
+of through a shared queue, sampling is per request, the KV cache lives in an arena that can be
+unmapped, and sequences in flight can be frozen over a sleep.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import (
+    ATTN_TYPE_TO_ALLOCATOR,
+    group_layers_by_attn_type,
+)
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.model_runner import (
+    infer_max_single_request_tokens,
+)
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+from actors.engine.config import EngineConfig
+from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
+from actors.engine.validation import check_token_ids, validate
+from actors.errors import ContextLengthExceeded, EngineDied, InvalidRequest
+from actors.memory.arena import DeviceArena
+from actors.protocol import FinishReason
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What one step gave one sequence."""
+
+    sequence_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[RawLogprob, ...] | None
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None  # the token that ended it, if a token did
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    running: int  # sequences with blocks in the KV cache
+    waiting: int  # sequences that have none yet
+    kv_used_blocks: int  # blocks that belong to sequences
+    kv_total_blocks: int
+
+
+Sink = Callable[[Sequence[EngineOutput]], None]
+
+
+class Engine(Protocol):
+    """Generates tokens for many sequences at once, on a thread of its own."""
+
+    max_model_len: int  # tokens of prompt and output together
+    paused: bool
+
+    def check(self, sequence: SequenceSampling) -> None:
+        """Refuse a sequence that must not enter.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+
+    def submit(self, sequence_id: str, sequence: SequenceSampling) -> None:
+        """Queue a sequence that `check` accepted; its outputs go to the sink.
+
+        Raises:
+            EngineDied: the loop has ended.
+        """
+
+    def cancel(self, sequence_id: str) -> None:
+        """Forget a sequence and free its blocks at the next step. No output follows."""
+
+    def pause(self) -> None:
+        """Return between two steps, with the device idle; nothing runs until `resume`."""
+
+    def resume(self) -> None: ...
+
+    def drop_kv(self) -> None:
+        """Forget what the KV cache holds; running sequences start over from their tokens so far.
+
+        Only while paused.
+        """
+
+    def restore_kv(self) -> None:
+        """Make freshly mapped KV memory safe to read where padding points. Only while paused."""
+
+    def stats(self) -> EngineStats: ...
+
+    def check_health(self) -> None:
+        """Raises EngineDied if the loop has ended."""
+
+    def stop(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _SequenceState(RequestState):
+    """A request of the manager that carries its sampling state and reports only what is new."""
+
+    sampling: SequenceSampling = field(kw_only=True)
+    _reported: int = field(default=0, init=False)
+
+    def to_generation_output(self) -> EngineOutput:  # type: ignore[override]
+        """What came since the last call; the base class would copy the whole list every step."""
+        new = tuple(self.generated_tokens[self._reported :])
+        self._reported += len(new)
+        self.sampling.output_ids.extend(new)
+        finish: FinishReason | None = None
+        stop_token_id: int | None = None
+        if self.status is RequestStatus.FINISHED:
+            stopped = bool(new) and new[-1] in self._eos_token_ids
+            finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+            stop_token_id = new[-1] if stopped else None
+        logprobs = self.sampling.take_logprobs(len(new))
+        return EngineOutput(self.request_id, new, logprobs, finish, stop_token_id)
+
+    def create_equivalent_initial_request(self) -> "_SequenceState":
+        """The same sequence with its tokens so far as the prompt, for a requeue."""
+        base = super().create_equivalent_initial_request()
+        return _SequenceState(
+            request_id=base.request_id,
+            initial_tokens=base.initial_tokens,
+            streaming=True,
+            max_new_tokens=base.max_new_tokens,
+            eos_token_id=self.eos_token_id,
+            sampling=self.sampling,
+        )
+
+
+class _StepRouter:
+    """Stands in for the manager's OutputRouter: one call of the sink per step, on its thread."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def deliver(self, output: EngineOutput) -> None:
+        self._sink([output])
+
+    def deliver_batch(self, outputs: list[EngineOutput]) -> None:
+        self._sink(outputs)
+
+    def fail_and_deliver(self, state: RequestState, error: Exception) -> None:
+        state.status = RequestStatus.FAILED
+        state.error = str(error)
+        self._sink([EngineOutput(state.request_id, (), None, error=error)])
+
+
+class TransformersEngine:
+    """Engine on transformers' continuous batching.
+
+    The model's tensors and the KV cache are views of arenas; `pause`, `resume` and `stop` must all
+    be called from one and the same thread, because the manager counts pauses per thread.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        make_kv_arena: Callable[[int], DeviceArena],
+        sink: Sink,
+    ) -> None:
+        """Build the manager and move its KV cache into an arena.
+
+        Args:
+            make_kv_arena: bytes -> a mapped arena of one segment.
+
+        Raises:
+            ValueError: the model cannot be served right by this engine, or limits contradict.
+        """
+        check_architecture(model)
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+        self._sampler = BatchSampler()
+        self._manager = _make_manager(model, config, self._sampler)
+        self._manager.output_router = _StepRouter(sink)
+        self._processor = self._manager._create_batch_processor()
+        self._manager.batch_processor = self._processor
+        self._cache: PagedAttentionCache = self._processor.cache
+        self.kv_arena = make_kv_arena(self._cache.cache_tensor.numel())
+        _move_kv_cache(self._cache, self.kv_arena)
+        self.max_model_len = _resolve_max_model_len(model, config, self._cache)
+        self._pause: AbstractContextManager[None] | None = None
+        self._manager.start()
+
+    @property
+    def paused(self) -> bool:
+        return self._pause is not None
+
+    def check(self, sequence: SequenceSampling) -> None:
+        params, prompt = sequence.params, sequence.prompt_ids
+        validate(params, self._vocab_size)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        check_token_ids(prompt, "prompt", self._vocab_size)
+        wanted = len(prompt) + (params.max_tokens or 1)
+        if wanted > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; together "
+                f"the limit is {self.max_model_len} (engine.max_model_len)",
+                "prompt",
+            )
+
+    def submit(self, sequence_id: str, sequence: SequenceSampling) -> None:
+        self.check_health()
+        left = self.max_model_len - len(sequence.prompt_ids)
+        state = _SequenceState(
+            request_id=sequence_id,
+            initial_tokens=list(sequence.prompt_ids),
+            streaming=True,
+            max_new_tokens=min(left, sequence.params.max_tokens or left),
+            eos_token_id=sorted(sequence.stop_ids),
+            sampling=sequence,
+        )
+        # What add_request does, with a state of our own class.
+        self._manager.input_queue.put_nowait(state)
+        self._manager._wake_up_loop.set()
+
+    def cancel(self, sequence_id: str) -> None:
+        self._manager.cancel_request(sequence_id)
+
+    def pause(self) -> None:
+        assert self._pause is None, "already paused"
+        pause = self._manager.pause()
+        try:
+            pause.__enter__()
+        except RuntimeError as exc:
+            raise EngineDied("the generation loop has ended") from exc
+        self._pause = pause
+
+    def resume(self) -> None:
+        assert self._pause is not None, "not paused"
+        pause, self._pause = self._pause, None
+        pause.__exit__(None, None, None)
+
+    def drop_kv(self) -> None:
+        assert self._pause is not None, "not paused"
+        scheduler = self._processor.scheduler
+        for state in list(scheduler.active_requests.values()):
+            again = state.create_equivalent_initial_request()
+            state._status = RequestStatus.FINISHED  # past the setter: this is no end of a request
+            scheduler.finish_request(state.request_id)
+            scheduler.add_waiting_request(again)
+        # Prefix sharing would otherwise match blocks whose bytes are gone.
+        self._cache.reset()
+        scheduler.block_new_requests = False
+
+    def restore_kv(self) -> None:
+        assert self._pause is not None, "not paused"
+        # Padding reads the two sectors in front, and garbage there may be NaN.
+        self._cache.cache_tensor[: 2 * self._cache.bytes_per_sector].zero_()
+
+    def stats(self) -> EngineStats:
+        allocators = self._cache.cache_allocators.values()
+        used = sum(len(blocks) for a in allocators for blocks in list(a.block_table.values()))
+        scheduler = self._processor.scheduler
+        return EngineStats(
+            running=len(scheduler.active_requests),
+            waiting=len(scheduler.waiting_requests) + self._manager.input_queue.qsize(),
+            kv_used_blocks=used,
+            kv_total_blocks=sum(a.num_blocks for a in allocators),
+        )
+
+    def check_health(self) -> None:
+        status = self._manager.background_thread_status
+        if status.fatal_error is not None:
+            raise EngineDied(f"the generation loop failed: {status.fatal_error}")
+        if not self._manager.is_running():
+            raise EngineDied("the generation loop has ended")
+
+    def stop(self) -> None:
+        if self._pause is not None:
+            self.resume()
+        self._manager.stop(timeout=_STOP_TIMEOUT_S, hard_stop=True)
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """Refuse models that continuous batching would serve wrongly without a word.
+
+    Models that bypass the attention interface would run without their KV cache; layer types other
+    than full and sliding attention, and heads of unequal size, have no allocator.
+
+    Raises:
+        ValueError: naming the architecture and what is unsupported.
+    """
+    name = type(model).__name__
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{name} does not use transformers' attention interface: not supported")
+    config = model.config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model: not supported")
+    for marker in ("kv_lora_rank", "qk_rope_head_dim"):
+        if getattr(config, marker, None):
+            raise ValueError(f"{name} uses multi-head latent attention ({marker}): not supported")
+    try:
+        layers = group_layers_by_attn_type(config)
+    except ValueError as exc:
+        raise ValueError(f"{name}: {exc}; supported: {sorted(ATTN_TYPE_TO_ALLOCATOR)}") from exc
+    assert layers
+
+
+def _make_manager(
+    model: PreTrainedModel, config: EngineConfig, sampler: BatchSampler
+) -> ContinuousBatchingManager:
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=config.page_size,
+            num_blocks=config.num_blocks,
+            max_batch_tokens=config.max_batch_tokens,
+            max_requests_per_batch=min(config.max_requests_per_batch, config.max_batch_tokens),
+            use_cuda_graph=False,
+            use_async_batching=False,
+        ),
+    )
+    assert isinstance(manager, ContinuousBatchingManager)
+    manager.logit_processor = sampler
+    return manager
+
+
+def _move_kv_cache(cache: PagedAttentionCache, arena: DeviceArena) -> None:
+    count = cache.cache_tensor.numel()
+    cache.cache_tensor = arena.bytes_of(0, count)
+    cache.cache_tensor[: 2 * cache.bytes_per_sector].zero_()
+    for allocator in cache.cache_allocators.values():
+        allocator.register_cache_tensor(
+            cache.bytes_per_sector,
+            cache.num_sectors * cache.bytes_per_sector,
+            cache.cache_tensor,
+            cache.pool,
+        )
+
+
+def _resolve_max_model_len(
+    model: PreTrainedModel, config: EngineConfig, cache: PagedAttentionCache
+) -> int:
+    """The longest sequence: a lone one that outgrew the cache would end the loop for everybody."""
+    holds = infer_max_single_request_tokens(cache)
+    knows = int(getattr(model.config.get_text_config(), "max_position_embeddings", holds))
+    if config.max_model_len is None:
+        return min(holds, knows)
+    for limit, what in (
+        (holds, f"the KV cache of {config.num_blocks} blocks of {config.page_size} tokens holds"),
+        (knows, "the checkpoint's max_position_embeddings is"),
+    ):
+        if config.max_model_len > limit:
+            raise ValueError(f"engine.max_model_len is {config.max_model_len}, but {what} {limit}")
+    return config.max_model_len

@@ -1,0 +1,246 @@
+"""Per-sequence sampling inside transformers' continuous batching.
+
+The manager of transformers 5.23 samples with one temperature range and one seed for everybody.
+`BatchSampler` takes the place of its list of logits processors; the manager then only takes the
+argmax, which is the sample (`actors.engine.logits.perturb`).
+"""
+
+# B sequences, P parameters, V vocabulary
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.requests import FutureRequestState
+
+from actors.engine.logits import Adjustments, Param, adjust, logprobs, perturb
+from actors.engine.validation import MAX_LOGPROBS
+from actors.protocol import SamplingParams
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RawLogprob:
+    """A token's log-probability before anything has turned ids into text."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # likeliest first
+
+
+@dataclass(eq=False)
+class SequenceSampling:
+    """What sampling must know of one sequence; lives as long as it does, across requeues.
+
+    Belongs to the engine's thread once the sequence has been submitted.
+    """
+
+    params: SamplingParams
+    prompt_ids: tuple[int, ...]
+    seed: int
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop tokens; end the sequence
+    output_ids: list[int] = field(default_factory=list)  # the engine appends after every step
+    _pending: dict[int, tuple["_StepLogprobs", int]] = field(default_factory=dict, init=False)
+    _counts: Counter[int] = field(default_factory=Counter, init=False)
+    _counted: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        p = self.params
+        self.packed = (  # in the order of Param, without the position
+            _float_bits(p.temperature),
+            min(p.top_k, _INT32_MAX) if p.top_k > 0 else _INT32_MAX,
+            _float_bits(p.top_p),
+            _float_bits(p.min_p),
+            *struct.unpack("<ii", struct.pack("<q", self.seed)),
+        )
+        self.is_filtered = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        self.is_penalised = (
+            p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        )
+        if p.repetition_penalty != 1:  # the only one that looks at the prompt
+            self._counts.update(dict.fromkeys(self.prompt_ids, 0))
+
+    def history(self, length: int) -> Counter[int]:
+        """Distinct tokens that penalties look at, with their counts in the first `length` outputs."""
+        assert self._counted <= length <= len(self.output_ids), "outputs only grow"
+        self._counts.update(self.output_ids[self._counted : length])
+        self._counted = length
+        return self._counts
+
+    def take_logprobs(self, count: int) -> tuple[RawLogprob, ...] | None:
+        """Those of the newest `count` tokens in `output_ids`; None if the request wants none.
+
+        Waits for the device the first time a step's results are read.
+        """
+        if self.params.logprobs is None:
+            return None
+        end = len(self.output_ids)
+        taken = []
+        for position in range(end - count, end):
+            step, row = self._pending.pop(position)
+            taken.append(step.read(row, self.params.logprobs))
+        return tuple(taken)
+
+
+class BatchSampler:
+    """Stands in for transformers' ContinuousBatchingLogitsProcessorList.
+
+    The manager calls `prepare_tensor_args` and then `__call__` for each step, both on its own
+    thread, with a `GenerationConfig` of `do_sample=False`. A request's state must have an attribute
+    `sampling`, a `SequenceSampling`; states without one (transformers' warm-up) are greedy.
+
+    The number of tokens a sequence has generated is read off its position, never counted here, so a
+    sequence that starts over after a requeue, or is scheduled ahead of its newest token
+    (asynchronous batching), goes on with the same noise.
+
+    Args:
+        static: the steps are captured in CUDA graphs, or compiled. Everything that reads only
+            `logits_processor_args` is then computed in every step, whoever is in the batch: a
+            replayed graph runs no Python, so it must not depend on flags of the batch that was
+            there at capture. Without it, a batch in which nobody samples costs nothing. The rest
+            (`needs_eager`) works outside graphs only.
+    """
+
+    do_processing = True
+    tensors_required = len(Param)
+
+    def __init__(self, *, static: bool = False) -> None:
+        self._static = static
+        self._samples = self._filters = False
+        self._adjustments: Adjustments | None = None
+        self._logprob_rows: list[tuple[int, SequenceSampling, int]] = []
+
+    @property
+    def needs_eager(self) -> bool:
+        """Whether the prepared batch has bias, penalties, `min_tokens` or logprobs.
+
+        Their tensors belong to one step; such a batch must neither be captured nor replayed.
+        """
+        return self._adjustments is not None or bool(self._logprob_rows)
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        int32_tensor.zero_()  # greedy
+        int32_tensor[Param.TOP_K] = _INT32_MAX
+        int32_tensor[Param.TOP_P] = _float_bits(1.0)
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        if kwargs:
+            raise ValueError(f"parameters travel in state.sampling, not in {sorted(kwargs)}")
+
+    def prepare_tensor_args(
+        self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor
+    ) -> Tensor:
+        """Write the parameters of the sequences that get a token, in their order."""
+        states = [request.state for request in requests_in_batch if request.has_new_token]
+        batch: list[tuple[int, SequenceSampling, int]] = []  # row, sequence, tokens generated
+        packed = [_GREEDY] * len(states)
+        for row, state in enumerate(states):
+            sequence: SequenceSampling | None = getattr(state, "sampling", None)
+            if sequence is not None:
+                generated = state.position_offset - len(sequence.prompt_ids)
+                batch.append((row, sequence, generated))
+                packed[row] = (*sequence.packed, generated)
+        if packed:
+            params_PB = torch.tensor(packed, dtype=torch.int32).T
+            arg_storage[: len(Param), : len(packed)] = params_PB.to(arg_storage.device)
+        self._samples = any(sequence.params.temperature > 0 for _, sequence, _ in batch)
+        self._filters = any(sequence.is_filtered for _, sequence, _ in batch)
+        self._adjustments = _make_adjustments(batch, len(packed))
+        self._logprob_rows = [entry for entry in batch if entry[1].params.logprobs is not None]
+        return arg_storage
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
+        """Scores [B, V] whose argmax is each sequence's next token.
+
+        Args:
+            input_ids: the token each row was computed from [B].
+            scores: the model's logits [B, V], float32; left as they are.
+            logits_processor_args: [P, B], rows as in `Param`. Rows of B beyond the batch are padding.
+        """
+        if scores.is_cuda and torch.cuda.is_current_stream_capturing():
+            assert self._static, "captured without static=True"
+            assert not self.needs_eager, "captured a batch that needs_eager"
+        result = scores
+        if self._adjustments is not None:
+            result = adjust(result, input_ids, self._adjustments.to(scores.device))
+        if self._samples or self._static:
+            filters = self._filters or self._static
+            result = perturb(result, logits_processor_args, filters=filters)
+        if self._logprob_rows:
+            self._keep_logprobs(scores, result)
+        return result
+
+    def _keep_logprobs(self, logits_BV: Tensor, scores_BV: Tensor) -> None:
+        rows_R = torch.tensor([row for row, _, _ in self._logprob_rows]).to(logits_BV.device)
+        # Always the most, so that how many a neighbour wants cannot change which of two tokens with
+        # the same logit is listed.
+        step = _StepLogprobs(logprobs(logits_BV, scores_BV, rows_R, MAX_LOGPROBS))
+        for i, (_, sequence, generated) in enumerate(self._logprob_rows):
+            sequence._pending[generated] = (step, i)
+
+
+class _StepLogprobs:
+    """One step's log-probabilities, on the device until somebody reads them."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        self._tensors = tensors
+        self._lists: list[list[Any]] | None = None
+
+    def read(self, row: int, top: int) -> RawLogprob:
+        if self._lists is None:
+            self._lists = [tensor.tolist() for tensor in self._tensors]
+        token_id, logprob, top_ids, top_logprobs = (column[row] for column in self._lists)
+        likeliest = sorted(
+            zip(top_ids, top_logprobs, strict=True), key=lambda pair: (-pair[1], pair[0])
+        )
+        return RawLogprob(token_id, logprob, tuple(likeliest[:top]))
+
+
+def _make_adjustments(
+    batch: Sequence[tuple[int, SequenceSampling, int]], num_rows: int
+) -> Adjustments | None:
+    """Bias, forbidden tokens and penalties of a batch; None when nobody asks for any."""
+    bias: list[tuple[int, int, float]] = []
+    history: list[tuple[int, int, int]] = []
+    newest: list[int] = []
+    penalties = [(1.0, 0.0, 0.0)] * num_rows
+    for row, sequence, generated in batch:
+        p = sequence.params
+        bias += ((row, token, value) for token, value in p.logit_bias.items())
+        if generated < p.min_tokens:
+            bias += ((row, token, -math.inf) for token in sequence.stop_ids)
+        if sequence.is_penalised:
+            penalties[row] = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            known = sequence.history(max(generated - 1, 0))
+            history += ((row, token, count) for token, count in known.items())
+            if generated > 0:
+                newest.append(row)
+    if not (bias or history or newest):
+        return None
+    bias_rows, bias_tokens, bias_values = zip(*bias, strict=True) if bias else ((), (), ())
+    rows, tokens, counts = zip(*history, strict=True) if history else ((), (), ())
+    return Adjustments(
+        bias_rows=torch.tensor(bias_rows, dtype=torch.int64),
+        bias_tokens=torch.tensor(bias_tokens, dtype=torch.int64),
+        bias=torch.tensor(bias_values, dtype=torch.float32),
+        history_rows=torch.tensor(rows, dtype=torch.int64),
+        history_tokens=torch.tensor(tokens, dtype=torch.int64),
+        history_counts=torch.tensor(counts, dtype=torch.int64),
+        newest_rows=torch.tensor(newest, dtype=torch.int64),
+        penalties=torch.tensor(penalties, dtype=torch.float32).T,
+    )
+
+
+def _float_bits(value: float) -> int:
+    """The bits of a float32 as an int32."""
+    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return bits
+
+
+_GREEDY = (0, _INT32_MAX, _float_bits(1.0), 0, 0, 0, 0)

@@ -1,0 +1,73 @@
+"""Ranges of sampling parameters, checked once before a request enters the engine.
+
+Inside the engine a bad value would end the loop for everybody, or the process: on CUDA an index out
+of range is a device-side assertion. No torch, so that an ingress may check as well.
+"""
+
+from collections.abc import Iterable
+
+from actors.errors import InvalidRequest, UnsupportedParameter
+from actors.protocol import SamplingParams
+
+MAX_LOGPROBS = 20  # OpenAI's limit for chat completions
+_FLOAT32_MAX = 3.4028234e38
+
+
+def validate(params: SamplingParams, vocab_size: int) -> None:
+    """Check every field against its range, and ids against the vocabulary.
+
+    Raises:
+        InvalidRequest: a value is out of range; `param` names the field.
+        UnsupportedParameter: more log-probabilities than this server gives.
+    """
+    p = params
+    # Written so that NaN, which compares false with everything, fails.
+    _check(0 <= p.temperature <= _FLOAT32_MAX, "temperature", p.temperature, "0 or more")
+    _check(0 < p.top_p <= 1, "top_p", p.top_p, "above 0 and at most 1")
+    _check(p.top_k >= -1, "top_k", p.top_k, "-1 or 0 (all tokens) or more")
+    _check(0 <= p.min_p <= 1, "min_p", p.min_p, "between 0 and 1")
+    repetition = p.repetition_penalty
+    _check(0 < repetition <= _FLOAT32_MAX, "repetition_penalty", repetition, "above 0")
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(p, name)
+        _check(-2 <= value <= 2, name, value, "between -2 and 2")
+    if p.max_tokens is not None:
+        _check(p.max_tokens >= 1, "max_tokens", p.max_tokens, "1 or more")
+    _check(p.min_tokens >= 0, "min_tokens", p.min_tokens, "0 or more")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {p.min_tokens}; it must not exceed max_tokens ({p.max_tokens})",
+            "min_tokens",
+        )
+    if p.seed is not None:
+        _check(-(2**63) <= p.seed < 2**63, "seed", p.seed, "a signed 64-bit integer")
+    _check(all(p.stop), "stop", "an empty string", "one or more characters each")
+    for bias in p.logit_bias.values():
+        _check(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
+    check_token_ids(p.logit_bias, "logit_bias", vocab_size)
+    check_token_ids(p.stop_token_ids, "stop_token_ids", vocab_size)
+    if p.logprobs is not None:
+        _check(p.logprobs >= 0, "logprobs", p.logprobs, "0 or more")
+        if p.logprobs > MAX_LOGPROBS:
+            raise UnsupportedParameter(
+                f"logprobs is {p.logprobs}; this server gives at most {MAX_LOGPROBS}", "logprobs"
+            )
+
+
+def check_token_ids(token_ids: Iterable[int], param: str, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary, and booleans, which Python counts as integers.
+
+    Raises:
+        InvalidRequest: naming the first bad id.
+    """
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{param} holds {token_id!r}; token ids are integers from 0 to {vocab_size - 1}",
+                param,
+            )
+
+
+def _check(ok: bool, param: str, found: object, wanted: str) -> None:
+    if not ok:
+        raise InvalidRequest(f"{param} is {found}; it must be {wanted}", param)

@@ -1,0 +1,177 @@
+"""WeightHolder: CPU-only owner of packed images in the object store of its node.
+
+It owns the object references, so the images live as long as it does, and longer for whoever still
+looks at them. Loading runs on a thread of its own: the holder answers health checks and hands out
+finished images while it loads another.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+from ray.util import list_named_actors
+
+from actors.errors import LayoutMismatch
+from actors.weights import packer
+from actors.weights.download import ensure_checkpoint
+from actors.weights.layout import ImageKey, Manifest
+from actors.weights.plasma import ReservedSegment, reserve, store_room, was_spilled
+from actors.weights.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRequest:
+    """What to load when there is no image yet."""
+
+    model_id: str
+    source: ModelSource  # an absolute path, or a hub's model
+    dtype: str  # torch's name, or "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageGrant:
+    """A published image: what it is and where its segments are."""
+
+    manifest: Manifest
+    refs: tuple["ray.ObjectRef[object]", ...]
+    load_s: float  # what loading it took, whenever that was
+
+
+@dataclass(slots=True)
+class _Held:
+    """An image in the store. The segments' views keep it from being spilled."""
+
+    grant: ImageGrant
+    segments: list[ReservedSegment]
+    lessees: set[str] = field(default_factory=set)  # actor names
+
+
+@dataclass(frozen=True, slots=True)
+class HeldImage:
+    """What `stats` says of one image."""
+
+    key: str
+    bytes: int
+    segments: int
+    load_s: float
+    lessees: int
+    spilled: bool
+
+
+class WeightHolder:
+    """Loads checkpoints once and hands their images to every replica that asks."""
+
+    def __init__(self, preload: Sequence[ImageRequest] = ()) -> None:
+        self._images: dict[ImageKey, _Held] = {}
+        self._loading: dict[ImageKey, Future[_Held]] = {}
+        self._recycled_bytes = 0  # freed by us in this store, whose pages it keeps
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="image-loader")
+        for request in preload:
+            self._loader.submit(self._preload, request)
+
+    async def ping(self) -> None:
+        """Answers at once, also while an image loads: the caller learns that somebody is here."""
+
+    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
+        """The image of `key`, loaded now if need be; callers of one key share one load.
+
+        Args:
+            key: computed by the caller from its own copy of the checkpoint.
+            lessee: name of the asking actor, kept until it releases the image or dies.
+
+        Raises:
+            LayoutMismatch: this node's checkpoint is not the caller's.
+            StoreFull: there is no room for it.
+        """
+        held = self._images.get(key)
+        if held is None:
+            held = await asyncio.shield(asyncio.wrap_future(self._load_once(request, key)))
+        held.lessees.add(lessee)
+        return held.grant
+
+    async def release(self, key: ImageKey, lessee: str) -> bool:
+        """End a lease. True when that was the last one and the image is gone from the store."""
+        held = self._images.get(key)
+        if held is None:
+            return False
+        held.lessees.discard(lessee)
+        alive = {actor["name"] for actor in list_named_actors(all_namespaces=True)}
+        held.lessees &= alive  # replicas that died never said goodbye
+        if held.lessees:
+            return False
+        del self._images[key]
+        self._recycled_bytes += held.grant.manifest.layout.total_bytes
+        logger.info("image %s released", key)
+        return True
+
+    async def stats(self) -> list[HeldImage]:
+        return [
+            HeldImage(
+                key=str(key),
+                bytes=held.grant.manifest.layout.total_bytes,
+                segments=len(held.segments),
+                load_s=held.grant.load_s,
+                lessees=len(held.lessees),
+                spilled=was_spilled([segment.ref for segment in held.segments]),
+            )
+            for key, held in self._images.items()
+        ]
+
+    def _load_once(self, request: ImageRequest, key: ImageKey) -> "Future[_Held]":
+        future = self._loading.get(key)
+        if future is None:
+            future = self._loading[key] = self._loader.submit(self._load, request, key)
+        return future
+
+    def _preload(self, request: ImageRequest) -> None:
+        """On the loader thread. A failure is logged; the replica that needs the image gets its own."""
+        try:
+            self._load(request, None)
+        except Exception:
+            logger.exception("could not preload %s", request.model_id)
+
+    def _load(self, request: ImageRequest, key: ImageKey | None) -> _Held:
+        """On the loader thread, of which there is one: the dictionaries have one writer at a time."""
+        try:
+            checkpoint = ensure_checkpoint(request.source)
+            dtype = packer.checkpoint_dtype(checkpoint, request.dtype)
+            found = packer.image_key(checkpoint, dtype)
+            if key is not None and key != found:
+                raise LayoutMismatch(f"asked for image {key}, this node's checkpoint makes {found}")
+            held = self._images.get(found)  # a preload may have been first
+            if held is None:
+                held = self._images[found] = self._publish(request.model_id, checkpoint, found)
+            return held
+        finally:
+            if key is not None:
+                self._loading.pop(key, None)
+
+    def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> _Held:
+        started_s = time.monotonic()
+        logger.info("load_model key:%s: loading %s from %s", key, model_id, checkpoint)
+        dtype = packer.checkpoint_dtype(checkpoint, key.dtype)
+        model = packer.load_reference(checkpoint, dtype)
+        layout = packer.plan(model)
+        room = store_room()
+        room.require(layout.total_bytes, self._recycled_bytes)
+        segments = [reserve(segment.size) for segment in layout.segments]
+        digests = packer.pack(model, layout, [memoryview(s.payload) for s in segments])
+        load_s = time.monotonic() - started_s
+        manifest = Manifest(key, layout, tuple(s.payload_offset for s in segments), digests)
+        logger.info(
+            "load_model key:%s: published %d tensors, %.2f GiB in %d segments, costed %.2f s",
+            key,
+            len(layout.tensors),
+            layout.total_bytes / 2**30,
+            len(segments),
+            load_s,
+        )
+        grant = ImageGrant(manifest, tuple(s.ref for s in segments), load_s)
+        return _Held(grant, segments)

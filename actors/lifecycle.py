@@ -1,0 +1,311 @@
+"""Sleep/wake state machine of one replica. No torch, no Ray: effects come in from outside.
+
+    AWAKE ──sleep──► DRAINING ──drained, unmapped──► ASLEEP ──request or wake_up──► WAKING ──► AWAKE
+      ▲                 │                                                            │
+      └── drain timeout ┘          an effect that raises, from either side ──► FAILED, settled
+
+All methods run on one event loop. Only `_enter` writes the state. A transition is entered before its
+first await, runs as a task of its own (callers wait on a shield, so one that leaves cancels only its
+wait), and ends in a settled state that releases every waiter.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from actors.errors import DrainTimeout, HeldAsleep, ReplicaFailed, Unavailable, WakeTimeout
+from actors.idle import IdleClock
+from actors.protocol import ReplicaState, SleepCommand, SleepMode
+
+logger = logging.getLogger(__name__)
+
+_HELD_RETRY_AFTER_S = 30.0  # nobody knows when an operator ends a hold; this keeps clients polite
+
+
+class SleepConfig(BaseModel):
+    """When a replica sleeps and how long anything may take."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    idle_timeout_s: float | None = Field(
+        default=300.0,
+        gt=0,
+        description="Sleep after this many seconds without an inference request; null: never.",
+    )
+    idle_check_interval_s: float = Field(
+        default=5.0, gt=0, description="Seconds between two looks at the idle clock."
+    )
+    level: Literal[1, 2] = Field(
+        default=1,
+        description="What an idle sleep gives back: 1 device memory; 2 the host image as well, "
+        "so that the wake loads from disk.",
+    )
+    keep_layers: int = Field(
+        default=0, ge=0, description="Decoder layers that stay on the device while asleep."
+    )
+    drain_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds a sleep waits for requests in flight before the replica stays awake.",
+    )
+    wake_timeout_s: float = Field(
+        default=120.0, gt=0, description="Seconds a request waits for a wake before it gets 503."
+    )
+    start_asleep: bool = Field(
+        default=False, description="Start with the weights attached but not in device memory."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """What a sleep or a wake did to device memory, as its effects saw it."""
+
+    mapped_before_bytes: int
+    mapped_after_bytes: int
+    copied_bytes: int  # over the link, host to device
+
+
+class Effects(Protocol):
+    """What a transition does. The lifecycle never runs two of them at once."""
+
+    async def wake(self) -> MemoryChange:
+        """Bring the weights back.
+
+        Raises:
+            Unavailable: not possible now, nothing changed; the replica stays asleep.
+        """
+
+    async def sleep(self, level: int) -> MemoryChange:
+        """Give memory back. Requests that are still running are frozen and go on after the wake."""
+
+    def abort_in_flight(self) -> None:
+        """End every request in flight now, with finish reason "abort"."""
+
+
+class Lifecycle:
+    """Decides, alone, when this replica sleeps and wakes. Starts asleep."""
+
+    def __init__(
+        self, effects: Effects, config: SleepConfig, now: Callable[[], float], name: str = "replica"
+    ) -> None:
+        self.idle = IdleClock(now)
+        self.reason = "starting"
+        self.level = 0  # how deep it sleeps; 0 while it does not
+        self.held = False
+        self.waiting_for_wake = 0
+        self.sleeps = 0
+        self.wakes = 0
+        self.last_sleep_s: float | None = None
+        self.last_wake_s: float | None = None
+        self._effects = effects
+        self._config = config
+        self._now = now
+        self._name = name
+        self._state = ReplicaState.ASLEEP
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._transition: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._state
+
+    @asynccontextmanager
+    async def serving(self, request_id: str) -> AsyncIterator[None]:
+        """Hold the replica awake for one request, waking it first if need be.
+
+        Raises:
+            WakeTimeout: not awake within `wake_timeout_s`.
+            HeldAsleep: an operator holds the replica asleep.
+            ReplicaFailed: the replica is in, or entered, FAILED.
+        """
+        await self._await_awake(request_id)
+        self.idle.begin()  # no await since AWAKE was seen: the state cannot have moved
+        self._drained.clear()
+        try:
+            yield
+        finally:
+            self.idle.end()
+            if self.idle.in_flight == 0:
+                self._drained.set()
+
+    async def sleep(self, command: SleepCommand, reason: str = "asked to") -> None:
+        """Finish, abort or freeze the requests in flight, then sleep. Idempotent.
+
+        Raises:
+            DrainTimeout: requests in flight did not finish in time; the replica is awake.
+            ReplicaFailed: the replica is in, or entered, FAILED.
+        """
+        self.held = self.held or command.hold  # at once: later requests must not queue for a wake
+        while self._transition is not None:
+            await self._join(self._transition)
+        if self._state is ReplicaState.FAILED:
+            raise ReplicaFailed(f"{self._name} has failed: {self.reason}")
+        if self._state is ReplicaState.AWAKE or command.level > self.level:
+            await asyncio.shield(
+                self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command), reason)
+            )
+
+    async def wake_up(self, reason: str = "asked to") -> None:
+        """End a hold and wake. Idempotent.
+
+        Raises:
+            Unavailable: not possible now; the replica is still asleep.
+            ReplicaFailed: the replica is in, or entered, FAILED.
+        """
+        self.held = False
+        while self._state is not ReplicaState.AWAKE:
+            if await self._step_to_awake(reason):
+                break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
+        self.idle.touch()
+
+    async def sleep_when_idle(self) -> None:
+        """Watch the idle clock until cancelled."""
+        timeout_s = self._config.idle_timeout_s
+        if timeout_s is None:
+            return
+        while True:
+            await asyncio.sleep(self._config.idle_check_interval_s)
+            idle_s = self.idle.idle_s()
+            if self._state is ReplicaState.AWAKE and idle_s >= timeout_s:
+                try:
+                    await self.sleep(
+                        SleepCommand(level=self._config.level),
+                        f"idle {idle_s:.1f} s >= {timeout_s:g} s",
+                    )
+                except DrainTimeout:  # a request came in between; it keeps the replica awake
+                    continue
+                except ReplicaFailed:  # logged by the transition; the health check takes over
+                    return
+
+    async def _await_awake(self, request_id: str) -> None:
+        self.waiting_for_wake += 1
+        try:
+            async with asyncio.timeout(self._config.wake_timeout_s):
+                while self._state is not ReplicaState.AWAKE:
+                    if self.held:
+                        raise HeldAsleep(
+                            "the model is held asleep by an operator; POST /wake_up ends it",
+                            _HELD_RETRY_AFTER_S,
+                        )
+                    await self._step_to_awake(f"request {request_id}")
+        except TimeoutError:
+            raise WakeTimeout(
+                f"the model did not wake within {self._config.wake_timeout_s:g} s "
+                "(sleep.wake_timeout_s)",
+                self.last_wake_s or 1.0,
+            ) from None
+        finally:
+            self.waiting_for_wake -= 1
+
+    async def _step_to_awake(self, reason: str) -> bool:
+        """Wait for the transition under way, or begin the wake that everybody then shares.
+
+        Returns:
+            Whether the replica woke; by now it may be on its way to sleep again.
+        """
+        if self._state is ReplicaState.FAILED:
+            raise ReplicaFailed(f"{self._name} has failed: {self.reason}")
+        if self._state is ReplicaState.DRAINING and self._transition is not None:
+            await self._join(self._transition)  # its outcome is for those who asked for a sleep
+            return False
+        task = self._transition or self._begin(ReplicaState.WAKING, self._run_wake(), reason)
+        await asyncio.shield(task)
+        return True
+
+    @staticmethod
+    async def _join(task: asyncio.Task[None]) -> None:
+        """Wait until a transition has settled, whatever it came to."""
+        await asyncio.wait([task])
+
+    def _begin(
+        self, via: ReplicaState, work: Coroutine[None, None, None], reason: str
+    ) -> asyncio.Task[None]:
+        self._enter(via, reason)  # before the first await: nobody may act on the old state
+        task = asyncio.create_task(self._run(work), name=f"{self._name} {via}")
+        # Retrieve the outcome even if every caller has left, or asyncio logs it as lost.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._transition = task
+        return task
+
+    async def _run(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Unavailable:
+            raise  # the work settled the state before it raised
+        except Exception as exc:
+            logger.exception("%s: transition failed", self._name)
+            self._enter(ReplicaState.FAILED, f"{type(exc).__name__}: {exc}")
+            if isinstance(exc, ReplicaFailed):
+                raise
+            raise ReplicaFailed(f"{self._name} failed: {type(exc).__name__}") from exc
+        finally:
+            self._transition = None
+
+    async def _run_wake(self) -> None:
+        started_s = self._now()
+        try:
+            change = await self._effects.wake()
+        except Unavailable as exc:
+            self._enter(ReplicaState.ASLEEP, f"could not wake: {exc}")
+            raise
+        self.last_wake_s = self._now() - started_s
+        self.wakes += 1
+        self.level = 0
+        self._enter(ReplicaState.AWAKE, self.reason, self.last_wake_s, change)
+
+    async def _drain_and_sleep(self, command: SleepCommand) -> None:
+        if command.mode is SleepMode.ABORT:
+            self._effects.abort_in_flight()
+        if command.mode is not SleepMode.KEEP and not self.level:  # asleep: nothing is running
+            await self._drain()
+        started_s = self._now()
+        change = await self._effects.sleep(command.level)
+        self.last_sleep_s = self._now() - started_s
+        self.sleeps += 1
+        self.level = command.level
+        self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
+
+    async def _drain(self) -> None:
+        timeout_s = self._config.drain_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._drained.wait()
+        except TimeoutError:
+            in_flight = self.idle.in_flight
+            self.held = False
+            self._enter(ReplicaState.AWAKE, f"{in_flight} in flight after {timeout_s:g} s of drain")
+            raise DrainTimeout(
+                f"{in_flight} requests still run after {timeout_s:g} s (sleep.drain_timeout_s); "
+                "the model stays awake. mode=abort ends them, mode=keep freezes them",
+                timeout_s,
+            ) from None
+
+    def _enter(
+        self,
+        state: ReplicaState,
+        reason: str,
+        seconds: float | None = None,
+        change: MemoryChange | None = None,
+    ) -> None:
+        """The one writer of the state, and the one place of its log line."""
+        before, self._state, self.reason = self._state, state, reason
+        if change is None or seconds is None:
+            logger.info("%s: %s -> %s (%s)", self._name, before, state, reason)
+            return
+        logger.info(
+            "%s: %s -> %s (%s) in %.1f ms; mapped %d -> %d bytes, copied %d",
+            self._name,
+            before,
+            state,
+            reason,
+            1e3 * seconds,
+            change.mapped_before_bytes,
+            change.mapped_after_bytes,
+            change.copied_bytes,
+        )

@@ -1,0 +1,111 @@
+"""One stable address range per device, mapped and unmapped in segments."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from actors.memory.driver import MemoryDriver
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of an arena, in bytes from its start."""
+
+    offset: int
+    size: int
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class DeviceArena:
+    """Addresses for a row of segments, each of which can have memory or not.
+
+    A segment starts at a multiple of the driver's granularity, so that one can be unmapped while its
+    neighbour stays. Addresses never change: tensors made from `tensor` stay valid over any number of
+    unmap and map, and so does what captured them. Freshly mapped memory holds anything.
+    """
+
+    def __init__(self, driver: MemoryDriver, segment_bytes: Sequence[int]) -> None:
+        self._driver = driver
+        spans: list[Span] = []
+        offset = 0
+        for size in segment_bytes:
+            rounded = _round_up(max(size, 1), driver.granularity)
+            spans.append(Span(offset, rounded))
+            offset += rounded
+        self.spans = tuple(spans)
+        self.size = offset
+        self.address = driver.reserve(self.size)
+        self._mapped: set[int] = set()
+        self._bytes = driver.tensor(self.address, self.size)
+
+    @property
+    def device(self) -> torch.device:
+        return self._driver.device
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(self.spans[i].size for i in self._mapped)
+
+    def unmapped(self) -> list[int]:
+        """The segments that have no memory."""
+        return [i for i in range(len(self.spans)) if i not in self._mapped]
+
+    def map(self, segments: Iterable[int] | None = None) -> None:
+        """Give segments (all, when None) memory. Those that have it are left as they are.
+
+        Raises:
+            DeviceMemoryError: the driver refused; what this call had mapped is unmapped again.
+        """
+        done: list[int] = []
+        try:
+            for i in self._chosen(segments):
+                if i not in self._mapped:
+                    self._driver.map(self.address + self.spans[i].offset, self.spans[i].size)
+                    self._mapped.add(i)
+                    done.append(i)
+        except BaseException:
+            self.unmap(done)
+            raise
+
+    def unmap(self, segments: Iterable[int] | None = None) -> int:
+        """Give the memory of segments (all, when None) back; returns how many bytes went."""
+        released = 0
+        for i in self._chosen(segments):
+            if i in self._mapped:
+                self._driver.unmap(self.address + self.spans[i].offset, self.spans[i].size)
+                self._mapped.remove(i)
+                released += self.spans[i].size
+        return released
+
+    def write(self, segment: int, host: memoryview) -> None:
+        """Copy host bytes to the start of a mapped segment; returns when they have arrived."""
+        assert segment in self._mapped, f"segment {segment} is not mapped"
+        assert host.nbytes <= self.spans[segment].size
+        self._driver.copy_from_host(self.address + self.spans[segment].offset, host)
+
+    def bytes_of(self, segment: int, count: int | None = None) -> torch.Tensor:
+        """The first `count` bytes of a segment (all, when None), as a flat uint8 view."""
+        span = self.spans[segment]
+        return self._bytes[span.offset : span.offset + (span.size if count is None else count)]
+
+    def tensor(
+        self, segment: int, offset: int, dtype: torch.dtype, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """A view of `shape`, contiguous, `offset` bytes into a segment."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        assert offset + size <= self.spans[segment].size
+        start = self.spans[segment].offset + offset
+        return self._bytes[start : start + size].view(dtype).view(torch.Size(shape))
+
+    def release(self) -> None:
+        """Unmap everything and end the reservation. Tensors made from it must be gone."""
+        self.unmap()
+        del self._bytes
+        self._driver.release(self.address, self.size)
+
+    def _chosen(self, segments: Iterable[int] | None) -> Iterable[int]:
+        return range(len(self.spans)) if segments is None else segments

@@ -1,0 +1,118 @@
+"""How a replica gets its image: from the holder's object store, or else from disk.
+
+The fast path may fail in any way without taking the replica with it: the fallback loads the
+checkpoint into this process and says so. Nobody waits for a holder that is not there.
+"""
+
+import asyncio
+import logging
+import mmap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import ray
+
+from actors.errors import HolderLost
+from actors.holder import ImageGrant, ImageRequest
+from actors.weights import packer
+from actors.weights.image import WeightImage
+from actors.weights.layout import ImageKey, Manifest
+
+logger = logging.getLogger(__name__)
+
+
+class HolderClient(Protocol):
+    """A WeightHolder somewhere else."""
+
+    async def ping(self) -> None: ...
+    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant: ...
+    async def release(self, key: ImageKey, lessee: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FastLoad:
+    """Obtains the image of one checkpoint for one replica, any number of times."""
+
+    holder: HolderClient | None
+    request: ImageRequest
+    checkpoint: Path
+    lessee: str
+    ping_timeout_s: float = 2.0
+    load_timeout_s: float = 1800.0
+
+    async def obtain(self) -> WeightImage:
+        """The image, from the object store where possible.
+
+        Raises:
+            Exception: whatever loading from disk raises; the fast path's failures are logged.
+        """
+        dtype = packer.checkpoint_dtype(self.checkpoint, self.request.dtype)
+        key = packer.image_key(self.checkpoint, dtype)
+        logger.info("load_model key:%s", key)
+        if self.holder is not None:
+            try:
+                return await self._from_store(self.holder, key)
+            except Exception as exc:  # whatever it was, the replica can still load by itself
+                logger.warning(
+                    "Fallback to load from disk. error:%s: %s", type(exc).__name__, exc
+                )
+        return await asyncio.to_thread(load_from_disk, self.checkpoint, key)
+
+    async def release(self, key: ImageKey) -> None:
+        """Tell the holder that this replica no longer looks at the image."""
+        if self.holder is None:
+            return
+        try:
+            async with asyncio.timeout(self.ping_timeout_s):
+                await self.holder.release(key, self.lessee)
+        except Exception as exc:  # the views are gone either way; the lease ends with this actor
+            logger.warning("could not release image %s: %s: %s", key, type(exc).__name__, exc)
+
+    async def _from_store(self, holder: HolderClient, key: ImageKey) -> WeightImage:
+        started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self.ping_timeout_s):
+                await holder.ping()
+        except TimeoutError:
+            raise HolderLost(f"no answer within {self.ping_timeout_s:g} s") from None
+        async with asyncio.timeout(self.load_timeout_s):
+            grant = await holder.acquire(self.request, key, self.lessee)
+        image = await asyncio.to_thread(_open, grant)
+        logger.info(
+            "Loaded %d tensors from the object store, costed %.3f s (%.2f GiB; loading took %.2f s)",
+            len(image.layout.tensors),
+            time.monotonic() - started_s,
+            image.layout.total_bytes / 2**30,
+            grant.load_s,
+        )
+        return image
+
+
+def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
+    """Pack the checkpoint into private memory of this process, page-aligned."""
+    started_s = time.monotonic()
+    model = packer.load_reference(checkpoint, packer.checkpoint_dtype(checkpoint, key.dtype))
+    layout = packer.plan(model)
+    buffers = [memoryview(mmap.mmap(-1, max(segment.size, 1))) for segment in layout.segments]
+    buffers = [b[: segment.size] for b, segment in zip(buffers, layout.segments, strict=True)]
+    digests = packer.pack(model, layout, buffers)
+    manifest = Manifest(key, layout, (0,) * len(buffers), digests)
+    logger.info(
+        "Loaded %d tensors from disk, costed %.3f s", len(layout.tensors), time.monotonic() - started_s
+    )
+    return WeightImage(manifest, buffers, origin="disk")
+
+
+def _open(grant: ImageGrant) -> WeightImage:
+    """Zero-copy views of the published segments, verified once."""
+    objects = ray.get(list(grant.refs))
+    layout, offsets = grant.manifest.layout, grant.manifest.payload_offsets
+    buffers = [
+        memoryview(whole)[offset : offset + segment.size]
+        for whole, offset, segment in zip(objects, offsets, layout.segments, strict=True)
+    ]
+    image = WeightImage(grant.manifest, buffers, origin="image")
+    image.verify()
+    return image

@@ -1,0 +1,420 @@
+"""The sleep/wake state machine, with effects that are gates."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from actors.errors import (
+    DeviceMemoryError,
+    DrainTimeout,
+    HeldAsleep,
+    ReplicaFailed,
+    Unavailable,
+    WakeTimeout,
+)
+from actors.lifecycle import Lifecycle, MemoryChange, SleepConfig
+from actors.protocol import ReplicaState, SleepCommand, SleepMode
+
+AWAKE, DRAINING, ASLEEP = ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.ASLEEP
+WAKING, FAILED = ReplicaState.WAKING, ReplicaState.FAILED
+NOTHING = MemoryChange(0, 0, 0)
+
+
+class GatedEffects:
+    """Effects that record their calls, wait at a gate, and fail on demand."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.on_abort: Callable[[], None] = lambda: None
+
+    async def wake(self) -> MemoryChange:
+        return await self._act("wake")
+
+    async def sleep(self, level: int) -> MemoryChange:
+        return await self._act(f"sleep {level}")
+
+    def abort_in_flight(self) -> None:
+        self.calls.append("abort")
+        self.on_abort()
+
+    async def _act(self, call: str) -> MemoryChange:
+        self.calls.append(call)
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        return NOTHING
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Bench:
+    """A lifecycle on fakes; `states` records every state it enters."""
+
+    def __init__(self, **config: object) -> None:
+        self.effects = GatedEffects()
+        self.clock = Clock()
+        self.states: list[ReplicaState] = []
+        defaults = {"idle_timeout_s": 10, "idle_check_interval_s": 0.001}
+        settings = SleepConfig.model_validate(defaults | config)
+        self.lifecycle = Lifecycle(self.effects, settings, self.clock, "test")
+        enter = self.lifecycle._enter
+
+        def record(state: ReplicaState, *rest: object) -> None:
+            self.states.append(state)
+            enter(state, *rest)  # type: ignore[arg-type]
+
+        self.lifecycle._enter = record  # type: ignore[assignment,method-assign]
+
+    async def awake(self) -> None:
+        await self.lifecycle.wake_up()
+        self.states.clear()
+        self.effects.calls.clear()
+
+    async def request(self, until: asyncio.Event | None = None, name: str = "r") -> str:
+        async with self.lifecycle.serving(name):
+            assert self.lifecycle.state is not ASLEEP
+            if until is not None:
+                await until.wait()
+        return "served"
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(5):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_sixteen_requests_to_a_sleeper_wake_it_once() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.gate.clear()
+        requests = [asyncio.create_task(bench.request()) for _ in range(16)]
+        await until(lambda: bench.lifecycle.waiting_for_wake == 16)
+        assert bench.lifecycle.state is WAKING
+        bench.effects.gate.set()
+        assert await asyncio.gather(*requests) == ["served"] * 16
+        assert bench.effects.calls == ["wake"]
+        assert bench.lifecycle.wakes == 1
+        assert bench.lifecycle.waiting_for_wake == 0
+
+    run(scenario)
+
+
+def test_client_that_leaves_cancels_only_its_wait() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.gate.clear()
+        leaver, stayer = (asyncio.create_task(bench.request()) for _ in range(2))
+        await until(lambda: bench.lifecycle.waiting_for_wake == 2)
+        leaver.cancel()
+        with suppress(asyncio.CancelledError):
+            await leaver
+        assert bench.lifecycle.waiting_for_wake == 1
+        bench.effects.gate.set()
+        assert await stayer == "served"
+        assert bench.effects.calls == ["wake"]
+
+    run(scenario)
+
+
+def test_wake_goes_on_when_every_client_has_left() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.gate.clear()
+        only = asyncio.create_task(bench.request())
+        await until(lambda: bench.lifecycle.state is WAKING)
+        only.cancel()
+        bench.effects.gate.set()
+        await until(lambda: bench.lifecycle.state is AWAKE)
+
+    run(scenario)
+
+
+def test_request_during_drain_waits_then_wakes() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        finish = asyncio.Event()
+        running = asyncio.create_task(bench.request(finish))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand()))
+        await until(lambda: bench.lifecycle.state is DRAINING)
+        late = asyncio.create_task(bench.request())
+        await until(lambda: bench.lifecycle.waiting_for_wake == 1)
+        assert bench.effects.calls == []  # nothing is unmapped under a running request
+        finish.set()
+        await asyncio.gather(running, sleeping, late)
+        assert bench.states == [DRAINING, ASLEEP, WAKING, AWAKE]
+        assert bench.effects.calls == ["sleep 1", "wake"]
+
+    run(scenario)
+
+
+def test_drain_that_takes_too_long_leaves_it_awake() -> None:
+    async def scenario() -> None:
+        bench = Bench(drain_timeout_s=0.01)
+        await bench.awake()
+        finish = asyncio.Event()
+        running = asyncio.create_task(bench.request(finish))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        with pytest.raises(DrainTimeout, match="1 requests still run"):
+            await bench.lifecycle.sleep(SleepCommand(hold=True))
+        assert bench.lifecycle.state is AWAKE
+        assert not bench.lifecycle.held
+        assert await bench.request() == "served"
+        finish.set()
+        assert await running == "served"
+
+    run(scenario)
+
+
+def test_abort_ends_requests_in_flight() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        ended = asyncio.Event()
+        bench.effects.on_abort = ended.set
+        running = asyncio.create_task(bench.request(ended))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.ABORT))
+        assert await running == "served"
+        assert bench.effects.calls == ["abort", "sleep 1"]
+
+    run(scenario)
+
+
+def test_keep_freezes_requests_over_the_sleep() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        finish = asyncio.Event()
+        running = asyncio.create_task(bench.request(finish))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        assert bench.lifecycle.state is ASLEEP
+        assert bench.lifecycle.idle.in_flight == 1
+        assert not running.done()
+        await bench.lifecycle.wake_up()
+        finish.set()
+        assert await running == "served"
+
+    run(scenario)
+
+
+def test_deeper_sleep_with_frozen_requests_does_not_wait_for_them() -> None:
+    async def scenario() -> None:
+        bench = Bench(drain_timeout_s=0.01)
+        await bench.awake()
+        finish = asyncio.Event()
+        running = asyncio.create_task(bench.request(finish))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        await bench.lifecycle.sleep(SleepCommand(level=2))
+        assert bench.effects.calls == ["sleep 1", "sleep 2"]
+        assert bench.lifecycle.level == 2
+        await bench.lifecycle.wake_up()
+        finish.set()
+        await running
+
+    run(scenario)
+
+
+def test_sleep_and_wake_up_are_idempotent() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        await bench.lifecycle.wake_up()
+        assert bench.effects.calls == []
+        await asyncio.gather(*(bench.lifecycle.sleep(SleepCommand()) for _ in range(3)))
+        await bench.lifecycle.sleep(SleepCommand())
+        assert bench.effects.calls == ["sleep 1"]
+        assert bench.lifecycle.sleeps == 1
+
+    run(scenario)
+
+
+def test_held_asleep_refuses_requests_until_wake_up() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        await bench.lifecycle.sleep(SleepCommand(hold=True))
+        with pytest.raises(HeldAsleep) as caught:
+            await bench.request()
+        assert caught.value.retry_after_s > 0
+        assert bench.lifecycle.state is ASLEEP
+        await bench.lifecycle.wake_up()
+        assert await bench.request() == "served"
+
+    run(scenario)
+
+
+def test_hold_reaches_requests_that_wait_in_the_drain() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        finish = asyncio.Event()
+        running = asyncio.create_task(bench.request(finish))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True)))
+        await until(lambda: bench.lifecycle.state is DRAINING)
+        finish.set()
+        with pytest.raises(HeldAsleep):
+            await bench.request()
+        await asyncio.gather(running, sleeping)
+        assert bench.lifecycle.state is ASLEEP
+
+    run(scenario)
+
+
+def test_sleep_asked_for_during_a_wake_follows_it() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.gate.clear()
+        waking = asyncio.create_task(bench.lifecycle.wake_up())
+        await until(lambda: bench.lifecycle.state is WAKING)
+        sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand()))
+        bench.effects.gate.set()
+        await asyncio.gather(waking, sleeping)
+        assert bench.effects.calls == ["wake", "sleep 1"]
+        assert bench.states == [WAKING, AWAKE, DRAINING, ASLEEP]
+
+    run(scenario)
+
+
+def test_failed_wake_fails_its_waiters_and_settles() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.failure = DeviceMemoryError("cuMemCreate of 5 bytes: out of memory")
+        outcomes = await asyncio.gather(
+            *(bench.request() for _ in range(3)), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes] == [DeviceMemoryError] * 3
+        assert bench.lifecycle.state is FAILED
+        with pytest.raises(ReplicaFailed, match="out of memory"):
+            await bench.request()
+        with pytest.raises(ReplicaFailed):
+            await bench.lifecycle.sleep(SleepCommand())
+
+    run(scenario)
+
+
+def test_unexpected_error_in_a_wake_becomes_replica_failed() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.failure = TimeoutError("of the effect itself, not of the waiter")
+        with pytest.raises(ReplicaFailed):
+            await bench.request()
+        assert bench.lifecycle.state is FAILED
+
+    run(scenario)
+
+
+def test_wake_that_is_not_possible_now_leaves_it_asleep() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.failure = Unavailable("another process holds the card", 7)
+        with pytest.raises(Unavailable, match="another process"):
+            await bench.request()
+        assert bench.lifecycle.state is ASLEEP
+        bench.effects.failure = None
+        assert await bench.request() == "served"
+
+    run(scenario)
+
+
+def test_failed_sleep_fails_the_replica() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.failure = DeviceMemoryError("cuMemUnmap: invalid value")
+        with pytest.raises(DeviceMemoryError):
+            await bench.lifecycle.sleep(SleepCommand())
+        assert bench.lifecycle.state is FAILED
+
+    run(scenario)
+
+
+def test_wake_slower_than_a_request_s_patience() -> None:
+    async def scenario() -> None:
+        bench = Bench(wake_timeout_s=0.01)
+        bench.effects.gate.clear()
+        with pytest.raises(WakeTimeout, match="0.01 s"):
+            await bench.request()
+        assert bench.lifecycle.state is WAKING  # the wake itself goes on
+        bench.effects.gate.set()
+        await until(lambda: bench.lifecycle.state is AWAKE)
+        assert await bench.request() == "served"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("idle_s, state", [(9.9, AWAKE), (10.0, ASLEEP)])
+def test_idle_clock_puts_it_to_sleep(idle_s: float, state: ReplicaState) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        assert await bench.request() == "served"
+        bench.clock.now_s += idle_s
+        looks = 0
+        idle = bench.lifecycle.idle.idle_s
+
+        def look() -> float:
+            nonlocal looks
+            looks += 1
+            return idle()
+
+        bench.lifecycle.idle.idle_s = look  # type: ignore[method-assign]
+        watch = asyncio.create_task(bench.lifecycle.sleep_when_idle())
+        await until(lambda: looks >= 3 or bench.lifecycle.state is ASLEEP)
+        await until(lambda: bench.lifecycle.state in (AWAKE, ASLEEP))
+        assert bench.lifecycle.state is state
+        watch.cancel()
+
+    run(scenario)
+
+
+def test_request_in_flight_is_never_idle() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        finish = asyncio.Event()
+        running = asyncio.create_task(bench.request(finish))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        bench.clock.now_s += 1000
+        assert bench.lifecycle.idle.idle_s() == 0
+        finish.set()
+        await running
+        assert bench.lifecycle.idle.idle_s() == 0  # counting starts at its end
+        bench.clock.now_s += 3
+        assert bench.lifecycle.idle.idle_s() == 3
+
+    run(scenario)
+
+
+def test_idle_timeout_null_never_sleeps() -> None:
+    async def scenario() -> None:
+        bench = Bench(idle_timeout_s=None)
+        await bench.awake()
+        bench.clock.now_s += 1e9
+        await bench.lifecycle.sleep_when_idle()  # returns at once instead of watching
+        assert bench.lifecycle.state is AWAKE
+
+    run(scenario)
