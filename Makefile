@@ -1,0 +1,75 @@
+# The one runner, for developers and CI alike. Every target sets up what it needs; the second time
+# that needs no network.
+#
+#   PYTHON=python3.12 make serve    another interpreter (3.11 or newer)
+#   make test ARGS="-k lifecycle"   arguments for pytest
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+DEMO := checkpoints/demo/config.json
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test gpu check fmt clean
+
+help:
+	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
+	@echo 'make test    all tests that need no GPU'
+	@echo 'make gpu     the tests that need one'
+	@echo 'make check   formatting, lint, types'
+	@echo 'make fmt     format, and fix what lint can fix'
+	@echo 'make clean   remove the environment, the caches and the demo checkpoints'
+
+serve: $(STAMP) $(DEMO)
+	@$(VENV)/bin/sleepserve check serve_config.yaml
+	@echo 'When the models are up, try:'
+	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"model\": \"demo\", \"max_tokens\": 32, \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" exec $(PY) -m ray.serve.scripts run serve_config.yaml
+
+test: $(STAMP) $(DEMO)
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+gpu: $(STAMP) $(DEMO)
+	$(PY) -m pytest -m gpu $(ARGS)
+
+check: $(STAMP)
+	$(PY) -m ruff format --check
+	$(PY) -m ruff check
+	$(PY) -m mypy
+
+fmt: $(STAMP)
+	$(PY) -m ruff format
+	$(PY) -m ruff check --fix
+
+clean:
+	rm -rf $(VENV) checkpoints/demo checkpoints/tiny .mypy_cache .pytest_cache .ruff_cache
+	find actors serve_app tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A Python that has a CUDA build of torch keeps it (a GPU image brings its own). Without any torch
+# and without an NVIDIA driver, PyTorch's CPU index spares 3 GB of CUDA libraries, where it can be
+# reached: https://pytorch.org/get-started/locally/
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "sleepserve needs Python 3.11 or newer; found none. Say PYTHON=/path/to/python3.12 make ..." >&2; \
+		exit 1; fi
+	@cuda=$$($(PYTHON) -c 'import torch; print(torch.version.cuda or "")' 2>/dev/null); \
+	site=; extras=dev; index=; \
+	if [ -n "$$cuda" ]; then site=--system-site-packages; fi; \
+	if [ -n "$$cuda" ] || command -v nvidia-smi >/dev/null; then extras=dev,gpu; \
+	elif $(PYTHON) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3)' 2>/dev/null; \
+	then index="--extra-index-url $(CPU_INDEX)"; fi; \
+	echo "Installing into $(VENV): a minute or two, once."; \
+	set -ex; \
+	test -x $(PY) || $(PYTHON) -m venv $$site $(VENV); \
+	$(PY) -m pip install --quiet -c constraints.txt $$index -e ".[$$extras]"
+	@touch $@
+
+$(DEMO): actors/weights/checkpoint.py | $(STAMP)
+	$(VENV)/bin/sleepserve make-checkpoint checkpoints/demo --shape demo
+	@touch $@

@@ -1,0 +1,39 @@
+"""Marks by folder, the skip of GPU tests, and checkpoints to test with."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PROJECT = TESTS.parent
+
+
+@cache
+def cuda_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for folder in ("unit", "integration", "e2e"):
+            if item.path.is_relative_to(TESTS / folder):
+                item.add_marker(folder)
+        if item.get_closest_marker("gpu") and not cuda_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def project() -> Path:
+    """The root of the repository."""
+    return PROJECT
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint() -> Path:
+    """The checkpoint that configs/tiny_cpu.yaml names; written once and kept."""
+    from actors.weights.checkpoint import write_checkpoint
+
+    return write_checkpoint(PROJECT / "checkpoints" / "tiny", "tiny")

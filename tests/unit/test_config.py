@@ -1,0 +1,361 @@
+"""What a user who mistyped is told, and that every file we ship is right."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from actors.weights.source import Hub
+from serve_app.cli import app
+from serve_app.config import (
+    AppArgs,
+    ModelConfig,
+    WeightsArgs,
+    check_file,
+    load_model_config,
+    missing_checkpoint,
+)
+from serve_app.config_errors import ConfigError
+
+PROJECT = Path(__file__).parents[2]
+MODEL = "model_id: demo\nsource: {id: checkpoints/demo}\n"
+SERVE = """\
+http_options: {host: 127.0.0.1}
+applications:
+  - name: weights
+    route_prefix: null
+    import_path: serve_app.app:build_weights
+    args: {models: &models [configs/demo.yaml]}
+  - name: llm
+    route_prefix: /
+    import_path: serve_app.app:build_app
+    args: {models: *models}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project that is all right, and the working directory."""
+    _write(tmp_path / "serve_config.yaml", SERVE)
+    _write(tmp_path / "configs" / "demo.yaml", MODEL)
+    _write(tmp_path / "checkpoints" / "demo" / "config.json", "{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def _complaint(file: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_file(file)
+    return str(caught.value)
+
+
+# --- what we ship ---
+
+
+@pytest.mark.parametrize("file", sorted(PROJECT.glob("configs/*.yaml")), ids=lambda file: file.name)
+def test_shipped_model_config_loads(file: Path) -> None:
+    config = load_model_config(file)
+    assert config.source.hub is not Hub.PATH or Path(config.source.id).is_relative_to(PROJECT)
+
+
+def test_shipped_serve_config_is_valid_once_its_checkpoint_is_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(folder / "serve_config.yaml", (PROJECT / "serve_config.yaml").read_text())
+    _write(folder / "configs" / "demo.yaml", (PROJECT / "configs" / "demo.yaml").read_text())
+    assert [model.model_id for model in check_file("serve_config.yaml")] == ["demo"]
+
+
+def test_shipped_serve_config_listens_on_this_machine_only() -> None:
+    assert "host: 127.0.0.1" in (PROJECT / "serve_config.yaml").read_text()
+
+
+@pytest.mark.parametrize("model", [ModelConfig, WeightsArgs, AppArgs])
+def test_every_field_has_a_description(model: type[BaseModel]) -> None:
+    def bare(schema: object) -> list[object]:
+        if isinstance(schema, list):
+            return [found for item in schema for found in bare(item)]
+        if not isinstance(schema, dict):
+            return []
+        here = [
+            name
+            for name, field in schema.get("properties", {}).items()
+            if "description" not in field
+        ]
+        return here + [found for item in schema.values() for found in bare(item)]
+
+    assert bare(model.model_json_schema()) == []
+
+
+# --- where paths start ---
+
+
+def test_checkpoint_path_starts_from_the_project_of_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    config = load_model_config(folder / "configs" / "demo.yaml")
+    assert config.source.id == str(folder / "checkpoints" / "demo")
+
+
+def test_file_outside_any_project_starts_from_its_own_folder(tmp_path: Path) -> None:
+    _write(tmp_path / "demo.yaml", MODEL)
+    assert load_model_config(tmp_path / "demo.yaml").source.id == str(
+        tmp_path / "checkpoints" / "demo"
+    )
+
+
+def test_args_without_a_file_start_from_the_project_of_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder / "configs")
+    args = AppArgs.model_validate({"models": ["configs/demo.yaml"]})
+    assert args.models[0].source.id == str(folder / "checkpoints" / "demo")
+
+
+def test_args_far_from_any_project_start_from_the_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = WeightsArgs.model_validate({"models": ["configs/demo.yaml"]})
+    assert args.models[0].source.id == str(PROJECT / "checkpoints" / "demo")
+
+
+def test_hub_id_is_no_path(folder: Path) -> None:
+    entry = {"model_id": "big", "source": {"hub": "modelscope", "id": "owner/name"}}
+    args = AppArgs.model_validate({"models": [entry]})
+    assert args.models[0].source.id == "owner/name"
+    assert missing_checkpoint(args.models[0]) is None
+
+
+def test_model_in_place_is_the_same_as_in_a_file(folder: Path) -> None:
+    entry = {"model_id": "demo", "source": {"id": "checkpoints/demo"}}
+    args = AppArgs.model_validate({"models": [entry]})
+    assert args.models == (load_model_config("configs/demo.yaml"),)
+
+
+# --- mistakes in a model's file ---
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            MODEL + "sleep: {idle_timeout: 5}",
+            "sleep.idle_timeout: unknown key; did you mean idle_timeout_s?",
+        ),
+        (
+            MODEL + "source: {id: x}",
+            "line 3: source is here twice",
+        ),
+        (
+            MODEL + "sleep: {idle_timeout_s: 5m}",
+            "sleep.idle_timeout_s: expected a number of seconds, found '5m'",
+        ),
+        (
+            MODEL + "sleep: {idle_timeout_s: -1}",
+            "sleep.idle_timeout_s: should be greater than 0, found -1",
+        ),
+        (MODEL + "sleep: 5", "sleep: expected a mapping, found 5"),
+        (
+            MODEL + "engine: {num_blocks: 1.5}",
+            "engine.num_blocks: expected a whole number, found 1.5",
+        ),
+        (
+            MODEL + "engine: {xyz: 1}",
+            "engine.xyz: unknown key; known here: cpu_threads, device, ",
+        ),
+        (
+            MODEL + "dtype: bf16",
+            "dtype: expected 'auto', 'float32', 'bfloat16' or 'float16', found 'bf16'",
+        ),
+        (
+            "model_id: demo\nsource: {hub: hf, id: a/b}",
+            "source.hub: expected 'path', 'modelscope' or 'huggingface', found 'hf'",
+        ),
+        ("model_id: demo\nsource: {}", "source.id: required, but missing"),
+        ("model_id: demo", "source: required, but missing"),
+        (
+            MODEL + "autoscaling: {max_replica: 2}",
+            "autoscaling.max_replica: unknown key; did you mean max_replicas?",
+        ),
+        (
+            MODEL + "autoscaling: {min_replicas: 3, max_replicas: 2}",
+            "autoscaling: max_replicas (2) must be greater than or equal to min_replicas (3)!",
+        ),
+        (
+            MODEL + "autoscaling: {max_replicas: many}",
+            "autoscaling.max_replicas: expected a whole number, found 'many'",
+        ),
+        (
+            MODEL + "num_replicas: 1\nautoscaling: {max_replicas: 2}",
+            "num_replicas: not together with autoscaling",
+        ),
+        (
+            MODEL + "engine: {device: cuda}",
+            "num_gpus: 0, but engine.device is cuda; set num_gpus: 1",
+        ),
+        (MODEL + "engine: [", "line 3: expected the node content, but found '<stream end>'"),
+        ("- model_id", "expected a mapping, found ['model_id']"),
+        (
+            "model_id: demo\nsource: {id: checkpoints/tiny}",
+            "source.id: no checkpoint in checkpoints/tiny; "
+            "`sleepserve make-checkpoint checkpoints/tiny --shape tiny` makes it",
+        ),
+        (
+            "model_id: demo\nsource: {id: models/big}",
+            "source.id: no checkpoint in models/big; "
+            "name a directory with config.json and *.safetensors, or a hub in source.hub",
+        ),
+    ],
+)
+def test_mistake_in_a_model_file(folder: Path, text: str, complaint: str) -> None:
+    _write(folder / "configs" / "demo.yaml", text)
+    if complaint.endswith(" "):  # a list of every known key
+        assert _complaint("configs/demo.yaml").startswith(f"configs/demo.yaml: {complaint}")
+    else:
+        assert _complaint("configs/demo.yaml") == f"configs/demo.yaml: {complaint}"
+
+
+def test_every_mistake_has_its_line(folder: Path) -> None:
+    _write(folder / "configs" / "demo.yaml", MODEL + "num_cpu: 1\nsleep: {level: 3}")
+    assert _complaint("configs/demo.yaml").splitlines() == [
+        "configs/demo.yaml: sleep.level: expected 1 or 2, found 3",
+        "configs/demo.yaml: num_cpu: unknown key; did you mean num_cpus?",
+    ]
+
+
+# --- mistakes in serve_config.yaml ---
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        (
+            "configs/demo.yaml",
+            "configs/dmo.yaml",
+            "serve_config.yaml: applications.weights.args.models.0: "
+            "no file configs/dmo.yaml in {folder}; did you mean configs/demo.yaml?",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[configs/demo.yaml, configs/demo.yaml]",
+            "serve_config.yaml: applications.weights.args.models.1.model_id: "
+            "demo is the name of models.0 already",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[]",
+            "serve_config.yaml: applications.weights.args.models: names no model",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[{model_id: a, source: {id: checkpoints/demo}, sleep: {levl: 1}}]",
+            "serve_config.yaml: applications.weights.args.models.0.sleep.levl: "
+            "unknown key; did you mean level?",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[{model_id: a, source: {id: nowhere}}]",
+            "serve_config.yaml: applications.weights.args.models.0.source.id: "
+            "no checkpoint in nowhere; "
+            "name a directory with config.json and *.safetensors, or a hub in source.hub",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, htp: {}}",
+            "serve_config.yaml: applications.llm.args.htp: unknown key; did you mean http?",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, http: {max_body_byte: 1}}",
+            "serve_config.yaml: applications.llm.args.http.max_body_byte: "
+            "unknown key; did you mean max_body_bytes?",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, http: {max_body_bytes: 8M}}",
+            "serve_config.yaml: applications.llm.args.http.max_body_bytes: "
+            "expected a whole number of bytes, found '8M'",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {}",
+            "serve_config.yaml: applications.llm.args.models: required, but missing",
+        ),
+        (
+            "build_app",
+            "bild_app",
+            "serve_config.yaml: applications.llm.import_path: "
+            "nothing to build at serve_app.app:bild_app; did you mean serve_app.app:build_app?",
+        ),
+        (
+            "http_options: {host: 127.0.0.1}",
+            "http_options: {port: 8000}",
+            "serve_config.yaml: http_options.host: "
+            "missing, and Ray would listen on every interface; write host: 127.0.0.1",
+        ),
+        (
+            "host: 127.0.0.1",
+            "host: 127.0.0.1, prot: 8000",
+            "serve_config.yaml: http_options.prot: unknown key; did you mean port?",
+        ),
+        (
+            "host: 127.0.0.1",
+            "host: 127.0.0.1, port: http",
+            "serve_config.yaml: http_options.port: expected a whole number, found 'http'",
+        ),
+        (
+            "http_options",
+            "http_option",
+            "serve_config.yaml: http_option: unknown key; did you mean http_options?\n"
+            "serve_config.yaml: http_options.host: "
+            "missing, and Ray would listen on every interface; write host: 127.0.0.1",
+        ),
+        (
+            "route_prefix: /",
+            "route_prefx: /",
+            "serve_config.yaml: applications.llm.route_prefx: "
+            "unknown key; did you mean route_prefix?",
+        ),
+        ("applications:", "aplications:", "serve_config.yaml: applications: required, but missing"),
+    ],
+)
+def test_mistake_in_serve_config(folder: Path, old: str, new: str, complaint: str) -> None:
+    assert old in SERVE
+    _write(folder / "serve_config.yaml", SERVE.replace(old, new, 1))
+    assert _complaint("serve_config.yaml") == complaint.format(folder=folder)
+
+
+def test_mistake_in_a_named_file_is_told_once_with_that_file(folder: Path) -> None:
+    _write(folder / "configs" / "demo.yaml", MODEL + "num_cpu: 1")
+    assert _complaint("serve_config.yaml") == (
+        "configs/demo.yaml: num_cpu: unknown key; did you mean num_cpus?"
+    )
+
+
+def test_somebody_elses_application_may_stand_beside_ours(folder: Path) -> None:
+    theirs = "  - {name: theirs, route_prefix: /theirs, import_path: 'theirs:app'}\n"
+    _write(folder / "serve_config.yaml", SERVE + theirs)
+    assert [model.model_id for model in check_file("serve_config.yaml")] == ["demo"]
+
+
+# --- sleepserve check ---
+
+
+def test_check_says_one_line_and_exits_0(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["check", "serve_config.yaml"])
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "serve_config.yaml: ok, models: demo\n"
+
+
+def test_check_of_missing_file_says_so_and_exits_2(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["check", "serve.yaml"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "serve.yaml: no such file\n"
