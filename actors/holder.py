@@ -20,7 +20,7 @@ from actors.errors import LayoutMismatch
 from actors.weights import packer
 from actors.weights.download import ensure_checkpoint
 from actors.weights.layout import ImageKey, Manifest
-from actors.weights.plasma import ReservedSegment, reserve, store_room, was_spilled
+from actors.weights.plasma import ByteArray, ReservedSegment, reserve, store_room, was_spilled
 from actors.weights.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class ImageGrant:
     """A published image: what it is and where its segments are."""
 
     manifest: Manifest
-    refs: tuple["ray.ObjectRef[object]", ...]
+    refs: tuple["ray.ObjectRef[ByteArray]", ...]
     load_s: float  # what loading it took, whenever that was
 
 
@@ -140,7 +140,7 @@ class WeightHolder:
     def _load(self, request: ImageRequest, key: ImageKey | None) -> _Held:
         """On the loader thread, of which there is one: the dictionaries have one writer at a time."""
         try:
-            checkpoint = ensure_checkpoint(request.source)
+            checkpoint = ensure_checkpoint(request.source, base_dir=Path())
             dtype = packer.checkpoint_dtype(checkpoint, request.dtype)
             found = packer.image_key(checkpoint, dtype)
             if key is not None and key != found:
@@ -162,7 +162,7 @@ class WeightHolder:
         room = store_room()
         room.require(layout.total_bytes, self._recycled_bytes)
         segments = [reserve(segment.size) for segment in layout.segments]
-        digests = packer.pack(model, layout, [memoryview(s.payload) for s in segments])
+        digests = packer.pack(model, layout, [s.payload.data for s in segments])
         load_s = time.monotonic() - started_s
         manifest = Manifest(key, layout, tuple(s.payload_offset for s in segments), digests)
         logger.info(

@@ -37,7 +37,7 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How to choose the next token. The defaults are OpenAI's; names beyond OpenAI's are vLLM's.
 
-    Ranges are checked by `actors.engine.sampling.validate`, once, before a request enters the engine.
+    Ranges are checked by `actors.engine.validation.validate`, once, before a request enters the engine.
     """
 
     max_tokens: int | None = None  # None: whatever the context leaves
@@ -78,7 +78,7 @@ class GenerateRequest:
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
-    echo: bool = False  # the prompt's text comes first, as the first event of each continuation
+    echo: bool = False  # first event of each continuation: the prompt's text, no token ids
     stream: bool = True  # False: one event per continuation, at its end
 
 

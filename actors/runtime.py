@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,10 +19,12 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from actors.engine.architectures import check_architecture
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput, EngineStats, TransformersEngine
-from actors.engine.sampling import SequenceSampling
 from actors.engine.output import OutputAssembler
+from actors.engine.sampling import SequenceSampling
+from actors.engine.stream import RequestStream
 from actors.engine.text import TextCodec
 from actors.errors import EngineDied, LayoutMismatch
 from actors.lifecycle import MemoryChange, SleepConfig
@@ -39,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_COALESCE_BELOW_S = 0.005  # shorter waits than this are not worth a timer
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -51,47 +51,12 @@ class Prepared:
     sequences: tuple[SequenceSampling, ...]  # one per continuation
 
 
-@dataclass(slots=True)
-class _Stream:
-    """One request being generated. Lives on the event loop."""
-
-    assemblers: list[OutputAssembler]
-    sequence_ids: list[str]
-    stop_token_ids: tuple[int, ...]  # the request's own, which the client is told about
-    events: list[TokenEvent] = field(default_factory=list)  # not yet taken by the consumer
-    error: Exception | None = None
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    settled: asyncio.Event = field(default_factory=asyncio.Event)  # finished or failed
-
-    def push(self, event: TokenEvent | None) -> None:
-        if event is not None:
-            self.events.append(event)
-            self.arrived.set()
-        if all(assembler.done for assembler in self.assemblers):
-            self.settled.set()
-            self.arrived.set()
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.settled.set()
-        self.arrived.set()
-
-    def take(self) -> list[TokenEvent]:
-        """All events so far, those of one continuation merged into one."""
-        self.arrived.clear()
-        taken, self.events = self.events, []
-        merged: dict[int, TokenEvent] = {}
-        for event in taken:
-            earlier = merged.get(event.index)
-            merged[event.index] = event if earlier is None else merge_events(earlier, event)
-        return list(merged.values())
-
-
 class ModelRuntime:
     """One model in one process. Starts asleep; `wake` before the first `generate`."""
 
     def __init__(
         self,
+        module: PreTrainedModel,
         checkpoint: Path,
         image: WeightImage,
         reload_image: Callable[[], Awaitable[WeightImage]],
@@ -102,6 +67,7 @@ class ModelRuntime:
         """Build module, arenas and engine. Blocks for a while: call it on a thread.
 
         Args:
+            module: from `build_module`; becomes this runtime's own.
             reload_image: gets the image again after a level 2 sleep dropped it.
             release_image: told when a level 2 sleep drops it.
 
@@ -122,13 +88,15 @@ class ModelRuntime:
         self._kept = _kept_segments(image.layout, sleep.keep_layers)
         driver = select_driver(engine.device)
         self._weights = DeviceArena(driver, [s.size for s in image.layout.segments])
-        model = _build_module(checkpoint, image, self._weights)
-        self._streams: dict[str, tuple[_Stream, int]] = {}  # sequence id -> stream, continuation
+        attach(module, image.layout, self._weights)
+        self._streams: dict[
+            str, tuple[RequestStream, int]
+        ] = {}  # sequence id -> stream, continuation
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
         self._engine = self._control.submit(
-            TransformersEngine, model, engine, partial(_mapped_arena, driver), self._deliver
+            TransformersEngine, module, engine, partial(_mapped_arena, driver), self._deliver
         ).result()
         self._kv = self._engine.kv_arena
         self._control.submit(self._unmap_now, 2).result()  # no layer is worth keeping yet
@@ -202,7 +170,7 @@ class ModelRuntime:
                     yield event
                 if stream.settled.is_set() and not stream.events:
                     return
-                await self._pace(stream)
+                await stream.pace(len(self._streams) / self._max_events_per_s)
         finally:
             self._close(stream)
 
@@ -265,10 +233,10 @@ class ModelRuntime:
         self._kv.unmap()
         return MemoryChange(before, self.mapped_bytes, 0)
 
-    def _open(self, prepared: Prepared) -> _Stream:
+    def _open(self, prepared: Prepared) -> RequestStream:
         params = prepared.request.sampling
         in_chat = isinstance(prepared.request.prompt, ChatPrompt)
-        stream = _Stream(
+        stream = RequestStream(
             assemblers=[
                 OutputAssembler(
                     self.codec.stream(() if in_chat else prepared.prompt_ids),
@@ -286,16 +254,14 @@ class ModelRuntime:
         for i, sequence_id in enumerate(stream.sequence_ids):
             self._streams[sequence_id] = (stream, i)
         try:
-            for sequence_id, sequence in zip(
-                stream.sequence_ids, prepared.sequences, strict=True
-            ):
+            for sequence_id, sequence in zip(stream.sequence_ids, prepared.sequences, strict=True):
                 self._engine.submit(sequence_id, sequence)
         except BaseException:
             self._close(stream)
             raise
         return stream
 
-    def _close(self, stream: _Stream) -> None:
+    def _close(self, stream: RequestStream) -> None:
         for index, sequence_id in enumerate(stream.sequence_ids):
             if self._streams.pop(sequence_id, None) and not stream.assemblers[index].done:
                 self._engine.cancel(sequence_id)
@@ -304,17 +270,6 @@ class ModelRuntime:
         prompt = prepared.request.prompt
         text = prompt if isinstance(prompt, str) else self.codec.decode(prepared.prompt_ids)
         return TokenEvent(index, text, (), len(prepared.prompt_ids))
-
-    async def _pace(self, stream: _Stream) -> None:
-        """Wait until this stream's share of the event budget allows the next event."""
-        interval_s = len(self._streams) / self._max_events_per_s
-        if interval_s < _COALESCE_BELOW_S or stream.settled.is_set():
-            return
-        try:
-            async with asyncio.timeout(interval_s):
-                await stream.settled.wait()
-        except TimeoutError:
-            return  # the ordinary case: the interval is over
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """On the engine's thread: hand a step's outputs to the event loop."""
@@ -338,31 +293,29 @@ class ModelRuntime:
             assembler = stream.assemblers[index]
             if assembler.done:
                 continue
-            logprobs = output.logprobs and [
-                self.codec.token_logprob(raw.token_id, raw.logprob, raw.top)
-                for raw in output.logprobs
-            ]
+            logprobs = None
+            if output.logprobs is not None:
+                logprobs = [
+                    self.codec.token_logprob(raw.token_id, raw.logprob, raw.top)
+                    for raw in output.logprobs
+                ]
             told = output.stop_token_id if output.stop_token_id in stream.stop_token_ids else None
             event = assembler.push(output.token_ids, logprobs, output.finish, told)
-            if assembler.done and output.finish is None:  # a stop string: the engine knows nothing
+            ended = event is not None and event.finish_reason is not None
+            if ended and output.finish is None:  # a stop string: the engine knows nothing of it
                 self._engine.cancel(output.sequence_id)
             stream.push(event)
 
 
-def merge_events(first: TokenEvent, second: TokenEvent) -> TokenEvent:
-    """Two consecutive events of one continuation as one."""
-    logprobs = None
-    if first.logprobs is not None or second.logprobs is not None:
-        logprobs = (first.logprobs or ()) + (second.logprobs or ())
-    return TokenEvent(
-        index=first.index,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        prompt_tokens=first.prompt_tokens,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-        logprobs=logprobs,
-    )
+def build_module(checkpoint: Path, dtype: str) -> PreTrainedModel:
+    """The architecture of a checkpoint on meta; costs no memory and tells early what cannot work.
+
+    Raises:
+        ValueError: the engine would serve this architecture wrongly.
+    """
+    module = build_on_meta(checkpoint, packer.checkpoint_dtype(checkpoint, dtype))
+    check_architecture(module)
+    return module
 
 
 def _wrap_int64(value: int) -> int:
@@ -380,12 +333,6 @@ def select_driver(device: str) -> MemoryDriver:
     if device == "cuda":
         raise ValueError("engine.device is cuda, for which there is no memory driver yet; use cpu")
     return CpuDriver()
-
-
-def _build_module(checkpoint: Path, image: WeightImage, arena: DeviceArena) -> PreTrainedModel:
-    model = build_on_meta(checkpoint, packer.checkpoint_dtype(checkpoint, image.manifest.key.dtype))
-    attach(model, image.layout, arena)
-    return model
 
 
 def _mapped_arena(driver: MemoryDriver, size: int) -> DeviceArena:

@@ -12,15 +12,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import (
-    ATTN_TYPE_TO_ALLOCATOR,
-    group_layers_by_attn_type,
-)
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousMixin,
+)
 from transformers.generation.continuous_batching.model_runner import (
     infer_max_single_request_tokens,
 )
@@ -113,7 +111,7 @@ class _SequenceState(RequestState):
     sampling: SequenceSampling = field(kw_only=True)
     _reported: int = field(default=0, init=False)
 
-    def to_generation_output(self) -> EngineOutput:  # type: ignore[override]
+    def to_generation_output(self) -> EngineOutput:
         """What came since the last call; the base class would copy the whole list every step."""
         new = tuple(self.generated_tokens[self._reported :])
         self._reported += len(new)
@@ -175,16 +173,16 @@ class TransformersEngine:
         """Build the manager and move its KV cache into an arena.
 
         Args:
+            model: accepted by `check_architecture`, its tensors on an arena.
             make_kv_arena: bytes -> a mapped arena of one segment.
 
         Raises:
-            ValueError: the model cannot be served right by this engine, or limits contradict.
+            ValueError: the limits contradict each other or the model.
         """
-        check_architecture(model)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._sampler = BatchSampler()
         self._manager = _make_manager(model, config, self._sampler)
-        self._manager.output_router = _StepRouter(sink)
+        self._manager.output_router = _StepRouter(sink)  # type: ignore[assignment]  # the same duck
         self._processor = self._manager._create_batch_processor()
         self._manager.batch_processor = self._processor
         self._cache: PagedAttentionCache = self._processor.cache
@@ -226,6 +224,9 @@ class TransformersEngine:
         # What add_request does, with a state of our own class.
         self._manager.input_queue.put_nowait(state)
         self._manager._wake_up_loop.set()
+        # A dying loop first stops accepting, then fails what is queued: whoever still finds it
+        # accepting here will hear from it.
+        self.check_health()
 
     def cancel(self, sequence_id: str) -> None:
         self._manager.cancel_request(sequence_id)
@@ -276,7 +277,7 @@ class TransformersEngine:
         status = self._manager.background_thread_status
         if status.fatal_error is not None:
             raise EngineDied(f"the generation loop failed: {status.fatal_error}")
-        if not self._manager.is_running():
+        if not self._manager.is_running() or status.can_accept_new_requests() is not None:
             raise EngineDied("the generation loop has ended")
 
     def stop(self) -> None:
@@ -285,35 +286,11 @@ class TransformersEngine:
         self._manager.stop(timeout=_STOP_TIMEOUT_S, hard_stop=True)
 
 
-def check_architecture(model: PreTrainedModel) -> None:
-    """Refuse models that continuous batching would serve wrongly without a word.
-
-    Models that bypass the attention interface would run without their KV cache; layer types other
-    than full and sliding attention, and heads of unequal size, have no allocator.
-
-    Raises:
-        ValueError: naming the architecture and what is unsupported.
-    """
-    name = type(model).__name__
-    if not model._can_set_attn_implementation():
-        raise ValueError(f"{name} does not use transformers' attention interface: not supported")
-    config = model.config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder model: not supported")
-    for marker in ("kv_lora_rank", "qk_rope_head_dim"):
-        if getattr(config, marker, None):
-            raise ValueError(f"{name} uses multi-head latent attention ({marker}): not supported")
-    try:
-        layers = group_layers_by_attn_type(config)
-    except ValueError as exc:
-        raise ValueError(f"{name}: {exc}; supported: {sorted(ATTN_TYPE_TO_ALLOCATOR)}") from exc
-    assert layers
-
-
 def _make_manager(
     model: PreTrainedModel, config: EngineConfig, sampler: BatchSampler
 ) -> ContinuousBatchingManager:
-    manager = model.init_continuous_batching(
+    manager = ContinuousMixin.init_continuous_batching(
+        model,  # type: ignore[arg-type]  # the mixin is one of its bases at run time
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=config.page_size,
@@ -324,8 +301,7 @@ def _make_manager(
             use_async_batching=False,
         ),
     )
-    assert isinstance(manager, ContinuousBatchingManager)
-    manager.logit_processor = sampler
+    manager.logit_processor = sampler  # type: ignore[assignment]  # the same duck
     return manager
 
 

@@ -52,6 +52,8 @@ class StopMatcher:
                 before = (self._held + text[: i + 1])[: -len(stop)]
                 self._held = ""
                 return before
+        while self._state and not self._next[self._state]:  # a stop string passed over, not armed
+            self._state = self._shorter[self._state]
         pending = self._held + text
         split = len(pending) - self._depth[self._state]
         self._held = pending[split:]

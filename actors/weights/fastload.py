@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 class HolderClient(Protocol):
     """A WeightHolder somewhere else."""
 
+    async def wait_while_starting(self) -> None:
+        """Return once the holder is not, or no longer, being started for the first time."""
+
     async def ping(self) -> None: ...
     async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant: ...
     async def release(self, key: ImageKey, lessee: str) -> bool: ...
@@ -39,7 +42,8 @@ class FastLoad:
     request: ImageRequest
     checkpoint: Path
     lessee: str
-    ping_timeout_s: float = 2.0
+    start_timeout_s: float = 120.0  # for a holder that is being deployed together with us
+    ping_timeout_s: float = 5.0
     load_timeout_s: float = 1800.0
 
     async def obtain(self) -> WeightImage:
@@ -54,10 +58,8 @@ class FastLoad:
         if self.holder is not None:
             try:
                 return await self._from_store(self.holder, key)
-            except Exception as exc:  # whatever it was, the replica can still load by itself
-                logger.warning(
-                    "Fallback to load from disk. error:%s: %s", type(exc).__name__, exc
-                )
+            except Exception as exc:  # noqa: BLE001  # whatever it was, loading from disk is left
+                logger.warning("Fallback to load from disk. error:%s: %s", type(exc).__name__, exc)
         return await asyncio.to_thread(load_from_disk, self.checkpoint, key)
 
     async def release(self, key: ImageKey) -> None:
@@ -67,11 +69,13 @@ class FastLoad:
         try:
             async with asyncio.timeout(self.ping_timeout_s):
                 await self.holder.release(key, self.lessee)
-        except Exception as exc:  # the views are gone either way; the lease ends with this actor
+        except Exception as exc:  # noqa: BLE001  # the views are gone; the lease ends with us
             logger.warning("could not release image %s: %s: %s", key, type(exc).__name__, exc)
 
     async def _from_store(self, holder: HolderClient, key: ImageKey) -> WeightImage:
         started_s = time.monotonic()
+        async with asyncio.timeout(self.start_timeout_s):
+            await holder.wait_while_starting()
         try:
             async with asyncio.timeout(self.ping_timeout_s):
                 await holder.ping()
@@ -100,7 +104,9 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
     digests = packer.pack(model, layout, buffers)
     manifest = Manifest(key, layout, (0,) * len(buffers), digests)
     logger.info(
-        "Loaded %d tensors from disk, costed %.3f s", len(layout.tensors), time.monotonic() - started_s
+        "Loaded %d tensors from disk, costed %.3f s",
+        len(layout.tensors),
+        time.monotonic() - started_s,
     )
     return WeightImage(manifest, buffers, origin="disk")
 
@@ -110,7 +116,7 @@ def _open(grant: ImageGrant) -> WeightImage:
     objects = ray.get(list(grant.refs))
     layout, offsets = grant.manifest.layout, grant.manifest.payload_offsets
     buffers = [
-        memoryview(whole)[offset : offset + segment.size]
+        whole.data[offset : offset + segment.size]
         for whole, offset, segment in zip(objects, offsets, layout.segments, strict=True)
     ]
     image = WeightImage(grant.manifest, buffers, origin="image")

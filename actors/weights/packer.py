@@ -103,9 +103,7 @@ def plan(model: PreTrainedModel) -> Layout:
     )
 
 
-def pack(
-    model: PreTrainedModel, layout: Layout, targets: Sequence[memoryview]
-) -> tuple[str, ...]:
+def pack(model: PreTrainedModel, layout: Layout, targets: Sequence[memoryview]) -> tuple[str, ...]:
     """Copy the module's tensors to their places and hash the result.
 
     Args:
@@ -147,7 +145,7 @@ def _segment_names(model: PreTrainedModel) -> dict[str, str]:
     Forward order is: whatever stands before the decoder layers (embedding, rotary frequencies),
     each layer, whatever comes behind them (final norm, head).
     """
-    layers_prefix = _layers_prefix(model)
+    layers_prefix = f"{_decoder_layers(model)}."
     embedding = model.get_input_embeddings()
     early = {id(module) for module in embedding.modules()}
     names: dict[str, str] = {}
@@ -163,12 +161,14 @@ def _segment_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: names[name] for name in sorted(names, key=lambda name: order[name])}
 
 
-def _layers_prefix(model: PreTrainedModel) -> str:
-    layers = getattr(model.get_decoder(), "layers", None)
-    for name, module in model.named_modules():
-        if module is layers and isinstance(module, nn.ModuleList):
-            return f"{name}."
-    raise LayoutMismatch(f"{type(model).__name__} has no list of decoder layers to pack by")
+def _decoder_layers(model: PreTrainedModel) -> str:
+    """The name of the list of decoder layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    name: str
+    for name, module in model.named_modules():  # outer lists come before those inside a layer
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name
+    raise LayoutMismatch(f"{type(model).__name__} has no list of {count} decoder layers to pack by")
 
 
 def _refuse_hidden_tensors(model: nn.Module) -> None:

@@ -3,9 +3,9 @@
 import ctypes
 import mmap
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,8 +105,7 @@ def in_shared_memory(address: int) -> bool:
     return False
 
 
-def was_spilled(refs: "list[ray.ObjectRef[ByteArray]]") -> bool:
+def was_spilled(refs: "list[ray.ObjectRef[Any]]") -> bool:
     """Has any of these been written to disk? Only their owner can tell."""
-    locations: Callable[..., dict[object, dict[str, object]]]
-    locations = ray.experimental.get_local_object_locations
-    return any(bool(found.get("did_spill")) for found in locations(refs).values())
+    locations = ray.experimental.get_local_object_locations(refs)
+    return any(bool(found.get("did_spill")) for found in locations.values())

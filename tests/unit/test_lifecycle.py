@@ -356,7 +356,7 @@ def test_wake_slower_than_a_request_s_patience() -> None:
     async def scenario() -> None:
         bench = Bench(wake_timeout_s=0.01)
         bench.effects.gate.clear()
-        with pytest.raises(WakeTimeout, match="0.01 s"):
+        with pytest.raises(WakeTimeout, match=r"0\.01 s"):
             await bench.request()
         assert bench.lifecycle.state is WAKING  # the wake itself goes on
         bench.effects.gate.set()
@@ -366,7 +366,7 @@ def test_wake_slower_than_a_request_s_patience() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("idle_s, state", [(9.9, AWAKE), (10.0, ASLEEP)])
+@pytest.mark.parametrize(("idle_s", "state"), [(9.9, AWAKE), (10.0, ASLEEP)])
 def test_idle_clock_puts_it_to_sleep(idle_s: float, state: ReplicaState) -> None:
     async def scenario() -> None:
         bench = Bench()

@@ -1,0 +1,34 @@
+"""Which architectures this engine serves right; the others are refused by name at start."""
+
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.cache import (
+    ATTN_TYPE_TO_ALLOCATOR,
+    group_layers_by_attn_type,
+)
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """Refuse models that continuous batching would serve wrongly without a word.
+
+    A module on meta will do. Models that bypass the attention interface would run without their KV
+    cache; attention that looks ahead, other layer types than full and sliding attention, and latent
+    attention have no place in the paged cache.
+
+    Raises:
+        ValueError: naming the architecture and what is unsupported.
+    """
+    name = type(model).__name__
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{name} does not use transformers' attention interface: not supported")
+    config = model.config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model: not supported")
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise ValueError(f"{name} has attention that is not causal: not supported")
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(f"{name} uses multi-head latent attention: not supported")
+    try:
+        group_layers_by_attn_type(config)
+    except ValueError as exc:
+        supported = ", ".join(ATTN_TYPE_TO_ALLOCATOR)
+        raise ValueError(f"{name}: {exc}; supported: {supported}") from exc

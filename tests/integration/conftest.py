@@ -1,0 +1,38 @@
+"""Ray on loopback for integration tests; one cluster at a time, always stopped."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+# Without it Ray 2.60 listens on every interface, whatever the node's address
+# (ray/_private/services.py, resolve_ip_for_localhost).
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+@contextmanager
+def local_ray(object_store_bytes: int) -> Iterator[None]:
+    """A Ray of our own with an object store of this size."""
+    import ray
+
+    ray.init(
+        address="local",
+        _node_ip_address="127.0.0.1",
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        object_store_memory=object_store_bytes,
+        log_to_driver=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_store(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Parametrise indirectly with the store's size in bytes; gives it back."""
+    with local_ray(request.param):
+        yield request.param

@@ -1,0 +1,307 @@
+"""WeightHolder and fast load on a real object store."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from actors.errors import LayoutMismatch, StoreFull
+from actors.holder import HeldImage, ImageGrant, ImageRequest, WeightHolder
+from actors.weights import packer
+from actors.weights.checkpoint import write_checkpoint
+from actors.weights.fastload import FastLoad, load_from_disk
+from actors.weights.image import WeightImage
+from actors.weights.layout import ImageKey
+from actors.weights.plasma import in_shared_memory, reserve, store_room
+from actors.weights.source import ModelSource
+
+MIB = 2**20
+STORE = 160 * MIB
+
+roomy = pytest.mark.parametrize("ray_store", [STORE], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Path:
+    """48 MB: large enough that spilling or copying it would show."""
+    return write_checkpoint(Path(__file__).parents[2] / "checkpoints" / "demo", "demo")
+
+
+class GatedHolder(WeightHolder):
+    """A holder whose next load waits until the gate opens."""
+
+    def __init__(self, open_at_once: bool = True) -> None:
+        super().__init__()
+        self._gate = threading.Event()
+        self._begun = threading.Event()
+        if open_at_once:
+            self._gate.set()
+
+    async def wait_until_started(self) -> None: ...
+
+    async def open_gate(self) -> None:
+        self._gate.set()
+
+    async def wait_until_loading(self) -> None:
+        await asyncio.to_thread(self._begun.wait)
+
+    def _publish(self, *args: object):  # type: ignore[no-untyped-def]
+        self._begun.set()
+        self._gate.wait()
+        return super()._publish(*args)  # type: ignore[arg-type]
+
+
+class ActorHolder:
+    """HolderClient over a plain actor handle."""
+
+    def __init__(self, open_at_once: bool = True) -> None:
+        self.actor = ray.remote(GatedHolder).remote(open_at_once)
+
+    async def wait_while_starting(self) -> None:
+        await self.actor.wait_until_started.remote()
+
+    async def ping(self) -> None:
+        await self.actor.ping.remote()
+
+    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
+        return await self.actor.acquire.remote(request, key, lessee)
+
+    async def release(self, key: ImageKey, lessee: str) -> bool:
+        return await self.actor.release.remote(key, lessee)
+
+    async def stats(self) -> list[HeldImage]:
+        return await self.actor.stats.remote()
+
+    def kill(self) -> None:
+        ray.kill(self.actor)
+
+
+def image_key(checkpoint: Path) -> ImageKey:
+    return packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
+
+
+def image_request(checkpoint: Path) -> ImageRequest:
+    return ImageRequest("demo", ModelSource(id=str(checkpoint)), "auto")
+
+
+def fast_load(holder: ActorHolder | None, checkpoint: Path, **options: float) -> FastLoad:
+    return FastLoad(holder, image_request(checkpoint), checkpoint, "test", **options)  # type: ignore[arg-type]
+
+
+def content(image: WeightImage) -> list[bytes]:
+    return [bytes(image.segment(i)) for i in range(len(image.layout.segments))]
+
+
+def run(scenario: Callable[[], object]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await scenario()  # type: ignore[misc]
+
+    asyncio.run(bounded())
+
+
+@roomy
+def test_image_from_the_store_is_the_one_from_disk(ray_store: int, checkpoint: Path) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder()
+        image = await fast_load(holder, checkpoint).obtain()
+        assert image.origin == "image"
+        from_disk = load_from_disk(checkpoint, image_key(checkpoint))
+        assert from_disk.origin == "disk"
+        assert image.manifest.digests == from_disk.manifest.digests
+        assert content(image) == content(from_disk)
+        segment = np.frombuffer(image.segment(0), np.uint8)
+        address = segment.__array_interface__["data"][0]
+        assert in_shared_memory(address)  # a view, not a copy
+        assert address % 4096 == 0
+        holder.kill()
+
+    run(scenario)
+
+
+@roomy
+def test_concurrent_callers_of_one_key_share_one_load(ray_store: int, checkpoint: Path) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder()
+        request, key = image_request(checkpoint), image_key(checkpoint)
+        grants = await asyncio.gather(*(holder.acquire(request, key, f"r{i}") for i in range(4)))
+        assert len({grant.refs for grant in grants}) == 1
+        (held,) = await holder.stats()
+        assert held.lessees == 4
+        assert held.bytes == grants[0].manifest.layout.total_bytes
+        holder.kill()
+
+    run(scenario)
+
+
+@roomy
+def test_holder_answers_while_it_loads(ray_store: int, checkpoint: Path) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder(open_at_once=False)
+        loading = asyncio.create_task(fast_load(holder, checkpoint).obtain())
+        await holder.actor.wait_until_loading.remote()
+        await holder.ping()
+        assert await holder.stats() == []
+        assert not loading.done()
+        await holder.actor.open_gate.remote()
+        assert (await loading).origin == "image"
+        holder.kill()
+
+    run(scenario)
+
+
+@roomy
+def test_image_is_never_spilled_under_pressure(ray_store: int, checkpoint: Path) -> None:
+    """Objects that only references keep are written to disk when others need the room; the holder
+    looks at its segments, so it is always the others that go."""
+
+    async def scenario() -> None:
+        holder = ActorHolder()
+        image = await fast_load(holder, checkpoint).obtain()
+        expected = list(image.manifest.digests)
+        del image  # now only the holder keeps it
+        others = [ray.put(np.full(30 * MIB, i, np.uint8)) for i in range(8)]  # 240 of 160 MiB
+        locations = ray.experimental.get_local_object_locations(others)
+        assert any(found["did_spill"] for found in locations.values())  # there was pressure
+        (held,) = await holder.stats()
+        assert not held.spilled
+        again = await fast_load(holder, checkpoint).obtain()
+        again.verify()
+        assert list(again.manifest.digests) == expected
+        del others
+        holder.kill()
+
+    run(scenario)
+
+
+@roomy
+def test_views_outlive_the_holder(ray_store: int, checkpoint: Path) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder()
+        image = await fast_load(holder, checkpoint).obtain()
+        holder.kill()
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            await holder.ping()
+        pressure = [ray.put(np.full(30 * MIB, i, np.uint8)) for i in range(8)]
+        image.verify()
+        del pressure
+
+    run(scenario)
+
+
+@roomy
+def test_release_by_the_last_lessee_frees_the_store(ray_store: int, checkpoint: Path) -> None:
+    @ray.remote
+    class Replica:
+        async def hold(self) -> None: ...
+
+    async def scenario() -> None:
+        holder = ActorHolder()
+        replica = Replica.options(name="a replica").remote()
+        await replica.hold.remote()
+        empty = store_room().available
+        request, key = image_request(checkpoint), image_key(checkpoint)
+        for lessee in ("a replica", "one that died", "me"):
+            await holder.acquire(request, key, lessee)
+        assert not await holder.release(key, "me")  # "a replica" is alive and still looks
+        assert await holder.release(key, "a replica")  # "one that died" is no reason to keep it
+        assert await holder.stats() == []
+        while store_room().available < empty:  # Ray frees in the background
+            await asyncio.sleep(0.05)
+        assert not await holder.release(key, "me")
+        again = await fast_load(holder, checkpoint).obtain()
+        again.verify()
+        holder.kill()
+
+    run(scenario)
+
+
+@roomy
+def test_other_checkpoint_than_the_caller_s_falls_back(
+    ray_store: int, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder()
+        wrong = packer.image_key(checkpoint, torch.bfloat16)
+        with pytest.raises(LayoutMismatch, match="this node's checkpoint makes"):
+            await holder.acquire(image_request(checkpoint), wrong, "me")
+        lost = FastLoad(
+            holder, ImageRequest("x", ModelSource(id="/nowhere"), "auto"), checkpoint, "me"
+        )
+        image = await lost.obtain()
+        assert image.origin == "disk"
+        assert "Fallback to load from disk" in caplog.text
+        holder.kill()
+
+    run(scenario)
+
+
+@roomy
+def test_dead_holder_means_disk_at_once(
+    ray_store: int, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder()
+        await holder.ping()
+        holder.kill()
+        image = await fast_load(holder, checkpoint).obtain()
+        assert image.origin == "disk"
+        assert "ActorDiedError" in caplog.text
+
+    run(scenario)
+
+
+class SilentHolder:
+    """Never answers."""
+
+    async def wait_while_starting(self) -> None: ...
+
+    async def ping(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_holder_that_does_not_answer_is_not_waited_for(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        load = fast_load(SilentHolder(), checkpoint, ping_timeout_s=0.05)  # type: ignore[arg-type]
+        assert (await load.obtain()).origin == "disk"
+        assert "no answer within 0.05 s" in caplog.text
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("ray_store", [80 * MIB], indirect=True)
+def test_store_without_room_is_refused_with_the_sizes_and_the_replica_loads_from_disk(
+    ray_store: int, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder()
+        request, key = image_request(checkpoint), image_key(checkpoint)
+        filler = ray.put(np.zeros(40 * MIB, np.uint8))
+        view = ray.get(filler)  # pinned: it cannot make room
+        with pytest.raises(StoreFull, match=r"0\.04 GiB .* has 0\.0\d GiB of 0\.08 GiB free"):
+            await holder.acquire(request, key, "me")
+        image = await fast_load(holder, checkpoint).obtain()
+        assert image.origin == "disk"
+        assert "StoreFull" in caplog.text
+        with pytest.raises(StoreFull, match="on disk"):
+            reserve(60 * MIB)  # what would happen without the check
+        del view, filler
+        holder.kill()
+
+    run(scenario)
+
+
+def test_shared_memory_without_room_is_refused() -> None:
+    from actors.weights.plasma import StoreRoom
+
+    room = StoreRoom(capacity=100 * MIB, available=100 * MIB, shared_memory_free=10 * MIB)
+    room.require(50 * MIB, recycled=40 * MIB)  # pages the store already owns need no new ones
+    with pytest.raises(StoreFull, match=r"/dev/shm, which has 0\.01 GiB free.*--shm-size"):
+        room.require(50 * MIB, recycled=0)

@@ -1,0 +1,471 @@
+"""One model in one process, without Ray: generate, sleep, wake, and everything that may go wrong."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.engine.config import EngineConfig
+from actors.errors import (
+    ContextLengthExceeded,
+    DeviceMemoryError,
+    EngineDied,
+    InvalidRequest,
+    LayoutMismatch,
+)
+from actors.lifecycle import SleepConfig
+from actors.memory.cpu import CpuDriver
+from actors.protocol import FinishReason, GenerateRequest, SamplingParams, TokenEvent
+from actors.runtime import ModelRuntime, Prepared, build_module
+from actors.weights import packer
+from actors.weights.fastload import load_from_disk
+from actors.weights.image import WeightImage
+from actors.weights.layout import ImageKey
+
+PROMPTS = [f"Prompt {i}: " + "the quick brown fox " * i for i in range(1, 9)]
+ENGINE = EngineConfig(
+    page_size=16, num_blocks=128, max_batch_tokens=256, max_requests_per_batch=8, cpu_threads=1
+)
+
+
+def load(checkpoint: Path) -> WeightImage:
+    key = packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
+    return load_from_disk(checkpoint, key)
+
+
+@pytest.fixture(scope="module")
+def image(tiny_checkpoint: Path) -> WeightImage:
+    return load(tiny_checkpoint)
+
+
+class Harness:
+    """A runtime, and what its image functions were asked."""
+
+    def __init__(self, runtime: ModelRuntime, asked: list[str]) -> None:
+        self.runtime = runtime
+        self.asked = asked
+
+    def prepare(self, prompt: str | tuple[int, ...], **sampling: object) -> Prepared:
+        n = sampling.pop("n", 1)
+        stream = sampling.pop("stream", True)
+        echo = sampling.pop("echo", False)
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": 20} | sampling))  # type: ignore[arg-type]
+        return self.runtime.prepare(
+            GenerateRequest("r", prompt, params, n=n, stream=stream, echo=echo)  # type: ignore[arg-type]
+        )
+
+    async def events(self, prompt: str | tuple[int, ...], **sampling: object) -> list[TokenEvent]:
+        return [e async for e in self.runtime.generate(self.prepare(prompt, **sampling))]
+
+    async def tokens(self, prompt: str | tuple[int, ...], **sampling: object) -> list[int]:
+        return [i for e in await self.events(prompt, **sampling) for i in e.token_ids]
+
+    async def until_free(self) -> None:
+        """Wait until the engine has no sequence and no block in use."""
+        while True:
+            stats = self.runtime.engine_stats()
+            if not (stats.running or stats.waiting or stats.kv_used_blocks):
+                return
+            await asyncio.sleep(0.001)
+
+
+def run(
+    checkpoint: Path,
+    image: WeightImage,
+    scenario: Callable[[Harness], Awaitable[None]],
+    engine: EngineConfig = ENGINE,
+    sleep: SleepConfig | None = None,
+    awake: bool = True,
+) -> None:
+    @asynccontextmanager
+    async def harness() -> AsyncIterator[Harness]:
+        asked: list[str] = []
+
+        async def reload_image() -> WeightImage:
+            asked.append("reload")
+            return await asyncio.to_thread(load, checkpoint)
+
+        async def release_image(key: ImageKey) -> None:
+            asked.append("release")
+
+        runtime = await asyncio.to_thread(
+            ModelRuntime,
+            build_module(checkpoint, "auto"),
+            checkpoint,
+            image,
+            reload_image,
+            release_image,
+            engine,
+            sleep or SleepConfig(),
+        )
+        try:
+            if awake:
+                await runtime.wake()
+            yield Harness(runtime, asked)
+        finally:
+            await runtime.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60), harness() as h:
+            await scenario(h)
+
+    asyncio.run(bounded())
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint: Path) -> Callable[[tuple[int, ...], int], list[int]]:
+    """Greedy tokens by `model.generate`, refusing prompts whose answer hangs on a rounding error."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint).eval()
+
+    def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        top = torch.stack([step[0].topk(2).values for step in out.logits])
+        assert float((top[:, 0] - top[:, 1]).min()) > 1e-3, "choose another prompt"
+        return out.sequences[0, len(prompt) :].tolist()
+
+    return greedy
+
+
+def test_greedy_equals_generate_alone_and_together(
+    tiny_checkpoint: Path, image: WeightImage, reference: Callable[..., list[int]]
+) -> None:
+    async def scenario(h: Harness) -> None:
+        expected = [reference(h.runtime.codec.encode_prompt(p), 20) for p in PROMPTS]
+        assert [await h.tokens(p) for p in PROMPTS] == expected
+        assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == expected
+
+    run(tiny_checkpoint, image, scenario)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_tokens_and_addresses_survive_sleep(
+    tiny_checkpoint: Path, image: WeightImage, level: int
+) -> None:
+    async def scenario(h: Harness) -> None:
+        before = [await h.tokens(p) for p in PROMPTS]
+        for _ in range(3):
+            slept = await h.runtime.sleep(level)
+            assert slept.mapped_after_bytes == h.runtime.mapped_bytes == 0
+            assert slept.mapped_before_bytes >= h.runtime.weights_bytes + h.runtime.kv_bytes
+            woke = await h.runtime.wake()
+            assert woke.copied_bytes == h.runtime.weights_bytes
+            assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == before
+        assert h.asked == ["release", "reload"] * (3 if level == 2 else 0)
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_requests_frozen_by_a_sleep_go_on_after_the_wake(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 60, "presence_penalty": 0.5}
+        expected = [await h.tokens(p, **sampled) for p in PROMPTS]
+        tasks = [asyncio.create_task(h.tokens(p, **sampled)) for p in PROMPTS]
+        for _ in range(4):  # each time somewhere in the middle
+            while not h.runtime.engine_stats().running and not all(t.done() for t in tasks):
+                await asyncio.sleep(0)
+            await h.runtime.sleep(1)
+            assert h.runtime.engine_stats().kv_used_blocks == 0
+            await h.runtime.wake()
+        assert await asyncio.gather(*tasks) == expected
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_kept_layers_stay_mapped_and_are_not_copied_again(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        before = await h.tokens(PROMPTS[0])
+        last = image.layout.segments[-2]
+        assert last.name.startswith("layer.")
+        await h.runtime.sleep(1)
+        assert h.runtime.mapped_bytes >= last.size
+        woke = await h.runtime.wake()
+        assert woke.copied_bytes == h.runtime.weights_bytes - last.size
+        assert await h.tokens(PROMPTS[0]) == before
+        await h.runtime.sleep(2)
+        assert h.runtime.mapped_bytes == 0  # level 2 keeps nothing
+        await h.runtime.wake()
+        assert await h.tokens(PROMPTS[0]) == before
+
+    run(tiny_checkpoint, image, scenario, sleep=SleepConfig(keep_layers=1))
+
+
+def test_closing_the_stream_frees_everything(tiny_checkpoint: Path, image: WeightImage) -> None:
+    async def scenario(h: Harness) -> None:
+        for _ in range(5):
+            stream = h.runtime.generate(h.prepare(PROMPTS[7], max_tokens=500, ignore_eos=True, n=3))
+            await anext(stream)
+            await stream.aclose()  # type: ignore[attr-defined]
+            await h.until_free()
+        assert not h.runtime._streams
+        assert len(await h.tokens(PROMPTS[0], ignore_eos=True)) == 20
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_stop_string_ends_the_sequence_in_the_engine_too(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        whole = "".join(e.text for e in await h.events(PROMPTS[1], max_tokens=40))
+        stop = whole[7:12]  # no heed of token borders
+        events = await h.events(PROMPTS[1], max_tokens=500, stop=(stop,))
+        assert "".join(e.text for e in events) == whole[: whole.index(stop)]
+        assert events[-1].finish_reason is FinishReason.STOP
+        assert events[-1].stop_reason == stop
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_stop_token_is_told_and_end_of_sequence_can_be_ignored(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        tokens = await h.tokens(PROMPTS[2], ignore_eos=True)
+        stop = tokens[4]
+        events = await h.events(PROMPTS[2], stop_token_ids=(stop,))
+        assert [i for e in events for i in e.token_ids] == tokens[: tokens.index(stop) + 1]
+        assert events[-1].finish_reason is FinishReason.STOP
+        assert events[-1].stop_reason == stop
+        events = await h.events(PROMPTS[2], max_tokens=3, ignore_eos=True)
+        assert events[-1].finish_reason is FinishReason.LENGTH
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_n_continuations_are_those_of_neighbouring_seeds(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        sampled = {"temperature": 1.0, "ignore_eos": True}
+        events = await h.events(PROMPTS[0], **sampled, seed=7, n=3)
+        by_index = [[i for e in events if e.index == k for i in e.token_ids] for k in range(3)]
+        assert by_index == [await h.tokens(PROMPTS[0], **sampled, seed=7 + k) for k in range(3)]
+        assert len({tuple(tokens) for tokens in by_index}) == 3
+        highest = 2**63 - 1  # the next seed wraps around instead of failing
+        assert len(await h.tokens(PROMPTS[0], **sampled, seed=highest, n=2)) == 40
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_not_streamed_gives_one_event_per_continuation(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        streamed = await h.events(PROMPTS[3], logprobs=2)
+        (whole,) = await h.events(PROMPTS[3], logprobs=2, stream=False)
+        assert whole.text == "".join(e.text for e in streamed)
+        parts = [t for e in streamed for t in e.logprobs or ()]
+        assert whole.logprobs is not None
+        assert [t.token_id for t in whole.logprobs] == list(whole.token_ids)
+        # The second run finds the prompt's first pages in the cache, so its rounding differs.
+        assert [t.logprob for t in whole.logprobs] == pytest.approx(
+            [t.logprob for t in parts], abs=1e-4
+        )
+        assert whole.finish_reason is streamed[-1].finish_reason
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_echo_comes_first(tiny_checkpoint: Path, image: WeightImage) -> None:
+    async def scenario(h: Harness) -> None:
+        events = await h.events(PROMPTS[0], echo=True, n=2)
+        assert [(e.index, e.text, e.token_ids) for e in events[:2]] == [
+            (0, PROMPTS[0], ()),
+            (1, PROMPTS[0], ()),
+        ]
+        ids = h.runtime.codec.encode_prompt(PROMPTS[0])
+        assert (await h.events(ids, echo=True))[0].text == PROMPTS[0]
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_tokens_are_coalesced_under_load_but_the_first_comes_at_once(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        started_s = time.monotonic()
+        events = await h.events(PROMPTS[0], max_tokens=200, ignore_eos=True)
+        seconds = time.monotonic() - started_s
+        assert len(events[0].token_ids) == 1
+        assert len(events) <= 20 * seconds + 2  # and the first and the last
+        assert sum(len(e.token_ids) for e in events) == 200
+
+    slow = ENGINE.model_copy(update={"max_events_per_s": 20.0})
+    run(tiny_checkpoint, image, scenario, engine=slow)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "message"),
+    [
+        ("", {}, InvalidRequest, "no tokens"),
+        ((1, 2, 10**9), {}, InvalidRequest, "1000000000"),
+        ((1, -1), {}, InvalidRequest, "-1"),
+        ("hi", {"temperature": -1.0}, InvalidRequest, "temperature"),
+        ("hi", {"temperature": float("nan")}, InvalidRequest, "temperature"),
+        ("hi", {"top_p": 0.0}, InvalidRequest, "top_p"),
+        ("hi", {"max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ("hi", {"logit_bias": {10**9: 1.0}}, InvalidRequest, "logit_bias"),
+        ("hi", {"max_tokens": 10**6}, ContextLengthExceeded, "max_model_len"),
+        (tuple([5] * 5000), {}, ContextLengthExceeded, "5000"),
+    ],
+)
+def test_bad_request_is_refused_before_it_enters(
+    tiny_checkpoint: Path,
+    image: WeightImage,
+    prompt: str | tuple[int, ...],
+    sampling: dict[str, object],
+    error: type[Exception],
+    message: str,
+) -> None:
+    async def scenario(h: Harness) -> None:
+        with pytest.raises(error, match=message):
+            h.prepare(prompt, **sampling)
+        assert h.runtime.mapped_bytes == 0  # refusing needed no weights
+        await h.runtime.wake()
+        assert await h.tokens("good")
+
+    run(tiny_checkpoint, image, scenario, awake=False)
+
+
+def test_sequence_that_fills_the_context_to_the_last_token(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        limit = h.runtime.max_model_len
+        assert limit == 320  # 20 blocks of 16: the cache is smaller than the checkpoint's limit
+        prompt = tuple(range(10, 30))
+        tokens = await h.tokens(prompt, max_tokens=limit - 20, ignore_eos=True)
+        assert len(tokens) == limit - 20
+        assert len(await h.tokens(prompt, max_tokens=None, ignore_eos=True)) == limit - 20
+        with pytest.raises(ContextLengthExceeded, match="320"):
+            h.prepare(prompt, max_tokens=limit - 19)
+
+    run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 20}))
+
+
+def test_more_sequences_than_the_cache_holds_all_finish_right(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    """The engine evicts and recomputes; nobody may notice."""
+
+    async def scenario(h: Harness) -> None:
+        sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 100, "ignore_eos": True}
+        expected = [await h.tokens(p, **sampled) for p in PROMPTS]
+        assert await asyncio.gather(*(h.tokens(p, **sampled) for p in PROMPTS)) == expected
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 20}))
+
+
+def test_abort_ends_every_stream_with_its_tokens_so_far(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        prepared = h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True, n=2)
+        events = []
+        async for event in h.runtime.generate(prepared):
+            events.append(event)
+            if len(events) == 4:
+                h.runtime.abort_in_flight()
+        ends = {e.index: e.finish_reason for e in events if e.finish_reason}
+        assert ends == {0: FinishReason.ABORT, 1: FinishReason.ABORT}
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_wake_that_fails_half_way_leaves_nothing_mapped(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(h: Harness) -> None:
+        expected = await h.tokens(PROMPTS[0])
+        await h.runtime.sleep(1)
+        copy, calls = CpuDriver.copy_from_host, 0
+
+        def fail_third(driver: CpuDriver, address: int, host: memoryview) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise DeviceMemoryError("copy failed")
+            copy(driver, address, host)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuDriver, "copy_from_host", fail_third)
+            with pytest.raises(DeviceMemoryError, match="copy failed"):
+                await h.runtime.wake()
+        assert h.runtime.mapped_bytes == 0
+        await h.runtime.wake()
+        assert await h.tokens(PROMPTS[0]) == expected
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_checkpoint_that_changed_during_a_level_2_sleep_is_refused(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        await h.runtime.sleep(2)
+        object.__setattr__(h.runtime._layout, "digest", "another")
+        with pytest.raises(LayoutMismatch, match="changed"):
+            await h.runtime.wake()
+
+    run(tiny_checkpoint, load(tiny_checkpoint), scenario)
+
+
+def test_engine_that_dies_fails_its_requests_and_the_health_check(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(h: Harness) -> None:
+        h.runtime.check_health()
+
+        def explode(*args: object) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
+        await anext(stream)
+        monkeypatch.setattr(h.runtime._engine._processor, "_generation_step", explode)
+        with pytest.raises(EngineDied, match="RuntimeError"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDied):
+            await h.tokens(PROMPTS[0])
+        with pytest.raises(EngineDied):
+            h.runtime.check_health()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_model_len": 10**6}, "max_position_embeddings|KV cache"),
+        ({"max_model_len": 330, "num_blocks": 20}, "KV cache of 20 blocks of 16 tokens holds 320"),
+        ({"device": "cuda"}, "no memory driver"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused_with_the_numbers(
+    tiny_checkpoint: Path, image: WeightImage, limits: dict[str, object], message: str
+) -> None:
+    async def scenario(h: Harness) -> None: ...
+
+    with pytest.raises(ValueError, match=message):
+        run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update=limits))

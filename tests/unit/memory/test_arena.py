@@ -1,0 +1,127 @@
+"""DeviceArena on real anonymous memory, and its bookkeeping on a driver that can refuse."""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from actors.errors import DeviceMemoryError
+from actors.memory.arena import DeviceArena
+from actors.memory.cpu import CpuDriver
+
+MIB = 2**20
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * CpuDriver.granularity
+
+
+class RefusingDriver(CpuDriver):
+    """Refuses the nth map."""
+
+    def __init__(self, nth: int) -> None:
+        super().__init__()
+        self.left = nth
+        self.mapped: set[int] = set()
+
+    def map(self, address: int, size: int) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise DeviceMemoryError("out of memory")
+        self.mapped.add(address)
+
+    def unmap(self, address: int, size: int) -> None:
+        super().unmap(address, size)
+        self.mapped.remove(address)
+
+
+def test_unmap_gives_memory_back_and_map_restores_it_at_the_same_addresses() -> None:
+    arena = DeviceArena(CpuDriver(), [64 * MIB, 32 * MIB])
+    tensor = arena.tensor(1, 256, torch.float32, (1000, 1000))
+    address = tensor.data_ptr()
+    content = np.random.default_rng(0).bytes(64 * MIB)
+    before = resident_bytes()
+    arena.map()
+    arena.write(0, memoryview(content))
+    arena.write(1, memoryview(content)[: 32 * MIB])
+    expected = tensor.clone()
+    full = resident_bytes()
+    assert full - before > 0.95 * 96 * MIB
+
+    assert arena.unmap() == 96 * MIB
+    assert full - resident_bytes() > 0.95 * 96 * MIB
+    assert arena.mapped_bytes == 0
+
+    arena.map()
+    arena.write(1, memoryview(content)[: 32 * MIB])
+    assert tensor.data_ptr() == address
+    assert torch.equal(tensor.view(torch.int32), expected.view(torch.int32))
+
+
+def test_segments_start_at_pages_and_are_unmapped_alone() -> None:
+    arena = DeviceArena(CpuDriver(), [100, 5000, 1])
+    page = CpuDriver.granularity
+    assert [span.offset % page for span in arena.spans] == [0, 0, 0]
+    arena.map()
+    for i, fill in enumerate((1, 2, 3)):
+        arena.bytes_of(i).fill_(fill)
+    arena.unmap([1])
+    assert arena.unmapped() == [1]
+    assert bool((arena.bytes_of(0) == 1).all())
+    assert bool((arena.bytes_of(2) == 3).all())
+    assert arena.mapped_bytes == 2 * page
+
+
+def test_map_and_unmap_twice_change_nothing() -> None:
+    arena = DeviceArena(CpuDriver(), [1, 1])
+    arena.map()
+    arena.bytes_of(0).fill_(7)
+    arena.map()
+    assert int(arena.bytes_of(0)[0]) == 7
+    assert arena.unmap() > 0
+    assert arena.unmap() == 0
+
+
+def test_map_that_is_refused_half_way_is_rolled_back() -> None:
+    driver = RefusingDriver(nth=3)
+    arena = DeviceArena(driver, [1, 1, 1, 1])
+    with pytest.raises(DeviceMemoryError, match="out of memory"):
+        arena.map()
+    assert driver.mapped == set()
+    assert arena.mapped_bytes == 0
+
+
+def test_refused_map_leaves_what_was_mapped_before() -> None:
+    driver = RefusingDriver(nth=4)
+    arena = DeviceArena(driver, [1, 1, 1, 1])
+    arena.map([2])
+    with pytest.raises(DeviceMemoryError):
+        arena.map()
+    assert arena.unmapped() == [0, 1, 3]
+
+
+def test_write_to_an_unmapped_segment_is_caught() -> None:
+    arena = DeviceArena(CpuDriver(), [10])
+    with pytest.raises(AssertionError, match="not mapped"):
+        arena.write(0, memoryview(b"x"))
+
+
+def test_release_ends_the_reservation() -> None:
+    driver = CpuDriver()
+    arena = DeviceArena(driver, [MIB])
+    address = arena.address
+    arena.map()
+    arena.release()
+    with pytest.raises(DeviceMemoryError, match="not reserved"):
+        driver.unmap(address, MIB)
+
+
+def test_copy_lands_byte_for_byte() -> None:
+    driver = CpuDriver()
+    address = driver.reserve(8192)
+    driver.copy_from_host(address + 4096, memoryview(bytes(range(256))))
+    assert ctypes.string_at(address + 4096, 256) == bytes(range(256))
+    assert ctypes.string_at(address, 4096) == bytes(4096)

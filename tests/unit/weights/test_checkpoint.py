@@ -1,0 +1,217 @@
+"""Random checkpoints: complete, readable, the same every time."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from actors.weights import checkpoint
+from actors.weights.checkpoint import RECIPE_FILE, SHAPES, write_checkpoint
+from serve_app.cli import Dtype, Shape, app
+
+TEXT = 'Hello, wörld!\n  你好 🙂 안녕, 3.14\tdef main(): return "x"'
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint", "tiny")
+
+
+def test_transformers_reads_every_parameter(tiny: Path) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(tiny, output_loading_info=True)
+    assert not any(info.values())
+    assert model.dtype == torch.float32
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+
+
+def test_tokenizer_has_a_token_for_every_id_and_merges(tiny: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    assert len(tokenizer) == AutoConfig.from_pretrained(tiny).vocab_size
+    ids = tokenizer(TEXT)["input_ids"]
+    assert tokenizer.decode(ids) == TEXT
+    assert len(ids) < len(TEXT.encode()) / 1.5
+
+
+def test_chat_template_is_chatml(tiny: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    ids = tokenizer(text)["input_ids"]
+    assert ids.count(tokenizer.eos_token_id) == 2
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=True)
+        == "system\nBe brief.\nuser\nHi\nassistant\n"
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_greedy_output_goes_on_varies_and_depends_on_the_prompt(tmp_path: Path, tied: bool) -> None:
+    directory = write_checkpoint(tmp_path / "checkpoint", "tiny", tied=tied)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    outputs = []
+    for prompt in ("Hello", "Who are you?"):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+        outputs.append(output[0, inputs["input_ids"].shape[1] :].tolist())
+    assert [len(output) for output in outputs] == [48, 48]  # no end of sequence
+    assert min(len(set(output)) for output in outputs) > 16
+    assert outputs[0] != outputs[1]
+
+
+def test_same_recipe_gives_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
+    assert _digests(write_checkpoint(tmp_path / "again", "tiny")) == _digests(tiny)
+
+
+def test_bytes_are_those_of_every_machine(tiny: Path) -> None:
+    """Changes only together with RECIPE_VERSION."""
+    assert checkpoint.RECIPE_VERSION == 1
+    assert _digests(tiny)["model.safetensors"].startswith("5f27a3bd5296986d")
+
+
+def test_bytes_do_not_depend_on_the_size_of_a_chunk(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(checkpoint._CHUNK_ELEMENTS, "cpu", 1000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _digests(write_checkpoint(tmp_path / "again", "tiny")) == _digests(tiny)
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_bytes_of_the_cpu(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _digests(write_checkpoint(tmp_path / "again", "tiny")) == _digests(tiny)
+
+
+def test_another_seed_gives_other_weights(tiny: Path, tmp_path: Path) -> None:
+    other = _digests(write_checkpoint(tmp_path / "other", "tiny", seed=1))
+    assert other["model.safetensors"] != _digests(tiny)["model.safetensors"]
+    assert other["tokenizer.json"] == _digests(tiny)["tokenizer.json"]
+
+
+def test_weights_are_normally_distributed_and_uncorrelated(tiny: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    weights = model.model.layers[0].mlp.up_proj.weight.detach().flatten()
+    assert weights.mean().abs() < 0.02 * weights.std()
+    assert ((weights / weights.std()) ** 4).mean() == pytest.approx(2.7, abs=0.1)
+    assert torch.corrcoef(torch.stack([weights[:-1], weights[1:]]))[0, 1].abs() < 0.02
+
+
+def test_shards_split_the_weights_evenly_and_have_an_index(tiny: Path, tmp_path: Path) -> None:
+    sharded = write_checkpoint(tmp_path / "sharded", "tiny", shards=3)
+    sizes = [file.stat().st_size for file in sharded.glob("model-*-of-00003.safetensors")]
+    assert len(sizes) == 3
+    assert max(sizes) < 2 * min(sizes)
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
+    }
+    whole, parts = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny, sharded))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True)
+    )
+
+
+def test_tied_head_is_not_stored_twice(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "tied", "tiny", tied=True)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_dtype_is_that_of_config_and_weights(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "half", "tiny", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    assert model.dtype == torch.bfloat16
+
+
+def test_complete_directory_is_left_alone(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "checkpoint", "tiny")
+    written = (directory / RECIPE_FILE).stat().st_mtime_ns
+    time.sleep(0.01)
+    write_checkpoint(directory, "tiny")
+    assert (directory / RECIPE_FILE).stat().st_mtime_ns == written
+    write_checkpoint(directory, "tiny", force=True)
+    assert (directory / RECIPE_FILE).stat().st_mtime_ns > written
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda directory: (directory / "tokenizer.json").unlink(),
+        lambda directory: (directory / "model.safetensors").write_bytes(b"short"),
+        lambda directory: (directory / RECIPE_FILE).write_text("{"),
+    ],
+    ids=["file missing", "file cut", "recipe unreadable"],
+)
+def test_incomplete_directory_is_written_again(
+    tiny: Path, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    directory = write_checkpoint(tmp_path / "checkpoint", "tiny")
+    damage(directory)
+    write_checkpoint(directory, "tiny")
+    assert _digests(directory) == _digests(tiny)
+
+
+def test_other_recipe_replaces_the_directory(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "checkpoint", "tiny", shards=2)
+    write_checkpoint(directory, "tiny")
+    assert not list(directory.glob("model-*"))
+
+
+def test_somebody_elses_files_are_kept_without_force(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("theirs")
+    with pytest.raises(ValueError, match=r"has files that are not ours; --force replaces them"):
+        write_checkpoint(tmp_path, "tiny")
+    assert (tmp_path / "config.json").read_text() == "theirs"
+
+
+def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args, **kwargs: fail())
+    with pytest.raises(OSError, match="no space left"):
+        write_checkpoint(tmp_path / "checkpoint", "tiny")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_7b_shape_is_deepseeks(tmp_path: Path) -> None:
+    config = checkpoint._config(SHAPES["deepseek-r1-distill-qwen-7b"], "bfloat16", tied=False)
+    tensors = checkpoint._tensor_shapes(config)
+    assert checkpoint._total_bytes(tensors, "bfloat16") == 15_231_233_024  # as its index says
+    assert len(tensors) == 339
+    checkpoint._write_tokenizer(tmp_path, config.vocab_size)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == config.vocab_size == 152064
+    assert tokenizer.decode([60_000]).strip().isalpha()
+    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
+
+
+def test_command_prints_the_directory_alone_and_tells_progress_apart(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    result = CliRunner().invoke(app, ["make-checkpoint", str(directory), "--shape", "tiny"])
+    assert (result.exit_code, result.stdout) == (0, f"{directory}\n")
+    assert (directory / "model.safetensors").is_file()
+
+
+def test_command_knows_every_shape_and_dtype() -> None:
+    assert [shape.value for shape in Shape] == list(SHAPES)
+    assert [dtype.value for dtype in Dtype] == ["float32", "bfloat16", "float16"]

@@ -1,0 +1,205 @@
+"""Module -> layout -> packed bytes -> module on an arena, for several architectures."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from actors.errors import LayoutMismatch, WeightsCorrupted
+from actors.memory.arena import DeviceArena
+from actors.memory.cpu import CpuDriver
+from actors.weights import packer
+from actors.weights.attach import attach, build_on_meta
+from actors.weights.image import WeightImage
+from actors.weights.layout import TENSOR_ALIGNMENT, Layout, Manifest
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen2": lambda: Qwen2Config(**SMALL, tie_word_embeddings=False),
+    "qwen2 tied": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**SMALL),
+    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=8),
+    "mistral": lambda: MistralConfig(**SMALL, sliding_window=16),
+    "phi3": lambda: Phi3Config(**SMALL),
+    "gemma3": lambda: Gemma3TextConfig(**SMALL, head_dim=8),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+}
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[request.param](), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def packed(checkpoint: Path) -> tuple[PreTrainedModel, WeightImage]:
+    dtype = packer.checkpoint_dtype(checkpoint, "auto")
+    reference = packer.load_reference(checkpoint, dtype)
+    layout = packer.plan(reference)
+    # Dirty buffers: the packer must zero the gaps, or digests would differ from run to run.
+    buffers = [memoryview(bytearray(b"\xaa" * segment.size)) for segment in layout.segments]
+    digests = packer.pack(reference, layout, buffers)
+    key = packer.image_key(checkpoint, dtype)
+    manifest = Manifest(key, layout, (0,) * len(buffers), digests)
+    return reference, WeightImage(manifest, buffers, "disk")
+
+
+def on_arena(checkpoint: Path, image: WeightImage) -> tuple[PreTrainedModel, DeviceArena]:
+    model = build_on_meta(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
+    arena = DeviceArena(CpuDriver(), [segment.size for segment in image.layout.segments])
+    attach(model, image.layout, arena)
+    return model, arena
+
+
+def fill(arena: DeviceArena, image: WeightImage) -> None:
+    arena.map()
+    for i in range(len(arena.spans)):
+        arena.write(i, image.segment(i))
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(3, 40)[None]).logits
+
+
+def test_module_on_an_arena_computes_the_same_bits_over_sleep_and_wake(checkpoint: Path) -> None:
+    reference, image = packed(checkpoint)
+    image.verify()
+    model, arena = on_arena(checkpoint, image)
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    expected = logits(reference)
+    for _ in range(2):
+        fill(arena, image)
+        assert torch.equal(logits(model), expected)
+        arena.unmap()
+        assert all(not bool(p.any()) for p in model.parameters())  # nothing was left behind
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == addresses
+
+
+def test_every_parameter_and_buffer_is_a_view_of_the_arena(checkpoint: Path) -> None:
+    reference, image = packed(checkpoint)
+    model, arena = on_arena(checkpoint, image)
+    inside = range(arena.address, arena.address + arena.size)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert not tensor.is_meta, name
+        assert tensor.data_ptr() in inside, name
+        assert tensor.data_ptr() % TENSOR_ALIGNMENT == 0, name
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    assert [n for n, _ in model.named_buffers()] == [n for n, _ in reference.named_buffers()]
+    assert set(model.state_dict()) == set(reference.state_dict())  # persistence flags are kept
+
+
+def test_ties_stay_ties(checkpoint: Path) -> None:
+    reference, image = packed(checkpoint)
+    model, _ = on_arena(checkpoint, image)
+    tied = reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied
+    aliases = [slot for slot in image.layout.tensors if slot.alias_of is not None]
+    assert bool(aliases) is tied
+
+
+def test_segments_are_in_forward_order_and_do_not_overlap(checkpoint: Path) -> None:
+    _, image = packed(checkpoint)
+    names = [segment.name for segment in image.layout.segments]
+    assert names == ["embedding", "layer.0", "layer.1", "layer.2", "head"]
+    ends = dict.fromkeys(range(len(names)), 0)
+    for slot in sorted(image.layout.stored(), key=lambda slot: (slot.segment, slot.offset)):
+        assert slot.offset >= ends[slot.segment]
+        ends[slot.segment] = slot.offset + slot.size
+        assert ends[slot.segment] <= image.layout.segments[slot.segment].size
+
+
+def test_packing_twice_gives_the_same_digests(checkpoint: Path) -> None:
+    assert packed(checkpoint)[1].manifest == packed(checkpoint)[1].manifest
+
+
+@pytest.fixture
+def qwen2(tmp_path: Path) -> Path:
+    AutoModelForCausalLM.from_config(ARCHITECTURES["qwen2"]()).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_one_changed_byte_is_found_and_named(qwen2: Path) -> None:
+    _, image = packed(qwen2)
+    buffers = [memoryview(bytearray(image.segment(i))) for i in range(5)]
+    buffers[2][17] ^= 1
+    with pytest.raises(WeightsCorrupted, match=r"segment layer\.1 "):
+        WeightImage(image.manifest, buffers, "image").verify()
+
+
+def test_image_of_another_size_is_refused(qwen2: Path) -> None:
+    _, image = packed(qwen2)
+    buffers = [image.segment(i) for i in range(4)] + [image.segment(4)[:-256]]
+    with pytest.raises(LayoutMismatch, match="manifest"):
+        WeightImage(image.manifest, buffers, "image")
+
+
+def test_layout_of_another_architecture_is_refused(qwen2: Path, tmp_path: Path) -> None:
+    _, image = packed(qwen2)
+    slots = [replace(slot) for slot in image.layout.tensors]
+    slots[3] = replace(slots[3], name="model.layers.0.unheard_of")
+    wrong = Layout(image.layout.segments, tuple(slots))
+    model = build_on_meta(qwen2, torch.float32)
+    arena = DeviceArena(CpuDriver(), [segment.size for segment in wrong.segments])
+    with pytest.raises(LayoutMismatch, match="unheard_of"):
+        attach(model, wrong, arena)
+
+
+def test_tensor_that_is_no_parameter_and_no_buffer_is_refused(qwen2: Path) -> None:
+    model = packer.load_reference(qwen2, torch.float32)
+    model.model.layers[1].secret = torch.ones(3)
+    with pytest.raises(LayoutMismatch, match=r"model\.layers\.1\.secret"):
+        packer.plan(model)
+
+
+def test_model_without_a_list_of_layers_is_refused(qwen2: Path) -> None:
+    model = packer.load_reference(qwen2, torch.float32)
+    model.model.layers = nn.Identity()
+    with pytest.raises(LayoutMismatch, match="no list of 3 decoder layers"):
+        packer.plan(model)
+
+
+def test_key_changes_with_the_checkpoint_and_the_dtype(qwen2: Path) -> None:
+    key = packer.image_key(qwen2, torch.float32)
+    assert key == packer.image_key(qwen2, torch.float32)
+    assert key != packer.image_key(qwen2, torch.bfloat16)
+    weights = qwen2 / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert key != packer.image_key(qwen2, torch.float32)
+
+
+def test_dtype_conversion_happens_before_packing(qwen2: Path) -> None:
+    reference = packer.load_reference(qwen2, torch.bfloat16)
+    layout = packer.plan(reference)
+    kinds = {(slot.kind, slot.dtype) for slot in layout.tensors}
+    assert kinds == {("parameter", "bfloat16"), ("buffer", "float32")}  # inv_freq is never rounded
