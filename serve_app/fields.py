@@ -1,0 +1,197 @@
+"""The fields of a request body: JSON -> checked values, or an error that names field and finding.
+
+`temperature must be a number, found "hot"`: nothing is converted silently, and no message is pydantic's.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from actors.errors import InvalidRequest, UnsupportedParameter
+
+MAX_STOPS = 32  # OpenAI allows 4, vLLM any number; each is searched for at every token
+MAX_STOP_CHARS = 1024
+MAX_COUNT = 2**31 - 1  # of tokens; the model's own limit is the engine's to check
+
+Form = TypeVar("Form", bound=BaseModel)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body.
+
+    Raises:
+        InvalidRequest: it is no JSON object. NaN and Infinity, invalid UTF-8, lone surrogates and
+            nesting deeper than 200 are no JSON here either.
+    """
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as exc:
+        raise InvalidRequest(f"the body must be valid JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body must be a JSON object, found {shown(value)}")
+    return value
+
+
+def parse_form(form: type[Form], fields: Mapping[str, Any]) -> Form:
+    """A model made of the fields that are not null.
+
+    Raises:
+        InvalidRequest: naming the first field that is wrong, and what was found.
+        UnsupportedParameter: the value is right, but we cannot honour it.
+    """
+    try:
+        return form.model_validate({k: v for k, v in fields.items() if v is not None})
+    except ValidationError as exc:
+        raise _fault(exc.errors(include_url=False)[0]) from None
+
+
+# --- values with a form of their own: validators for pydantic ---
+
+
+def wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", "{message}", {"message": message})
+
+
+def unsupported(message: str) -> PydanticCustomError:
+    return PydanticCustomError("unsupported", "{message}", {"message": message})
+
+
+def _is_token_ids(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(token) is int and 0 <= token <= MAX_COUNT for token in value)
+    )
+
+
+def to_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if _is_token_ids(value):
+            return (tuple(value),)
+        if all(isinstance(prompt, str) for prompt in value):
+            return tuple(value)
+        if all(_is_token_ids(prompt) for prompt in value):
+            return tuple(tuple(prompt) for prompt in value)
+    raise wrong(
+        "must be a string, an array of strings, an array of token ids, or an array of such arrays, "
+        "none of them empty"
+    )
+
+
+def to_stop(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise wrong("must be a string or an array of strings")
+    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise wrong(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+    return tuple(stops)
+
+
+def to_token_ids(value: object) -> tuple[int, ...]:
+    if value == []:
+        return ()
+    if not isinstance(value, list) or not _is_token_ids(value):
+        raise wrong("must be an array of token ids")
+    return tuple(value)
+
+
+def to_logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise wrong("must be an object of token ids and numbers")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        # ASCII digits only: int() also takes "1_0", " 1" and other scripts' digits.
+        if not (token.isascii() and token.isdigit() and len(token) < 11):
+            raise wrong(f"must have token ids as keys, found {shown(token)}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise wrong(f"must have values from -100 to 100, found {shown(bias)} at {token}")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def to_text(value: object) -> object:
+    """The text of a message's content. Parts are joined by newlines, as vLLM does."""
+    if not isinstance(value, list):
+        return value
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            if isinstance(kind, str):
+                raise unsupported(f"may only have parts of type text, found {shown(kind)}")
+            raise wrong("must be a string or an array of text parts")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise wrong('must have a string as "text" in every part')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def to_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def to_tool_choice(value: object) -> str:
+    if value in ("auto", "none"):
+        return str(value)
+    if value == "required" or isinstance(value, dict):
+        raise unsupported('must be "auto" or "none"; this server cannot force a tool call')
+    raise wrong('must be "auto" or "none"')
+
+
+# pydantic's error type -> what the field must be; `{...}` is filled from the error's context.
+_EXPECTED: Mapping[str, str] = {
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "list_type": "must be an array",
+    "tuple_type": "must be an array",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must not be empty",
+    "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
+}
+
+
+def _fault(error: ErrorDetails) -> InvalidRequest:
+    param = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"])[1:]
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return InvalidRequest(f"{param} is required", param)
+    if kind in ("wrong", "unsupported"):
+        fault = UnsupportedParameter if kind == "unsupported" else InvalidRequest
+        message = f"{param} {context['message']}"
+        return fault(message if ", found" in message else f"{message}{_found(error)}", param)
+    expected = _EXPECTED.get(kind)
+    bounds = {
+        k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in context.items()
+    }
+    phrase = expected.format(**bounds) if expected else f"is wrong: {error['msg']}"
+    return InvalidRequest(f"{param} {phrase}{_found(error)}", param)
+
+
+def _found(error: ErrorDetails) -> str:
+    value = error["input"]
+    return "" if isinstance(value, BaseModel) else f", found {shown(value)}"
+
+
+def shown(value: object) -> str:
+    """A value as JSON, if it is short; otherwise what it is."""
+    if isinstance(value, dict | list | tuple) and len(value) > 4:
+        return "an object" if isinstance(value, dict) else f"an array of {len(value)}"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."

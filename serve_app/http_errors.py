@@ -1,0 +1,183 @@
+"""ServingError -> status, OpenAI error body, Retry-After: one table, and the middleware that sends it.
+
+Bodies carry all four keys of OpenAI's `error` object. Codes are strings, because openai-python shows
+them as `error.code`; vLLM and Ray put the HTTP status there.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actors import errors
+
+logger = logging.getLogger(__name__)
+
+MIN_RETRY_AFTER_S = 1
+MAX_RETRY_AFTER_S = 60  # openai-python 2 ignores a longer one
+
+
+_SANE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+
+class RequestTimeout(errors.ServingError):
+    """A request that is not streamed took longer than the configuration allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one class of errors looks to an HTTP client."""
+
+    status: int
+    type: str
+    code: str
+
+
+_CLIENT = "invalid_request_error"
+_SERVER = "server_error"
+
+TABLE: Mapping[type[errors.ServingError], Row] = {
+    errors.ServingError: Row(500, _SERVER, "internal_error"),
+    errors.InvalidRequest: Row(400, _CLIENT, "invalid_request_error"),
+    errors.ContextLengthExceeded: Row(400, _CLIENT, "context_length_exceeded"),
+    errors.UnsupportedParameter: Row(400, _CLIENT, "unsupported_parameter"),
+    errors.ModelNotFound: Row(404, _CLIENT, "model_not_found"),
+    errors.PayloadTooLarge: Row(413, _CLIENT, "payload_too_large"),
+    RequestTimeout: Row(408, _SERVER, "request_timeout"),
+    errors.Unavailable: Row(503, _SERVER, "unavailable"),
+    errors.QueueFull: Row(429, "rate_limit_error", "queue_full"),
+    errors.WakeTimeout: Row(503, _SERVER, "wake_failed"),
+    errors.DrainTimeout: Row(503, _SERVER, "drain_timeout"),
+    errors.HeldAsleep: Row(503, _SERVER, "model_asleep"),
+    errors.ShuttingDown: Row(503, _SERVER, "shutting_down"),
+    errors.ReplicaFailed: Row(500, _SERVER, "replica_failed"),
+    errors.DeviceMemoryError: Row(500, _SERVER, "device_memory_error"),
+    errors.LayoutMismatch: Row(500, _SERVER, "layout_mismatch"),
+    errors.WeightsCorrupted: Row(500, _SERVER, "weights_corrupted"),
+    errors.StoreFull: Row(500, _SERVER, "store_full"),
+    errors.HolderLost: Row(500, _SERVER, "holder_lost"),
+    errors.EngineDied: Row(500, _SERVER, "engine_dead"),
+}
+
+_UNEXPECTED = Row(500, _SERVER, "internal_error")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error, ready to be sent: as a response, or as an event inside a stream."""
+
+    status: int
+    body: Mapping[str, object]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def unwrap(exc: BaseException) -> BaseException:
+    """The exception that was raised in the other process.
+
+    Ray wraps it in a RayTaskError that has it as `cause`, or in a class made on the fly that
+    inherits from RayTaskError and from the cause's class (ray/exceptions.py,
+    `make_dual_exception_instance`, 2.60); `str()` of both is a traceback. Ray is not imported: the
+    attribute says enough.
+    """
+    seen = {id(exc)}
+    while isinstance(cause := getattr(exc, "cause", None), BaseException) and id(cause) not in seen:
+        seen.add(id(cause))
+        exc = cause
+    return exc
+
+
+def describe(exc: Exception, request_id: str) -> Problem:
+    """What the client learns about `exc`.
+
+    Errors that are ours, and those nobody expected, are logged with the request's id; of the latter
+    the client learns nothing but that id.
+    """
+    root = unwrap(exc)
+    if not isinstance(root, errors.ServingError):
+        logger.error("request %s failed unexpectedly", request_id, exc_info=exc)
+        message = f"internal error; the server's log has it under request id {request_id}"
+        return Problem(_UNEXPECTED.status, error_body(_UNEXPECTED, message))
+    row = row_of(type(root))
+    if row.status == 500:
+        logger.error("request %s failed: %s", request_id, root, exc_info=exc)
+    param = root.param if isinstance(root, errors.InvalidRequest) else None
+    return Problem(row.status, error_body(row, str(root), param), _headers(root))
+
+
+def row_of(kind: type[errors.ServingError]) -> Row:
+    """The row of a class, or of its nearest ancestor that has one."""
+    return next(TABLE[base] for base in kind.__mro__ if base in TABLE)
+
+
+def error_body(row: Row, message: str, param: str | None = None) -> dict[str, object]:
+    return {"error": {"message": message, "type": row.type, "param": param, "code": row.code}}
+
+
+def _headers(exc: errors.ServingError) -> dict[str, str]:
+    if isinstance(exc, errors.Unavailable):
+        # Clamped before rounding: math.ceil takes neither inf nor nan.
+        wait_s = min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, exc.retry_after_s))
+        return {"Retry-After": str(math.ceil(wait_s))}
+    if isinstance(exc, RequestTimeout):
+        # openai-python retries a 408 by itself, which would compute everything once more.
+        return {"x-should-retry": "false"}
+    return {}
+
+
+class Edge:
+    """The outermost layer: gives each request an id, and whatever is raised an OpenAI error body.
+
+    The id is the caller's `x-request-id` where that is fit for a log line. It is in
+    `scope["request_id"]`. Plain ASGI: Starlette's BaseHTTPMiddleware hides a client's disconnect.
+    """
+
+    def __init__(self, app: ASGIApp, *, send_request_id: bool) -> None:
+        self._app = app
+        self._send_request_id = send_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _SANE_REQUEST_ID.fullmatch(given) else uuid4().hex
+        scope["request_id"] = request_id
+        begun = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                if self._send_request_id:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except ClientDisconnect:
+            logger.debug("request %s: the client went away", request_id)
+        except Exception as exc:
+            problem = describe(exc, request_id)
+            if begun:
+                raise  # the server cuts the connection, which is all that can still be said
+            response = JSONResponse(problem.body, problem.status, problem.headers)
+            await response(scope, receive, send_named)
+
+
+async def http_exception(request: Request, exc: Exception) -> Response:
+    """No such path, or not with this method: what Starlette's router raises."""
+    assert isinstance(exc, HTTPException)
+    code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_")
+    body = error_body(
+        Row(exc.status_code, _CLIENT, code), f"{exc.detail}: {request.method} {request.url.path}"
+    )
+    return JSONResponse(body, exc.status_code, exc.headers)

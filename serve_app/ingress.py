@@ -1,0 +1,396 @@
+"""HTTP routes: parse, call the model, answer. No decisions.
+
+Whether a request waits, wakes a replica or is refused is the replica's to say. Of these routes only
+the three that generate and `/wake_up` can wake a model; the others never do, nor wait for one.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from actors.errors import InvalidRequest, ModelNotFound, PayloadTooLarge, Unavailable
+from actors.protocol import (
+    GenerateRequest,
+    ReplicaState,
+    ReplicaStatus,
+    SleepCommand,
+    TokenEvent,
+)
+from serve_app.answers import ChatAnswer, CompletionAnswer
+from serve_app.fields import parse_form, parse_json
+from serve_app.http_errors import Edge, http_exception, unwrap
+from serve_app.schemas import (
+    Ask,
+    SleepForm,
+    WakeForm,
+    parse_chat,
+    parse_completion,
+    parse_seed,
+)
+from serve_app.sse import HeldResponse, collect, event_stream, text_stream, unless_gone
+
+logger = logging.getLogger(__name__)
+
+
+class HttpSettings(BaseModel):
+    """Limits of the HTTP front."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_body_bytes: int = Field(
+        default=8 * 1024**2, gt=0, description="Bytes of a request body; a larger one gets 413."
+    )
+    max_continuations: int = Field(
+        default=1024, gt=0, description="Prompts times `n` in one completions request."
+    )
+    keepalive_after_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds a stream waits for its first token before it sends headers and a "
+        "keep-alive. Until then an error still has an HTTP status of its own.",
+    )
+    keepalive_interval_s: float = Field(
+        default=10.0, gt=0, description="Seconds without a token between later keep-alives."
+    )
+    request_timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds for a whole answer that is not streamed."
+    )
+    status_timeout_s: float = Field(
+        default=1.0, gt=0, description="Seconds to wait for the replicas' own account."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known of a model without asking it."""
+
+    model_id: str
+    max_model_len: int | None  # as configured; None if only the replicas know
+    root: str  # the checkpoint it was loaded from
+    created: int  # seconds since the epoch; constant, as OpenAI's is
+
+
+class ModelClient(Protocol):
+    """One model, as the ingress sees it; behind it a Ray Serve handle, or a fake."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        """Tokens of all continuations. Closing or cancelling the iterator ends the generation."""
+
+    async def sleep(self, command: SleepCommand) -> Sequence[ReplicaStatus]:
+        """One status per replica, after the transition."""
+
+    async def wake_up(self, tags: tuple[str, ...]) -> Sequence[ReplicaStatus]:
+        """One status per replica, after the transition; no tags means everything."""
+
+    async def status(self) -> Sequence[ReplicaStatus]:
+        """One status per replica. Never wakes; answers during a wake; empty without replicas."""
+
+
+def build_asgi(
+    models: Mapping[str, ModelClient], settings: HttpSettings, *, send_request_id: bool = True
+) -> Starlette:
+    """The HTTP application for `models`.
+
+    Args:
+        models: keyed by the name that clients use.
+        settings: limits.
+        send_request_id: answer with the header x-request-id. False behind Ray Serve's proxy, which
+            adds one to every response (ray/serve/_private/http_util.py, RequestIdMiddleware, 2.60).
+    """
+    return Ingress(models, settings).app(send_request_id)
+
+
+class Ingress:
+    """The routes, and what they share."""
+
+    def __init__(self, models: Mapping[str, ModelClient], settings: HttpSettings) -> None:
+        self._models = models
+        self._settings = settings
+        self._load = Load()
+        self._version = _version()
+
+    def app(self, send_request_id: bool) -> Starlette:
+        counted = [Middleware(self._load.wrap)]
+        routes = [
+            Route("/", self.banner, methods=["GET"]),
+            Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", self.show_model, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"], middleware=counted),
+            Route("/v1/completions", self.completions, methods=["POST"], middleware=counted),
+            Route("/completions", self.seed_completions, methods=["POST"], middleware=counted),
+            Route("/sleep", self.sleep, methods=["POST"]),
+            Route("/wake_up", self.wake_up, methods=["POST"]),
+            Route("/wakeup", self.wake_up, methods=["POST"]),
+            Route("/is_sleeping", self.is_sleeping, methods=["GET"]),
+            Route("/health", self.health, methods=["GET", "POST"]),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.show_version, methods=["GET"]),
+            Route("/load", self.show_load, methods=["GET"]),
+        ]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Edge, send_request_id=send_request_id)],
+            exception_handlers={HTTPException: http_exception},
+        )
+        app.router.redirect_slashes = False  # a redirect behind a TLS proxy leads to plain HTTP
+        return app
+
+    # --- generation ---
+
+    async def chat(self, request: Request) -> Response:
+        ask = parse_chat(parse_json(await self._body(request)))
+        model = self._model(ask.model)
+        return await self._answer(request, model, ask, ChatAnswer(ask, *self._head(model)))
+
+    async def completions(self, request: Request) -> Response:
+        fields = parse_json(await self._body(request))
+        ask = parse_completion(fields, self._settings.max_continuations)
+        model = self._model(ask.model)
+        return await self._answer(request, model, ask, CompletionAnswer(ask, *self._head(model)))
+
+    async def seed_completions(self, request: Request) -> Response:
+        """The form of the project this one started from; the prompt leads the output."""
+        ask = parse_seed(parse_json(await self._body(request) or b"{}"))
+        model = self._model(ask.model)
+        answer = CompletionAnswer(ask, *self._head(model))
+        generations = [model.generate(each) for each in ask.requests(answer.answer_id)]
+        prompt = str(ask.prompts[0])
+        if ask.stream:
+            return HeldResponse(text_stream(generations, answer, prompt), "text/plain")
+        whole = await self._whole(request, generations, answer)
+        return JSONResponse({"output": prompt + whole["choices"][0]["text"]})
+
+    async def _answer(
+        self, request: Request, model: ModelClient, ask: Ask, answer: ChatAnswer | CompletionAnswer
+    ) -> Response:
+        request_id = request.scope["request_id"]
+        logger.debug("request %s is answered as %s", request_id, answer.answer_id)
+        generations = [model.generate(each) for each in ask.requests(answer.answer_id)]
+        if not ask.stream:
+            return JSONResponse(await self._whole(request, generations, answer))
+        frames = event_stream(
+            generations,
+            answer,
+            self._settings.keepalive_after_s,
+            self._settings.keepalive_interval_s,
+            request_id,
+        )
+        return HeldResponse(frames, "text/event-stream")
+
+    async def _whole(
+        self,
+        request: Request,
+        generations: Sequence[AsyncIterator[TokenEvent]],
+        answer: ChatAnswer | CompletionAnswer,
+    ) -> dict[str, Any]:
+        work = collect(generations, answer, self._settings.request_timeout_s)
+        return await unless_gone(request.receive, work)
+
+    def _head(self, model: ModelClient) -> tuple[str, int, str]:
+        return model.info.model_id, int(time.time()), f"sleepserve-{self._version}"
+
+    # --- models ---
+
+    async def list_models(self, request: Request) -> Response:
+        cards = await asyncio.gather(*(self._card(model) for model in self._models.values()))
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def show_model(self, request: Request) -> Response:
+        return JSONResponse(await self._card(self._model(request.path_params["model_id"])))
+
+    async def _card(self, model: ModelClient) -> dict[str, Any]:
+        info, replicas = model.info, await self._known_status(model)
+        lengths = [replica.max_model_len for replica in replicas or ()]
+        return {
+            "id": info.model_id,
+            "object": "model",
+            "created": info.created,
+            "owned_by": "sleepserve",
+            "root": info.root,
+            "parent": None,
+            "max_model_len": min(lengths, default=info.max_model_len),
+            "status": {"value": _status_value(replicas)},
+        }
+
+    # --- sleep and wake ---
+
+    async def sleep(self, request: Request) -> Response:
+        form = parse_form(SleepForm, await self._form(request))
+        command = SleepCommand(level=form.level, mode=form.mode, hold=form.hold)
+        return await self._control(form.model, lambda model: model.sleep(command))
+
+    async def wake_up(self, request: Request) -> Response:
+        form = parse_form(WakeForm, await self._form(request))
+        return await self._control(form.model, lambda model: model.wake_up(form.tags))
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether every replica of every model asked for is asleep.
+
+        A model without replicas is not: there is nothing that a wake could find.
+        """
+        models = self._chosen(request.query_params.get("model"))
+        statuses = await asyncio.gather(*(self._status(model) for model in models.values()))
+        asleep = {
+            model_id: bool(replicas)
+            and all(replica.state is ReplicaState.ASLEEP for replica in replicas)
+            for model_id, replicas in zip(models, statuses, strict=True)
+        }
+        everyone = all(asleep.values())
+        return JSONResponse({"is_sleeping": everyone, "sleeping": everyone, "models": asleep})
+
+    async def _control(
+        self,
+        model_id: str | None,
+        order: Callable[[ModelClient], Awaitable[Sequence[ReplicaStatus]]],
+    ) -> Response:
+        """Give the order to one model or to all, and wait for all of them even if one fails."""
+        models = self._chosen(model_id)
+        work = (order(model) for model in models.values())
+        outcomes = await asyncio.gather(*work, return_exceptions=True)
+        shown: dict[str, list[dict[str, Any]]] = {}
+        for name, outcome in zip(models, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            shown[name] = [asdict(replica) for replica in outcome]
+        return JSONResponse({"code": 200, "models": shown})
+
+    # --- health and the rest ---
+
+    async def health(self, request: Request) -> Response:
+        """200 while asleep, too: 503 only if a model has replicas and all of them have failed."""
+        known = await asyncio.gather(
+            *(self._known_status(model) for model in self._models.values())
+        )
+        broken = [
+            model_id
+            for model_id, replicas in zip(self._models, known, strict=True)
+            if replicas and all(replica.state is ReplicaState.FAILED for replica in replicas)
+        ]
+        status = "failed" if broken else "healthy"
+        return JSONResponse({"status": status, "failed": broken}, 503 if broken else 200)
+
+    async def banner(self, request: Request) -> Response:
+        return JSONResponse(
+            {
+                "message": "sleepserve is running.",
+                "version": self._version,
+                "models": list(self._models),
+            }
+        )
+
+    async def show_version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._version})
+
+    async def show_load(self, request: Request) -> Response:
+        return JSONResponse({"server_load": self._load.in_flight})
+
+    # --- shared ---
+
+    def _model(self, model_id: str | None) -> ModelClient:
+        """The model of that name; without a name the only one there is."""
+        if model_id is None:
+            if len(self._models) == 1:
+                return next(iter(self._models.values()))
+            raise InvalidRequest(f"model is required, one of: {', '.join(self._models)}", "model")
+        return self._chosen(model_id)[model_id]
+
+    def _chosen(self, model_id: str | None) -> Mapping[str, ModelClient]:
+        """The model of that name; without a name all of them."""
+        if model_id is None:
+            return self._models
+        if model_id not in self._models:
+            served = ", ".join(self._models)
+            raise ModelNotFound(f"model {model_id!r} is not served here; served: {served}", "model")
+        return {model_id: self._models[model_id]}
+
+    async def _status(self, model: ModelClient) -> Sequence[ReplicaStatus]:
+        try:
+            async with asyncio.timeout(self._settings.status_timeout_s):
+                return await model.status()
+        except TimeoutError:
+            name = model.info.model_id
+            raise Unavailable(
+                f"the replicas of {name!r} did not tell their state in time"
+            ) from None
+
+    async def _known_status(self, model: ModelClient) -> Sequence[ReplicaStatus] | None:
+        """The replicas' state, or None: lists and health checks must not fail on one model."""
+        try:
+            return await self._status(model)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the answer is "unknown"
+            logger.warning("no status of %s: %s", model.info.model_id, unwrap(exc))
+            return None
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self._settings.max_body_bytes
+        too_large = PayloadTooLarge(f"the body is over {limit} bytes (http.max_body_bytes)")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_large
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise too_large
+        return bytes(body)
+
+    async def _form(self, request: Request) -> dict[str, Any]:
+        """The fields of the query and of the JSON body; the body's win."""
+        query = request.query_params
+        fields: dict[str, Any] = {
+            name: values if len(values := query.getlist(name)) > 1 else values[0] for name in query
+        }
+        body = await self._body(request)
+        return {**fields, **parse_json(body)} if body else fields
+
+
+class Load:
+    """Counts the requests that are being answered."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            self.in_flight += 1
+            try:
+                await app(scope, receive, send)
+            finally:
+                self.in_flight -= 1
+
+        return counted
+
+
+def _status_value(replicas: Sequence[ReplicaStatus] | None) -> str:
+    """The words of llama.cpp's router and llama-swap; `unknown` if the replicas did not answer."""
+    if replicas is None:
+        return "unknown"
+    states = {replica.state for replica in replicas}
+    if states & {ReplicaState.AWAKE, ReplicaState.DRAINING}:
+        return "loaded"
+    if ReplicaState.WAKING in states:
+        return "loading"
+    return "sleeping" if ReplicaState.ASLEEP in states else "unloaded"
+
+
+def _version() -> str:
+    try:
+        return version("sleepserve")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"

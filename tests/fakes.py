@@ -1,0 +1,173 @@
+"""Stand-ins for our Protocols. They record calls and fail on demand."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+
+from actors.protocol import (
+    FinishReason,
+    GenerateRequest,
+    ReplicaState,
+    ReplicaStatus,
+    SleepCommand,
+    TokenEvent,
+    TokenLogprob,
+)
+from serve_app.ingress import ModelInfo
+
+
+class FakeModel:
+    """A `ModelClient` that says `pieces`, one token each, for every continuation.
+
+    Attributes:
+        requests: every GenerateRequest, as it came.
+        closed: ids of the requests whose iterator was closed before its end.
+        orders: sleep and wake_up calls.
+        gate: if set to an Event, no token comes before it is set: a wake that takes long.
+        fail_first: raised instead of the first event.
+        fail_later: raised after the first piece.
+        stop_short: the generation ends after the first piece, with no finish reason.
+        fail_control: raised by sleep, wake_up and status.
+        hang_status: status never answers.
+    """
+
+    def __init__(
+        self,
+        model_id: str = "fake",
+        *,
+        pieces: Sequence[str] = ("Hello", ",", " world"),
+        finish_reason: FinishReason = FinishReason.STOP,
+        stop_reason: str | int | None = None,
+        states: Sequence[ReplicaState] = (ReplicaState.AWAKE,),
+    ) -> None:
+        self.info = ModelInfo(
+            model_id=model_id,
+            max_model_len=None,
+            root=f"checkpoint-of-{model_id}",
+            created=1700000000,
+        )
+        self.pieces = tuple(pieces)
+        self.finish_reason = finish_reason
+        self.stop_reason = stop_reason
+        self.states = list(states)
+        self.requests: list[GenerateRequest] = []
+        self.closed: list[str] = []
+        self.orders: list[SleepCommand | tuple[str, ...]] = []
+        self.gate: asyncio.Event | None = None
+        self.fail_first: BaseException | None = None
+        self.fail_later: BaseException | None = None
+        self.stop_short = False
+        self.fail_control: Exception | None = None
+        self.hang_status = False
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        self.requests.append(request)
+        ended = False
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.fail_first is not None:
+                raise self.fail_first
+            for event in self._events(request):
+                yield event
+                await asyncio.sleep(0)  # so that the prompts of one request interleave
+            ended = True
+        finally:
+            if not ended:
+                self.closed.append(request.request_id)
+
+    async def sleep(self, command: SleepCommand) -> Sequence[ReplicaStatus]:
+        self.orders.append(command)
+        return self._move(ReplicaState.ASLEEP)
+
+    async def wake_up(self, tags: tuple[str, ...]) -> Sequence[ReplicaStatus]:
+        self.orders.append(tags)
+        return self._move(ReplicaState.AWAKE)
+
+    async def status(self) -> Sequence[ReplicaStatus]:
+        if self.hang_status:
+            await asyncio.Event().wait()
+        return self._statuses()
+
+    def _move(self, state: ReplicaState) -> Sequence[ReplicaStatus]:
+        statuses = self._statuses()
+        self.states = [state] * len(self.states)
+        return [replace(status, state=state) for status in statuses]
+
+    def _statuses(self) -> list[ReplicaStatus]:
+        if self.fail_control is not None:
+            raise self.fail_control
+        return [
+            ReplicaStatus(
+                model_id=self.info.model_id,
+                replica_id=f"replica-{number}",
+                process_id=1000 + number,
+                state=state,
+                held=False,
+                in_flight=0,
+                waiting_for_wake=0,
+                idle_s=1.5,
+                sleeps=1,
+                wakes=1,
+                last_sleep_s=0.2,
+                last_wake_s=None,
+                weights_bytes=1024,
+                mapped_bytes=0 if state is ReplicaState.ASLEEP else 2048,
+                kv_bytes=1024,
+                weights_from="image",
+                reason="as the test wants it",
+                max_model_len=4096,
+            )
+            for number, state in enumerate(self.states)
+        ]
+
+    def _events(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+        """Piece by piece, the continuations taking turns."""
+        if request.echo:
+            for index in range(request.n):
+                yield TokenEvent(index, prompt_text(request), (), PROMPT_TOKENS)
+        if not request.stream:
+            yield from (self._whole(request, index) for index in range(request.n))
+            return
+        for position, piece in enumerate(self.pieces):
+            for index in range(request.n):
+                logprobs = self._logprobs(request, piece)
+                event = TokenEvent(index, piece, (position,), PROMPT_TOKENS, logprobs=logprobs)
+                yield self._ended(event) if position == len(self.pieces) - 1 else event
+            if self.fail_later is not None:
+                raise self.fail_later
+            if self.stop_short:
+                return
+
+    def _whole(self, request: GenerateRequest, index: int) -> TokenEvent:
+        if self.fail_later is not None:
+            raise self.fail_later
+        logprobs = [self._logprobs(request, piece) for piece in self.pieces]
+        event = TokenEvent(
+            index,
+            "".join(self.pieces),
+            tuple(range(len(self.pieces))),
+            PROMPT_TOKENS,
+            logprobs=tuple(each for some in logprobs if some for each in some) or None,
+        )
+        return event if self.stop_short else self._ended(event)
+
+    def _ended(self, event: TokenEvent) -> TokenEvent:
+        return replace(event, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
+
+    def _logprobs(self, request: GenerateRequest, piece: str) -> tuple[TokenLogprob, ...] | None:
+        if (wanted := request.sampling.logprobs) is None:
+            return None
+        top = (_logprob(piece, -0.5), _logprob("other", float("-inf")))[:wanted]
+        return (TokenLogprob(1, piece, piece.encode(), -0.5, top),)
+
+
+PROMPT_TOKENS = 5  # whatever the prompt
+
+
+def prompt_text(request: GenerateRequest) -> str:
+    return request.prompt if isinstance(request.prompt, str) else f"<{request.prompt}>"
+
+
+def _logprob(token: str, logprob: float) -> TokenLogprob:
+    return TokenLogprob(2, token, token.encode(), logprob)
