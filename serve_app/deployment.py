@@ -1,0 +1,186 @@
+"""ModelReplica: what Ray Serve runs, one instance per replica of a model.
+
+Puts a lifecycle and a runtime together and answers the handle's calls. torch comes in with the
+runtime, inside the constructor: the router, the policy and the controller import this module.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus
+
+from actors.errors import ReplicaFailed
+from actors.lifecycle import Lifecycle
+from actors.protocol import (
+    GenerateRequest,
+    ReplicaState,
+    ReplicaStatus,
+    SleepCommand,
+    TokenEvent,
+)
+from serve_app.config import ModelConfig
+from serve_app.logs import adopt_serve_handlers
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+    from actors.holder import ImageGrant, ImageRequest
+    from actors.weights.layout import ImageKey
+
+logger = logging.getLogger(__name__)
+
+HOLDER_APP = "weights"
+HOLDER_DEPLOYMENT = "WeightHolder"
+
+_STARTING = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOYING)
+_STATUS_INTERVAL_S = 0.2
+
+
+class _HolderHandle:
+    """HolderClient over a Serve handle."""
+
+    @cached_property
+    def _handle(self) -> "DeploymentHandle[Any]":
+        """Made at the first use, where a missing application is one of the ways to fail."""
+        return serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
+
+    async def wait_while_starting(self) -> None:
+        """`serve run` deploys both applications at once, and ours may be the quicker one."""
+        while True:
+            status = await asyncio.to_thread(serve.status)
+            app = status.applications.get(HOLDER_APP)
+            if app is None or app.status not in _STARTING:
+                return
+            await asyncio.sleep(_STATUS_INTERVAL_S)
+
+    async def ping(self) -> None:
+        await self._handle.ping.remote()
+
+    async def acquire(self, request: "ImageRequest", key: "ImageKey", lessee: str) -> "ImageGrant":
+        grant: ImageGrant = await self._handle.acquire.remote(request, key, lessee)
+        return grant
+
+    async def release(self, key: "ImageKey", lessee: str) -> bool:
+        gone: bool = await self._handle.release.remote(key, lessee)
+        return gone
+
+
+class ModelReplica:
+    """One replica of one model."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ModelConfig
+    ) -> None:
+        """Attach the image and, unless told to start asleep, wake.
+
+        Raises:
+            Exception: anything wrong with checkpoint, image or configuration; Serve reports it as
+                the reason why the deployment failed.
+        """
+        adopt_serve_handlers()
+        from actors.holder import ImageRequest
+        from actors.runtime import ModelRuntime, build_module
+        from actors.weights.download import ensure_checkpoint
+        from actors.weights.fastload import FastLoad
+
+        context = serve.get_replica_context()
+        self._config = config
+        self._replica_id = context.replica_id.unique_id
+        request = ImageRequest(config.model_id, config.source, config.dtype)
+        checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source, base_dir=Path())
+        load = FastLoad(
+            holder=_HolderHandle(),
+            request=request,
+            checkpoint=checkpoint,
+            lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
+        )
+        # First what needs no weights: a model that cannot be served is refused in a second.
+        module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
+        image = await load.obtain()
+        self._runtime = await asyncio.to_thread(
+            ModelRuntime,
+            module,
+            checkpoint,
+            image,
+            load.obtain,
+            load.release,
+            config.engine,
+            config.sleep,
+        )
+        self._lifecycle = Lifecycle(
+            self._runtime,
+            config.sleep,
+            time.monotonic,
+            f"{config.model_id}/{self._replica_id}",
+        )
+        if not config.sleep.start_asleep:
+            await self._lifecycle.wake_up("start")
+        self._idle_watch = asyncio.create_task(self._lifecycle.sleep_when_idle())
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        """Events of one request, waking the replica first if need be.
+
+        Raises:
+            InvalidRequest: before anything is woken.
+            Unavailable: not awake in time, or held asleep.
+            ReplicaFailed: this replica cannot serve any more.
+        """
+        prepared = self._runtime.prepare(request)
+        async with self._lifecycle.serving(request.request_id):
+            async for event in self._runtime.generate(prepared):
+                yield event
+
+    async def sleep(self, command: SleepCommand) -> ReplicaStatus:
+        await self._lifecycle.sleep(command)
+        return await self.status()
+
+    async def wake_up(self) -> ReplicaStatus:
+        await self._lifecycle.wake_up()
+        return await self.status()
+
+    async def status(self) -> ReplicaStatus:
+        """This replica's account of itself; never wakes it and never counts as use."""
+        lifecycle, runtime = self._lifecycle, self._runtime
+        return ReplicaStatus(
+            model_id=self._config.model_id,
+            replica_id=self._replica_id,
+            process_id=os.getpid(),
+            state=lifecycle.state,
+            held=lifecycle.held,
+            in_flight=lifecycle.idle.in_flight,
+            waiting_for_wake=lifecycle.waiting_for_wake,
+            idle_s=lifecycle.idle.idle_s(),
+            sleeps=lifecycle.sleeps,
+            wakes=lifecycle.wakes,
+            last_sleep_s=lifecycle.last_sleep_s,
+            last_wake_s=lifecycle.last_wake_s,
+            weights_bytes=runtime.weights_bytes,
+            mapped_bytes=runtime.mapped_bytes,
+            kv_bytes=runtime.kv_bytes,
+            weights_from=runtime.image_origin,
+            reason=lifecycle.reason,
+            max_model_len=runtime.max_model_len,
+        )
+
+    async def check_health(self) -> None:
+        """Serve calls it; raising makes Serve replace the replica. Asleep is healthy."""
+        if self._lifecycle.state is ReplicaState.FAILED:
+            raise ReplicaFailed(f"replica {self._replica_id} failed: {self._lifecycle.reason}")
+        self._runtime.check_health()
+
+    async def __del__(self) -> None:
+        """Serve calls it when the replica stops, after it has drained."""
+        watch = getattr(self, "_idle_watch", None)
+        if watch is not None:
+            watch.cancel()
+        runtime = getattr(self, "_runtime", None)
+        if runtime is not None:
+            await runtime.close()

@@ -1,0 +1,71 @@
+"""Processes without a GPU import no torch, and ruff keeps it that way."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "transformers")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "serve_app.config",
+        "serve_app.ingress",
+        "serve_app.cli",
+        "serve_app.app",
+        "actors.protocol",
+        "actors.lifecycle",
+    ],
+)
+def test_importing_module_loads_no_torch(module: str, project: Path) -> None:
+    code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "rule"),
+    [
+        ("actors/lifecycle.py", "import serve_app.config", "TID251"),
+        ("actors/holder.py", "from ray import serve", "TID251"),
+        ("actors/engine/engine.py", "import ray.serve", "TID251"),
+        ("actors/protocol.py", "from starlette.requests import Request", "TID251"),
+        ("actors/protocol.py", "import fastapi", "TID251"),
+        ("actors/lifecycle.py", "import torch", "TID253"),
+        ("actors/weights/layout.py", "from torch import Tensor", "TID253"),
+        ("serve_app/deployment.py", "import transformers", "TID253"),
+    ],
+)
+def test_ruff_refuses_import(file: str, code: str, rule: str, project: Path) -> None:
+    assert rule in _ruff(file, code, project)
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("actors/engine/engine.py", "import torch"),
+        ("actors/memory/cuda.py", "import torch"),
+        ("actors/runtime.py", "import transformers"),
+        ("serve_app/app.py", "from ray import serve"),
+        ("serve_app/deployment.py", "def start() -> None:\n    import torch"),
+    ],
+)
+def test_ruff_allows_import(file: str, code: str, project: Path) -> None:
+    assert "TID" not in _ruff(file, code, project)
+
+
+def _ruff(file: str, code: str, project: Path) -> str:
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise"]
+    return subprocess.run(
+        [*command, "--stdin-filename", file, "-"],
+        input=code + "\n",
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
