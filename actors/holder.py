@@ -140,7 +140,7 @@ class WeightHolder:
     def _load(self, request: ImageRequest, key: ImageKey | None) -> _Held:
         """On the loader thread, of which there is one: the dictionaries have one writer at a time."""
         try:
-            checkpoint = ensure_checkpoint(request.source, base_dir=Path())
+            checkpoint = ensure_checkpoint(request.source)
             dtype = packer.checkpoint_dtype(checkpoint, request.dtype)
             found = packer.image_key(checkpoint, dtype)
             if key is not None and key != found:

@@ -14,6 +14,7 @@ installed from with `pip install -e`. On a cluster of several nodes, write absol
 Wrong configuration is a `ConfigError`: one line per mistake, naming file, key and remedy.
 """
 
+import os
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -111,7 +112,7 @@ def _load_named(entry: object, info: ValidationInfo) -> object:
 
 
 def _find_source(config: ModelConfig, info: ValidationInfo) -> ModelConfig:
-    return _with_absolute_source(config, _project_in(info))
+    return _with_located_source(config, _project_in(info))
 
 
 def _project_in(info: ValidationInfo) -> Path:
@@ -176,7 +177,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
         config = validate(ModelConfig, _read_yaml(file))
     except ConfigError as error:
         raise error.inside(file=_shown(file)) from error
-    return _with_absolute_source(config, _project_around(file.absolute().parent))
+    return _with_located_source(config, _project_around(file.absolute().parent))
 
 
 def missing_checkpoint(config: ModelConfig) -> Problem | None:
@@ -309,9 +310,13 @@ def _marked(folder: Path) -> Path | None:
     return None
 
 
-def _with_absolute_source(config: ModelConfig, project: Path) -> ModelConfig:
+def _with_located_source(config: ModelConfig, project: Path) -> ModelConfig:
     if config.source.hub is not Hub.PATH:
-        return config
+        home = os.environ.get("SLEEPSERVE_HOME")  # where `sleepserve download` puts things, too
+        if config.source.models_dir is not None or home is None:
+            return config
+        source = config.source.model_copy(update={"models_dir": str(Path(home) / "models")})
+        return config.model_copy(update={"source": source})
     folder = project / Path(config.source.id).expanduser()
     source = config.source.model_copy(update={"id": str(folder)})
     return config.model_copy(update={"source": source})

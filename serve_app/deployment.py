@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import AsyncIterator
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -95,7 +94,7 @@ class ModelReplica:
         self._config = config
         self._replica_id = context.replica_id.unique_id
         request = ImageRequest(config.model_id, config.source, config.dtype)
-        checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source, base_dir=Path())
+        checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
         load = FastLoad(
             holder=_HolderHandle(),
             request=request,

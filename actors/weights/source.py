@@ -28,3 +28,7 @@ class ModelSource(BaseModel):
     revision: str | None = Field(
         default=None, description="Branch, tag or commit on the hub; the hub's default when absent."
     )
+    models_dir: str | None = Field(
+        default=None,
+        description="Directory that keeps downloads; `~/.cache/sleepserve/models` when absent.",
+    )

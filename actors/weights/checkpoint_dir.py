@@ -1,0 +1,165 @@
+"""A checkpoint directory: what makes it complete, and the manifest that lets it be checked offline.
+
+A finished download leaves a manifest beside the files. It is written last, so that its presence
+means that every file arrived and was verified.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from actors.weights.download_plan import RemoteFile
+from actors.weights.source import Hub
+
+MANIFEST_NAME = ".sleepserve-manifest.json"
+INDEX_NAME = "model.safetensors.index.json"
+# Locks stay behind: removing one while another process waits for it would break it.
+LOCKS_NAME = ".sleepserve"
+
+
+class ManifestFile(BaseModel):
+    """One verified file; `path` is relative to the directory."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    size: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What a directory holds, and which patterns chose it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    source: Hub
+    id: str
+    revision: str | None
+    resolved_revision: str | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    files: tuple[ManifestFile, ...]
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def missing_from_checkpoint(directory: Path) -> str | None:
+    """The first thing that keeps a directory from being a safetensors checkpoint, or None."""
+    if not directory.is_dir():
+        return "the directory does not exist"
+    if not (directory / "config.json").is_file():
+        return "config.json is missing"
+    if (index := directory / INDEX_NAME).is_file():
+        return _missing_shard(index)
+    return None if any(directory.glob("*.safetensors")) else "there is no *.safetensors file"
+
+
+def _missing_shard(index: Path) -> str | None:
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{INDEX_NAME} is unreadable ({type(error).__name__}: {error})"
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if not missing:
+        return None
+    return f"{len(missing)} of {len(shards)} shards are missing, {missing[0]} first"
+
+
+# --- the manifest ---
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The directory's manifest; None when there is none.
+
+    Raises:
+        pydantic.ValidationError: the file is not a manifest.
+    """
+    path = directory / MANIFEST_NAME
+    return Manifest.model_validate_json(path.read_bytes()) if path.is_file() else None
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Replace the manifest in one step, after its bytes are on disk."""
+    temporary = directory / f"{MANIFEST_NAME}.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(manifest.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / MANIFEST_NAME)
+
+
+def verify_checkpoint(directory: Path, *, hashes: bool = True) -> list[str]:
+    """Every way in which a directory differs from its manifest; empty when it does not.
+
+    Needs no network. With `hashes` it reads every byte, otherwise it looks at sizes only.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except ValidationError as error:
+        return [f"{MANIFEST_NAME} is unreadable: {error.error_count()} errors"]
+    if manifest is None:
+        return [f"{MANIFEST_NAME} is missing: the directory was not downloaded completely"]
+    problems = (file_problem(directory, file, hashes=hashes) for file in manifest.files)
+    return [problem for problem in problems if problem is not None]
+
+
+def file_problem(directory: Path, file: ManifestFile, *, hashes: bool) -> str | None:
+    """How one file differs from the manifest, or None."""
+    path = directory / file.path
+    if not path.is_file():
+        return f"{file.path} is missing"
+    size = path.stat().st_size
+    if size != file.size:
+        return f"{file.path} has {size} bytes; the manifest says {file.size}"
+    if hashes and _sha256(path) != file.sha256:
+        return f"{file.path} does not match its sha256"
+    return None
+
+
+# --- files on their way ---
+
+
+def partial_path(directory: Path, path: str) -> Path:
+    """Where a file grows before it is complete. The name is modelscope's, used for both hubs."""
+    return directory / f"{path}.incomplete"
+
+
+def bytes_on_disk(directory: Path, file: RemoteFile) -> int:
+    """The size of a whole or a partial file; 0 when it is larger than it may be."""
+    for path in (directory / file.path, partial_path(directory, file.path)):
+        if path.is_file() and (size := path.stat().st_size) <= file.size:
+            return size
+    return 0
+
+
+def matches(path: Path, file: RemoteFile) -> bool:
+    """Whether a file has the size and the hash that the hub lists."""
+    if not path.is_file() or path.stat().st_size != file.size:
+        return False
+    if file.sha256 is not None:
+        return _sha256(path) == file.sha256
+    return file.git_blob is None or _git_blob(path) == file.git_blob
+
+
+def manifest_entry(directory: Path, file: RemoteFile) -> ManifestFile:
+    """The manifest's line for a file that has been verified."""
+    sha256 = file.sha256 or _sha256(directory / file.path)
+    return ManifestFile(path=file.path, size=file.size, sha256=sha256)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _git_blob(path: Path) -> str:
+    """Git's object id of a (small) file: sha1 over a header and the content."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -1,0 +1,1 @@
+"""The hubs that checkpoints are downloaded from."""
