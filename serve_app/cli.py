@@ -102,6 +102,14 @@ def make_checkpoint(
 
 
 @app.command()
+def settings() -> None:
+    """Print every setting of the YAML files, with its default, as Markdown."""
+    from serve_app.settings_table import settings_table
+
+    print(settings_table(), end="")
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(metadata.version("sleepserve"))
