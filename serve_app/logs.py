@@ -3,6 +3,7 @@
 import logging
 
 _PACKAGES = ("serve_app", "actors")
+_CHATTY = ("ContinuousBatchingLogger",)  # of transformers: a dozen INFO lines at every start
 
 
 def adopt_serve_handlers() -> None:
@@ -17,3 +18,5 @@ def adopt_serve_handlers() -> None:
         logger.handlers = list(serve.handlers)
         logger.setLevel(serve.level)
         logger.propagate = False
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)

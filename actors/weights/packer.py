@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from actors.errors import LayoutMismatch
 from actors.weights.image import digest
@@ -54,6 +55,7 @@ def load_reference(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     transformers 5.23 maps safetensors files and keeps parameters as views of the mapping, so this
     reads nothing yet; the bytes come from disk when they are packed.
     """
+    disable_progress_bar()  # it counts tensors that are only mapped; `pack` reports the bytes
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map="cpu")
     model.eval()
     assert isinstance(model, PreTrainedModel)

@@ -35,3 +35,17 @@ def test_every_route_is_described(readme: str) -> None:
 def test_linked_files_exist(readme: str, project: Path) -> None:
     for target in re.findall(r"\]\((?!http|#)([^)#]+)\)", readme):
         assert (project / target).exists(), target
+
+
+def test_architecture_has_a_line_for_every_module(project: Path) -> None:
+    text = (project / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text[text.index("## Modules") : text.index("## Rules")]
+    modules = [*project.glob("actors/**/*.py"), *project.glob("serve_app/**/*.py")]
+    missing = {
+        str(path.relative_to(project))
+        for path in modules
+        if path.name != "__init__.py"
+        and f"{path.name}`" not in table
+        and f"{path.parent.relative_to(project)}/`" not in table
+    }
+    assert not missing
