@@ -11,6 +11,7 @@ ServingError
     WakeTimeout             the replica did not wake in time; it may still do so
     DrainTimeout            requests in flight did not finish in time, so the replica stays awake
     HeldAsleep              an operator put the model to sleep with `hold`
+    DeviceMemoryShort       the card has not enough memory free; the replica stays asleep
     ShuttingDown            the replica is going away
   ReplicaFailed           ours; the replica is replaced: 500
     DeviceMemoryError       mapping or copying device memory failed
@@ -82,6 +83,10 @@ class DrainTimeout(Unavailable):
 
 class HeldAsleep(Unavailable):
     """An operator put the model to sleep with `hold`; only `wake_up` ends it."""
+
+
+class DeviceMemoryShort(Unavailable):
+    """The device has not as much free memory as was asked for; what was mapped is given back."""
 
 
 class ShuttingDown(Unavailable):

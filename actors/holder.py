@@ -162,9 +162,11 @@ class WeightHolder:
         room = store_room()
         room.require(layout.total_bytes, self._recycled_bytes)
         segments = [reserve(segment.size) for segment in layout.segments]
-        digests = packer.pack(model, layout, [s.payload.data for s in segments])
+        digests, checksums = packer.pack(model, layout, [s.payload.data for s in segments])
         load_s = time.monotonic() - started_s
-        manifest = Manifest(key, layout, tuple(s.payload_offset for s in segments), digests)
+        manifest = Manifest(
+            key, layout, tuple(s.payload_offset for s in segments), digests, checksums
+        )
         logger.info(
             "load_model key:%s: published %d tensors, %.2f GiB in %d segments, costed %.2f s",
             key,

@@ -12,7 +12,6 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,14 +25,17 @@ from actors.engine.output import OutputAssembler
 from actors.engine.sampling import SequenceSampling
 from actors.engine.stream import RequestStream
 from actors.engine.text import TextCodec
-from actors.errors import EngineDied, LayoutMismatch
+from actors.errors import EngineDied, LayoutMismatch, ReplicaFailed, WeightsCorrupted
 from actors.lifecycle import MemoryChange, SleepConfig
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
-from actors.memory.driver import MemoryDriver
+from actors.memory.driver import HostLink, MemoryDriver
+from actors.memory.transfer import Transfer
 from actors.protocol import ChatPrompt, FinishReason, GenerateRequest, TokenEvent
 from actors.weights import packer
 from actors.weights.attach import attach, build_on_meta
+from actors.weights.checksum import checksum
+from actors.weights.gates import SegmentGates
 from actors.weights.image import WeightImage
 from actors.weights.layout import ImageKey, Layout
 
@@ -86,20 +88,22 @@ class ModelRuntime:
         self._release_image = release_image
         self._max_events_per_s = engine.max_events_per_s
         self._kept = _kept_segments(image.layout, sleep.keep_layers)
-        driver = select_driver(engine.device)
-        self._weights = DeviceArena(driver, [s.size for s in image.layout.segments])
+        self._driver = select_driver(engine.device)
+        self._weights = DeviceArena(self._driver, [s.size for s in image.layout.segments])
         attach(module, image.layout, self._weights)
+        self._gates = SegmentGates(module, image.layout)
+        self._link: HostLink | None = None  # of `_image`, and only while there is one
+        self._transfer: Transfer | None = None  # of the last wake, until it is settled
+        self._failure: ReplicaFailed | None = None
         self._streams: dict[
             str, tuple[RequestStream, int]
         ] = {}  # sequence id -> stream, continuation
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
-        self._engine = self._control.submit(
-            TransformersEngine, module, engine, partial(_mapped_arena, driver), self._deliver
-        ).result()
+        self._engine = self._control.submit(self._build_engine, module, engine).result()
         self._kv = self._engine.kv_arena
-        self._control.submit(self._unmap_now, 2).result()  # no layer is worth keeping yet
+        self._control.submit(self._warm_up).result()
 
     @property
     def max_model_len(self) -> int:
@@ -122,7 +126,9 @@ class ModelRuntime:
         return self._engine.stats()
 
     def check_health(self) -> None:
-        """Raises EngineDied if the generation loop has ended."""
+        """Raises ReplicaFailed if the weights are not what they should be, or the engine died."""
+        if self._failure is not None:
+            raise self._failure
         self._engine.check_health()
 
     def prepare(self, request: GenerateRequest) -> Prepared:
@@ -152,8 +158,9 @@ class ModelRuntime:
         tokens it carries.
 
         Raises:
-            EngineDied: the generation loop ended underneath.
+            ReplicaFailed: the generation loop ended underneath, or the weights are corrupted.
         """
+        self.check_health()
         self._loop = asyncio.get_running_loop()
         stream = self._open(prepared)
         try:
@@ -187,11 +194,15 @@ class ModelRuntime:
             if image.layout.digest != self._layout.digest:
                 raise LayoutMismatch("the checkpoint changed while the model slept at level 2")
             self._image = image
-        return await self._on_control(self._wake_now, self._image)
+        change = await self._on_control(self._wake_now, self._image)
+        settled = asyncio.get_running_loop().run_in_executor(self._control, self._settle)
+        settled.add_done_callback(self._check_settled)
+        return change
 
     async def sleep(self, level: int) -> MemoryChange:
         change = await self._on_control(self._unmap_now, level)
         if level == 2 and self._image is not None:
+            await self._on_control(self._close_link)
             self._image = None
             await self._release_image(self._key)
         return change
@@ -199,35 +210,96 @@ class ModelRuntime:
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
         await self._on_control(self._engine.stop)
+        await self._on_control(self._close_link)
         self._control.shutdown(wait=False)
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
 
+    def _build_engine(self, module: PreTrainedModel, limits: EngineConfig) -> TransformersEngine:
+        return TransformersEngine(module, limits, self._kv_arena, self._deliver)
+
+    def _kv_arena(self, size: int) -> DeviceArena:
+        arena = DeviceArena(self._driver, [size])
+        arena.map()
+        return arena
+
+    def _warm_up(self) -> None:
+        self._engine.pause()
+        self._weights.map()
+        self._engine.warm_up()
+        self._unmap_now(2)  # no layer is worth keeping yet
+
     def _wake_now(self, image: WeightImage) -> MemoryChange:
+        """Map, begin the copies, and resume right behind them."""
         before = self.mapped_bytes
         missing = self._weights.unmapped()
-        copied = 0
+        payloads = {i: image.segment(i) for i in missing}
         try:
+            if self._link is None:
+                everything = [image.segment(i) for i in range(len(image.layout.segments))]
+                self._link = self._driver.open_link(everything)
             self._weights.map()
             self._kv.map()
-            for i in missing:
-                payload = image.segment(i)
-                self._weights.write(i, payload)
-                copied += payload.nbytes
+            self._engine.restore_kv()
+            transfer = self._weights.restore(self._link, payloads)
         except BaseException:  # all or nothing: half a model must never be resumed
             self._weights.unmap(missing)
             self._kv.unmap()
             raise
-        self._engine.restore_kv()
+        self._transfer = transfer
+        self._gates.install(transfer.gate)
         self._engine.resume()
+        copied = sum(payload.nbytes for payload in payloads.values())
         return MemoryChange(before, self.mapped_bytes, copied)
+
+    def _settle(self) -> None:
+        """After a wake, off the critical path: take the gates out and check what arrived.
+
+        Raises:
+            DeviceMemoryError: a copy failed.
+            WeightsCorrupted: bytes on the device are not those that were packed.
+        """
+        if self._transfer is None or self._image is None:
+            return  # asleep again before it came to that
+        transfer, self._transfer = self._transfer, None
+        stats = transfer.finish()
+        self._gates.remove()
+        logger.info(
+            "restored %d bytes in %.1f ms, %.1f GB/s",
+            stats.size,
+            1e3 * stats.seconds,
+            stats.gb_per_s,
+        )
+        manifest = self._image.manifest
+        for copied in stats.segments:
+            found = checksum(self._weights.bytes_of(copied.segment, copied.size))
+            if found != manifest.checksums[copied.segment]:
+                name = manifest.layout.segments[copied.segment].name
+                raise WeightsCorrupted(f"segment {name} is not what was packed, after a wake")
+
+    def _check_settled(self, settled: "asyncio.Future[None]") -> None:
+        """On the event loop: a wake that went wrong fails the replica instead of serving rubbish."""
+        failure = settled.exception()
+        if failure is None:
+            return
+        logger.error("this replica has failed", exc_info=failure)
+        if not isinstance(failure, ReplicaFailed):
+            failure = ReplicaFailed(f"a wake went wrong: {type(failure).__name__}")
+        self._failure = failure
+        for stream, _ in self._streams.values():
+            stream.fail(failure)
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
     def _unmap_now(self, level: int) -> MemoryChange:
         before = self.mapped_bytes
         if not self._engine.paused:
             self._engine.pause()
-            self._engine.drop_kv()
+        self._engine.drop_kv()
         keep = self._kept if level == 1 else frozenset[int]()
         self._weights.unmap([i for i in range(len(self._weights.spans)) if i not in keep])
         self._kv.unmap()
@@ -323,22 +395,19 @@ def _wrap_int64(value: int) -> int:
 
 
 def select_driver(device: str) -> MemoryDriver:
-    """The memory driver of a device.
+    """The memory driver of `engine.device`.
 
     Raises:
-        ValueError: there is none for it.
+        ValueError: there is no such device here.
     """
-    if device == "auto" and torch.cuda.is_available():
-        logger.warning("engine.device is auto, but there is no CUDA memory driver yet: using cpu")
-    if device == "cuda":
-        raise ValueError("engine.device is cuda, for which there is no memory driver yet; use cpu")
-    return CpuDriver()
+    has_cuda = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not has_cuda):
+        return CpuDriver()
+    if not has_cuda:
+        raise ValueError("engine.device is cuda, but torch finds no CUDA device here")
+    from actors.memory.cuda import CudaDriver  # cuda-bindings are there where a GPU is
 
-
-def _mapped_arena(driver: MemoryDriver, size: int) -> DeviceArena:
-    arena = DeviceArena(driver, [size])
-    arena.map()
-    return arena
+    return CudaDriver()
 
 
 def _kept_segments(layout: Layout, keep_layers: int) -> frozenset[int]:

@@ -1,7 +1,8 @@
 """The two applications of serve_config.yaml: the only place where deployments are made and bound."""
 
+import asyncio
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve import Application, Deployment
@@ -14,22 +15,56 @@ from serve_app.deployment import HOLDER_DEPLOYMENT, ModelReplica
 from serve_app.ingress import HttpSettings, ModelInfo, build_asgi
 from serve_app.logs import adopt_serve_handlers
 
+if TYPE_CHECKING:
+    from actors.holder import HeldImage, ImageGrant, ImageRequest, WeightHolder
+    from actors.weights.layout import ImageKey
+
 _MAX_HTTP_REQUESTS = 10_000  # an ingress only passes things on; the models' own limits come first
+_LIFE: dict[str, Any] = {
+    "health_check_period_s": 2.0,  # how soon a dead replica is noticed; Serve's own is 10
+    "graceful_shutdown_wait_loop_s": 0.2,  # how often a stopping replica looks whether it is idle
+}
 
 
 class Holder:
-    """WeightHolder as a deployment: it is imported in the replica, so that torch stays out of here."""
+    """WeightHolder as a deployment.
 
-    def __init__(self, models: tuple[ModelConfig, ...], preload: bool) -> None:
+    It brings torch in, which takes seconds. That happens on a thread, after the constructor: replicas
+    that start at the same time do not wait long for a `ping`, and would load from disk for good.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, models: tuple[ModelConfig, ...], preload: bool
+    ) -> None:
         adopt_serve_handlers()
-        from actors.holder import ImageRequest, WeightHolder
+        self._made = asyncio.create_task(asyncio.to_thread(_make_holder, models, preload))
 
-        requests = [ImageRequest(model.model_id, model.source, model.dtype) for model in models]
-        self._holder = WeightHolder(requests if preload else ())
-        self.ping = self._holder.ping
-        self.acquire = self._holder.acquire
-        self.release = self._holder.release
-        self.stats = self._holder.stats
+    async def ping(self) -> None:
+        """Answers at once: the caller learns that somebody is here."""
+
+    async def acquire(self, request: "ImageRequest", key: "ImageKey", lessee: str) -> "ImageGrant":
+        holder = await asyncio.shield(self._made)
+        return await holder.acquire(request, key, lessee)
+
+    async def release(self, key: "ImageKey", lessee: str) -> bool:
+        holder = await asyncio.shield(self._made)
+        return await holder.release(key, lessee)
+
+    async def stats(self) -> "list[HeldImage]":
+        holder = await asyncio.shield(self._made)
+        return await holder.stats()
+
+    async def check_health(self) -> None:
+        """Serve calls it; raising makes Serve start another holder."""
+        if self._made.done():
+            self._made.result()
+
+
+def _make_holder(models: tuple[ModelConfig, ...], preload: bool) -> "WeightHolder":
+    from actors.holder import ImageRequest, WeightHolder  # torch stays out of the module
+
+    requests = [ImageRequest(model.model_id, model.source, model.dtype) for model in models]
+    return WeightHolder(requests if preload else ())
 
 
 @serve.ingress()
@@ -72,6 +107,7 @@ def build_weights(args: WeightsArgs) -> Application:
         name=HOLDER_DEPLOYMENT,
         num_replicas=1,
         max_ongoing_requests=1000,
+        **_LIFE,
         # Ray no longer hides GPUs from actors that asked for none.
         ray_actor_options={
             "num_cpus": 0,
@@ -87,6 +123,7 @@ def build_app(args: AppArgs) -> Application:
     options = serve.deployment(
         name="Ingress",
         max_ongoing_requests=_MAX_HTTP_REQUESTS,
+        **_LIFE,
         ray_actor_options={"num_cpus": 0},
     )
     return _bind(options(Ingress), args.models, handles, args.http)
@@ -104,6 +141,7 @@ def _model_deployment(model: ModelConfig) -> Application:
         max_queued_requests=model.max_queued_requests,
         ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         **scaling,
+        **_LIFE,
     )
     return _bind(options(ModelReplica), model)
 

@@ -7,7 +7,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.errors import QueueFull, ReplicaFailed, Unavailable
+from actors.errors import QueueFull, ReplicaFailed, ServingError, Unavailable
 from actors.protocol import GenerateRequest, ReplicaStatus, SleepCommand, TokenEvent
 from serve_app.ingress import ModelInfo
 
@@ -32,6 +32,7 @@ class HandleClient:
         """One replica's events; another replica is asked if it dies before its first event.
 
         Raises:
+            InvalidRequest, Unavailable: the replica's refusal.
             QueueFull: as many requests wait as the configuration allows.
             Unavailable: there is no replica.
             ReplicaFailed: the replica died in mid-answer.
@@ -42,6 +43,8 @@ class HandleClient:
             begun = finished = False
             try:
                 async for event in response:
+                    if isinstance(event, ServingError):
+                        raise event
                     begun = True
                     yield event
                 finished = True

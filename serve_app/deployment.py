@@ -16,7 +16,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from actors.errors import ReplicaFailed
+from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
 from actors.lifecycle import Lifecycle
 from actors.protocol import (
     GenerateRequest,
@@ -124,18 +124,25 @@ class ModelReplica:
             await self._lifecycle.wake_up("start")
         self._idle_watch = asyncio.create_task(self._lifecycle.sleep_when_idle())
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncIterator[TokenEvent | InvalidRequest | Unavailable]:
         """Events of one request, waking the replica first if need be.
 
+        A refusal comes as the only item instead of being raised: Serve logs what a replica raises
+        with a traceback, so that anybody could flood the log with bad requests.
+
         Raises:
-            InvalidRequest: before anything is woken.
-            Unavailable: not awake in time, or held asleep.
             ReplicaFailed: this replica cannot serve any more.
         """
-        prepared = self._runtime.prepare(request)
-        async with self._lifecycle.serving(request.request_id):
-            async for event in self._runtime.generate(prepared):
-                yield event
+        try:
+            prepared = self._runtime.prepare(request)
+            async with self._lifecycle.serving(request.request_id):
+                async for event in self._runtime.generate(prepared):
+                    yield event
+        except (InvalidRequest, Unavailable) as refusal:
+            logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
+            yield refusal
 
     async def sleep(self, command: SleepCommand) -> ReplicaStatus:
         await self._lifecycle.sleep(command)

@@ -58,6 +58,7 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.WakeTimeout: Row(503, _SERVER, "wake_failed"),
     errors.DrainTimeout: Row(503, _SERVER, "drain_timeout"),
     errors.HeldAsleep: Row(503, _SERVER, "model_asleep"),
+    errors.DeviceMemoryShort: Row(503, _SERVER, "device_memory_short"),
     errors.ShuttingDown: Row(503, _SERVER, "shutting_down"),
     errors.ReplicaFailed: Row(500, _SERVER, "replica_failed"),
     errors.DeviceMemoryError: Row(500, _SERVER, "device_memory_error"),

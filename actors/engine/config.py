@@ -32,6 +32,16 @@ class EngineConfig(BaseModel):
     max_requests_per_batch: int = Field(
         default=32, gt=0, description="Sequences computed in one step."
     )
+    use_cuda_graphs: bool = Field(
+        default=True,
+        description="Replay decode steps from CUDA graphs, captured for batches of 1, 2, 4, ... and "
+        "max_requests_per_batch sequences; of no effect on CPU and for models with sliding windows.",
+    )
+    use_async_batching: bool = Field(
+        default=False,
+        description="Prepare the next step while the device computes this one: more tokens per "
+        "second for many sequences, but a later first token; of no effect on CPU.",
+    )
     cpu_threads: int | None = Field(
         default=None, gt=0, description="Threads of a CPU replica; torch's default when absent."
     )

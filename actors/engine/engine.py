@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -24,7 +25,9 @@ from transformers.generation.continuous_batching.model_runner import (
 )
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
+from actors.engine.attention import choose_attention, decodes_in_pages
 from actors.engine.config import EngineConfig
+from actors.engine.graphs import GraphRunner, forget_newest_tokens
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
 from actors.engine.validation import check_token_ids, validate
 from actors.errors import ContextLengthExceeded, EngineDied, InvalidRequest
@@ -95,6 +98,13 @@ class Engine(Protocol):
 
     def restore_kv(self) -> None:
         """Make freshly mapped KV memory safe to read where padding points. Only while paused."""
+
+    def warm_up(self) -> None:
+        """Compile and capture what the device replays later, so that serving never does.
+
+        Weights and KV cache must be mapped; what they hold does not matter. Only while paused, and
+        before any sequence has been submitted. Optional: without it, steps are slower.
+        """
 
     def stats(self) -> EngineStats: ...
 
@@ -179,12 +189,16 @@ class TransformersEngine:
         Raises:
             ValueError: the limits contradict each other or the model.
         """
+        self._model = model
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._sampler = BatchSampler()
         self._manager = _make_manager(model, config, self._sampler)
         self._manager.output_router = _StepRouter(sink)  # type: ignore[assignment]  # the same duck
         self._processor = self._manager._create_batch_processor()
         self._manager.batch_processor = self._processor
+        self._runner: GraphRunner | None = None
+        if model.device.type == "cuda":
+            self._processor.model_runner = self._runner = GraphRunner(self._processor)
         self._cache: PagedAttentionCache = self._processor.cache
         self.kv_arena = make_kv_arena(self._cache.cache_tensor.numel())
         _move_kv_cache(self._cache, self.kv_arena)
@@ -238,6 +252,8 @@ class TransformersEngine:
             pause.__enter__()
         except RuntimeError as exc:
             raise EngineDied("the generation loop has ended") from exc
+        if self._runner is not None:
+            torch.cuda.synchronize()  # the manager waits for its compute stream only
         self._pause = pause
 
     def resume(self) -> None:
@@ -253,6 +269,7 @@ class TransformersEngine:
             state._status = RequestStatus.FINISHED  # past the setter: this is no end of a request
             scheduler.finish_request(state.request_id)
             scheduler.add_waiting_request(again)
+        forget_newest_tokens(self._processor)
         # Prefix sharing would otherwise match blocks whose bytes are gone.
         self._cache.reset()
         scheduler.block_new_requests = False
@@ -261,6 +278,12 @@ class TransformersEngine:
         assert self._pause is not None, "not paused"
         # Padding reads the two sectors in front, and garbage there may be NaN.
         self._cache.cache_tensor[: 2 * self._cache.bytes_per_sector].zero_()
+
+    def warm_up(self) -> None:
+        assert self._pause is not None, "not paused"
+        assert not self._processor.has_pending_requests(), "sequences in flight"
+        if self._runner is not None:
+            self._runner.capture(self._model)
 
     def stats(self) -> EngineStats:
         allocators = self._cache.cache_allocators.values()
@@ -289,6 +312,17 @@ class TransformersEngine:
 def _make_manager(
     model: PreTrainedModel, config: EngineConfig, sampler: BatchSampler
 ) -> ContinuousBatchingManager:
+    on_cuda = model.device.type == "cuda"
+    if config.use_async_batching and not on_cuda:
+        logger.warning("engine.use_async_batching has no effect on %s", model.device.type)
+    attention = choose_attention(model, config.page_size)
+    paged = decodes_in_pages(model)
+    graphs = paged and config.use_cuda_graphs
+    logger.info("attention %s, decode in pages %s, CUDA graphs %s", attention, paged, graphs)
+    # Of default size, the block table would send sequences of more than 32 pages, and with them
+    # their whole batch, back to the path that gathers K and V.
+    limit = config.max_model_len or _knows(model)
+    pages = min(config.num_blocks, -(-limit // config.page_size) if limit else config.num_blocks)
     manager = ContinuousMixin.init_continuous_batching(
         model,  # type: ignore[arg-type]  # the mixin is one of its bases at run time
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
@@ -297,12 +331,20 @@ def _make_manager(
             num_blocks=config.num_blocks,
             max_batch_tokens=config.max_batch_tokens,
             max_requests_per_batch=min(config.max_requests_per_batch, config.max_batch_tokens),
-            use_cuda_graph=False,
-            use_async_batching=False,
+            max_blocks_per_request=pages if paged else 0,
+            use_cuda_graph=(False, graphs),
+            use_async_batching=config.use_async_batching and on_cuda,
+            auto_switch_to_flash=False,  # it would ask the hub for kernels
         ),
     )
     manager.logit_processor = sampler  # type: ignore[assignment]  # the same duck
     return manager
+
+
+def _knows(model: PreTrainedModel) -> int | None:
+    """The longest sequence that the model has positions for; None when it does not say."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
 
 
 def _move_kv_cache(cache: PagedAttentionCache, arena: DeviceArena) -> None:
@@ -323,7 +365,7 @@ def _resolve_max_model_len(
 ) -> int:
     """The longest sequence: a lone one that outgrew the cache would end the loop for everybody."""
     holds = infer_max_single_request_tokens(cache)
-    knows = int(getattr(model.config.get_text_config(), "max_position_embeddings", holds))
+    knows = _knows(model) or holds
     if config.max_model_len is None:
         return min(holds, knows)
     for limit, what in (

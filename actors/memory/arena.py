@@ -1,11 +1,15 @@
 """One stable address range per device, mapped and unmapped in segments."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from actors.memory.driver import MemoryDriver
+from actors.errors import DeviceMemoryShort
+from actors.memory.driver import HostLink, MemoryDriver, gib
+from actors.memory.transfer import SegmentCopy, Transfer
+
+_RETRY_SHORT_AFTER_S = 5.0  # a neighbour's idle time is of that order; nobody knows better
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +62,61 @@ class DeviceArena:
         """Give segments (all, when None) memory. Those that have it are left as they are.
 
         Raises:
-            DeviceMemoryError: the driver refused; what this call had mapped is unmapped again.
+            DeviceMemoryShort: the device has not that much memory, and who has it.
+            DeviceMemoryError: the driver refused.
+                Either way, what this call had mapped is unmapped again.
         """
+        missing = [i for i in self._chosen(segments) if i not in self._mapped]
         done: list[int] = []
         try:
-            for i in self._chosen(segments):
-                if i not in self._mapped:
-                    self._driver.map(self.address + self.spans[i].offset, self.spans[i].size)
-                    self._mapped.add(i)
-                    done.append(i)
+            for i in missing:
+                self._driver.map(self._address_of(i), self.spans[i].size)
+                self._mapped.add(i)
+                done.append(i)
+        except DeviceMemoryShort as exc:
+            self.unmap(done)  # first, so that the message does not count what is given back
+            wanted = sum(self.spans[i].size for i in missing)
+            raise DeviceMemoryShort(
+                f"{gib(wanted)} do not fit on {self.device}: {self._driver.memory()}",
+                _RETRY_SHORT_AFTER_S,
+            ) from exc
         except BaseException:
             self.unmap(done)
             raise
 
     def unmap(self, segments: Iterable[int] | None = None) -> int:
-        """Give the memory of segments (all, when None) back; returns how many bytes went."""
-        released = 0
-        for i in self._chosen(segments):
-            if i in self._mapped:
-                self._driver.unmap(self.address + self.spans[i].offset, self.spans[i].size)
-                self._mapped.remove(i)
-                released += self.spans[i].size
-        return released
+        """Give the memory of segments (all, when None) back; returns how many bytes went.
+
+        Waits first for whatever the device still does with them.
+        """
+        chosen = [i for i in self._chosen(segments) if i in self._mapped]
+        if not chosen:
+            return 0
+        self._driver.synchronize()
+        for i in chosen:
+            self._driver.unmap(self._address_of(i), self.spans[i].size)
+            self._mapped.remove(i)
+        return sum(self.spans[i].size for i in chosen)
 
     def write(self, segment: int, host: memoryview) -> None:
         """Copy host bytes to the start of a mapped segment; returns when they have arrived."""
-        assert segment in self._mapped, f"segment {segment} is not mapped"
-        assert host.nbytes <= self.spans[segment].size
-        self._driver.copy_from_host(self.address + self.spans[segment].offset, host)
+        self._check_takes(segment, host)
+        self._driver.copy_from_host(self._address_of(segment), host)
+
+    def restore(self, link: HostLink, payloads: Mapping[int, memoryview]) -> Transfer:
+        """Begin to copy payloads to the start of their mapped segments, in the mapping's order.
+
+        Args:
+            link: opened by this arena's driver for these payloads.
+            payloads: segment -> its bytes.
+
+        Raises:
+            DeviceMemoryError: a copy could not begin; those before it may still be under way, which
+                `unmap` waits for.
+        """
+        for segment, host in payloads.items():
+            self._check_takes(segment, host)
+        return Transfer(link, [SegmentCopy(i, self._address_of(i), payloads[i]) for i in payloads])
 
     def bytes_of(self, segment: int, count: int | None = None) -> torch.Tensor:
         """The first `count` bytes of a segment (all, when None), as a flat uint8 view."""
@@ -106,6 +137,13 @@ class DeviceArena:
         self.unmap()
         del self._bytes
         self._driver.release(self.address, self.size)
+
+    def _address_of(self, segment: int) -> int:
+        return self.address + self.spans[segment].offset
+
+    def _check_takes(self, segment: int, host: memoryview) -> None:
+        assert segment in self._mapped, f"segment {segment} is not mapped"
+        assert host.nbytes <= self.spans[segment].size
 
     def _chosen(self, segments: Iterable[int] | None) -> Iterable[int]:
         return range(len(self.spans)) if segments is None else segments

@@ -2,11 +2,50 @@
 
 import ctypes
 import mmap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 
 from actors.errors import DeviceMemoryError
+from actors.memory.driver import DeviceMemory
+
+
+class CpuMark:
+    """A Mark behind copies that had arrived when it was made."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def gate(self) -> None:
+        """Nothing to wait for."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def seconds_since(self, earlier: Self) -> float:
+        return self._at_s - earlier._at_s
+
+
+class CpuLink:
+    """HostLink whose copies have arrived when they return."""
+
+    in_place = True
+
+    def __init__(self, copy: Callable[[int, memoryview], None]) -> None:
+        self._copy = copy
+
+    def copy(self, address: int, host: memoryview) -> None:
+        self._copy(address, host)
+
+    def mark(self) -> CpuMark:
+        return CpuMark()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class CpuDriver:
@@ -42,6 +81,9 @@ class CpuDriver:
         except OSError as exc:
             raise DeviceMemoryError(f"madvise of {size} bytes failed: {exc}") from exc
 
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back."""
+
     def release(self, address: int, size: int) -> None:
         del self._ranges[address]  # unmapped when the last tensor on it is gone
 
@@ -52,6 +94,20 @@ class CpuDriver:
         base, mapping = self._owner(address)
         target = np.frombuffer(mapping, dtype=np.uint8, count=host.nbytes, offset=address - base)
         np.copyto(target, np.frombuffer(host, dtype=np.uint8))  # one memcpy, without the GIL
+
+    def open_link(self, buffers: Sequence[memoryview]) -> CpuLink:
+        return CpuLink(self.copy_from_host)
+
+    def memory(self) -> DeviceMemory:
+        """The machine's memory, and the resident set of this process (proc(5))."""
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return DeviceMemory(
+            total=kib["MemTotal"] * 1024,
+            free=kib["MemAvailable"] * 1024,
+            own=resident_pages * mmap.PAGESIZE,
+        )
 
     def _owner(self, address: int) -> tuple[int, mmap.mmap]:
         for base, mapping in self._ranges.items():

@@ -1,8 +1,79 @@
-"""The seam between an arena and the memory it stands on."""
+"""The seams between an arena and the memory it stands on."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryHolder:
+    """A process that has memory of a device."""
+
+    pid: int
+    name: str
+    size: int | None  # bytes; None where the driver does not tell
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a device itself says about its memory, in bytes."""
+
+    total: int
+    free: int
+    own: int | None = None  # held by this process, context included; None: cannot be told
+    holders: tuple[MemoryHolder, ...] = ()  # every process that can be seen, the largest first
+
+    def __str__(self) -> str:
+        if not self.holders:
+            return f"{gib(self.free)} of {gib(self.total)} are free (no process that holds the rest is visible)"
+        held = ", ".join(
+            f"{gib(h.size) if h.size is not None else '?'} by pid {h.pid} ({h.name})"
+            for h in self.holders
+        )
+        return f"{gib(self.free)} of {gib(self.total)} are free; held are {held}"
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+class Mark(Protocol):
+    """A point in the order of a link's copies."""
+
+    def gate(self) -> None:
+        """Make what the caller's current stream does next wait for this point; returns at once."""
+
+    def wait(self) -> None:
+        """Return once the copies before this point have arrived.
+
+        Raises:
+            DeviceMemoryError: one of them failed.
+        """
+
+    def seconds_since(self, earlier: Self) -> float:
+        """The device's own time between two points that were both waited for."""
+
+
+class HostLink(Protocol):
+    """The way of one set of host buffers to the device. Copies arrive in the order of the calls."""
+
+    in_place: bool  # the device reads the buffers where they are; no staging in between
+
+    def copy(self, address: int, host: memoryview) -> None:
+        """Begin to copy one of the link's buffers, or a part of one, to a mapped address.
+
+        The bytes have arrived when a later mark says so; until then neither side may be unmapped.
+
+        Raises:
+            DeviceMemoryError: the driver refused.
+        """
+
+    def mark(self) -> Mark: ...
+
+    def close(self) -> None:
+        """Wait for all copies and let go of the buffers. They must still be there."""
 
 
 class MemoryDriver(Protocol):
@@ -10,7 +81,7 @@ class MemoryDriver(Protocol):
 
     Addresses never change between `reserve` and `release`, so tensors on a range stay valid objects
     while it is unmapped; touching their elements then is a bug of the caller (CUDA: an illegal
-    address; CPU: zeroes).
+    address; CPU: zeroes). Any thread may call.
     """
 
     device: torch.device
@@ -27,14 +98,24 @@ class MemoryDriver(Protocol):
         """Put zeroed or undefined physical memory behind a part of a reservation.
 
         Raises:
+            DeviceMemoryShort: the device has not that much; the part is left unmapped.
             DeviceMemoryError: the driver refused; the part is left unmapped.
         """
 
     def unmap(self, address: int, size: int) -> None:
-        """Give the physical memory of a mapped part back.
+        """Give the physical memory of a part back, exactly as it was mapped.
+
+        Nothing on the device may still use it: see `synchronize`.
 
         Raises:
             DeviceMemoryError: the driver refused.
+        """
+
+    def synchronize(self) -> None:
+        """Return when the device has done all that this process gave it to do.
+
+        Raises:
+            DeviceMemoryError: some of that failed; the device is of no use to this process.
         """
 
     def release(self, address: int, size: int) -> None:
@@ -45,3 +126,8 @@ class MemoryDriver(Protocol):
 
     def copy_from_host(self, address: int, host: memoryview) -> None:
         """Copy host bytes to a mapped part; returns when they have arrived."""
+
+    def open_link(self, buffers: Sequence[memoryview]) -> HostLink:
+        """Prepare host buffers to be copied many times; close it before they go."""
+
+    def memory(self) -> DeviceMemory: ...

@@ -101,8 +101,8 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
     layout = packer.plan(model)
     buffers = [memoryview(mmap.mmap(-1, max(segment.size, 1))) for segment in layout.segments]
     buffers = [b[: segment.size] for b, segment in zip(buffers, layout.segments, strict=True)]
-    digests = packer.pack(model, layout, buffers)
-    manifest = Manifest(key, layout, (0,) * len(buffers), digests)
+    digests, checksums = packer.pack(model, layout, buffers)
+    manifest = Manifest(key, layout, (0,) * len(buffers), digests, checksums)
     logger.info(
         "Loaded %d tensors from disk, costed %.3f s",
         len(layout.tensors),

@@ -29,6 +29,14 @@ class TensorSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class Checksum:
+    """See `actors.weights.checksum`."""
+
+    plain: int
+    weighted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """Bytes that move together: the embedding, one decoder layer, or what follows the layers."""
 
@@ -91,6 +99,7 @@ class Manifest:
     layout: Layout
     payload_offsets: tuple[int, ...]  # per segment: bytes into its object where the payload starts
     digests: tuple[str, ...]  # per segment: xxh3_128 of its payload, hexadecimal
+    checksums: tuple[Checksum, ...]  # per segment: what a device computes of its payload
 
     def describe(self) -> dict[str, Any]:
         return {

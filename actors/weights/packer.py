@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from actors.errors import LayoutMismatch
+from actors.weights.checksum import checksum
 from actors.weights.image import digest
-from actors.weights.layout import ImageKey, Layout, Segment, TensorKind, TensorSlot, align
+from actors.weights.layout import Checksum, ImageKey, Layout, Segment, TensorKind, TensorSlot, align
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +106,16 @@ def plan(model: PreTrainedModel) -> Layout:
     )
 
 
-def pack(model: PreTrainedModel, layout: Layout, targets: Sequence[memoryview]) -> tuple[str, ...]:
+def pack(
+    model: PreTrainedModel, layout: Layout, targets: Sequence[memoryview]
+) -> tuple[tuple[str, ...], tuple[Checksum, ...]]:
     """Copy the module's tensors to their places and hash the result.
 
     Args:
         targets: one writable buffer per segment, of the segment's size; gaps are zeroed.
 
     Returns:
-        The digest of each segment.
+        Per segment: its digest, and the checksum that a device will compute of it.
     """
     tensors = {name: tensor for name, _, tensor in _tensors(model)}
     by_segment: list[list[TensorSlot]] = [[] for _ in layout.segments]
@@ -120,6 +123,7 @@ def pack(model: PreTrainedModel, layout: Layout, targets: Sequence[memoryview]) 
         by_segment[slot.segment].append(slot)
     report = _progress(layout)
     digests: list[str] = []
+    checksums: list[Checksum] = []
     for slots, target in zip(by_segment, targets, strict=True):
         out = np.frombuffer(target, dtype=np.uint8)
         end = 0
@@ -130,8 +134,9 @@ def pack(model: PreTrainedModel, layout: Layout, targets: Sequence[memoryview]) 
             np.copyto(out[slot.offset : end], source)
         out[end:] = 0
         digests.append(digest(target))
+        checksums.append(checksum(torch.from_numpy(out)))
         report(len(digests))
-    return tuple(digests)
+    return tuple(digests), tuple(checksums)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, TensorKind, torch.Tensor]]:

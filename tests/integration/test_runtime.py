@@ -1,11 +1,13 @@
 """One model in one process, without Ray: generate, sleep, wake, and everything that may go wrong."""
 
 import asyncio
+import ctypes
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,9 +19,10 @@ from actors.errors import (
     EngineDied,
     InvalidRequest,
     LayoutMismatch,
+    WeightsCorrupted,
 )
 from actors.lifecycle import SleepConfig
-from actors.memory.cpu import CpuDriver
+from actors.memory.cpu import CpuLink
 from actors.protocol import FinishReason, GenerateRequest, SamplingParams, TokenEvent
 from actors.runtime import ModelRuntime, Prepared, build_module
 from actors.weights import packer
@@ -399,22 +402,45 @@ def test_wake_that_fails_half_way_leaves_nothing_mapped(
     async def scenario(h: Harness) -> None:
         expected = await h.tokens(PROMPTS[0])
         await h.runtime.sleep(1)
-        copy, calls = CpuDriver.copy_from_host, 0
+        copy, calls = CpuLink.copy, 0
 
-        def fail_third(driver: CpuDriver, address: int, host: memoryview) -> None:
+        def fail_third(link: CpuLink, address: int, host: memoryview) -> None:
             nonlocal calls
             calls += 1
             if calls == 3:
                 raise DeviceMemoryError("copy failed")
-            copy(driver, address, host)
+            copy(link, address, host)
 
         with monkeypatch.context() as patch:
-            patch.setattr(CpuDriver, "copy_from_host", fail_third)
+            patch.setattr(CpuLink, "copy", fail_third)
             with pytest.raises(DeviceMemoryError, match="copy failed"):
                 await h.runtime.wake()
         assert h.runtime.mapped_bytes == 0
         await h.runtime.wake()
         assert await h.tokens(PROMPTS[0]) == expected
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_byte_that_changed_on_the_way_fails_the_replica_and_its_requests(
+    tiny_checkpoint: Path,
+) -> None:
+    """Not of the image that others share: this one's memory is written to."""
+    image = load(tiny_checkpoint)
+
+    async def scenario(h: Harness) -> None:
+        await h.tokens(PROMPTS[0])
+        await h.runtime.sleep(1)
+        payload = np.frombuffer(image.segment(2), np.uint8)
+        address = payload.__array_interface__["data"][0]
+        ctypes.memset(address + 1000, payload[1000] ^ 1, 1)
+        await h.runtime.wake()
+        with pytest.raises(WeightsCorrupted, match=r"layer\.1 is not what was packed"):
+            await h.tokens(PROMPTS[0], max_tokens=300, ignore_eos=True)
+        with pytest.raises(WeightsCorrupted):
+            h.runtime.check_health()
+        with pytest.raises(WeightsCorrupted):
+            await h.tokens(PROMPTS[0])
 
     run(tiny_checkpoint, image, scenario)
 
@@ -459,7 +485,7 @@ def test_engine_that_dies_fails_its_requests_and_the_health_check(
     [
         ({"max_model_len": 10**6}, "max_position_embeddings|KV cache"),
         ({"max_model_len": 330, "num_blocks": 20}, "KV cache of 20 blocks of 16 tokens holds 320"),
-        ({"device": "cuda"}, "no memory driver"),
+        ({"device": "cuda"}, "finds no CUDA device"),
     ],
 )
 def test_limits_that_cannot_work_are_refused_with_the_numbers(

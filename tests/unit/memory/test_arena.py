@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from actors.errors import DeviceMemoryError
+from actors.errors import DeviceMemoryError, DeviceMemoryShort
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
+from actors.memory.dlpack import bytes_at
+from actors.memory.driver import DeviceMemory, MemoryHolder
 
 MIB = 2**20
 
@@ -22,20 +24,25 @@ def resident_bytes() -> int:
 class RefusingDriver(CpuDriver):
     """Refuses the nth map."""
 
-    def __init__(self, nth: int) -> None:
+    def __init__(self, nth: int, error: type[Exception] = DeviceMemoryError) -> None:
         super().__init__()
         self.left = nth
+        self.error = error
         self.mapped: set[int] = set()
 
     def map(self, address: int, size: int) -> None:
         self.left -= 1
         if self.left == 0:
-            raise DeviceMemoryError("out of memory")
+            raise self.error("out of memory")
         self.mapped.add(address)
 
     def unmap(self, address: int, size: int) -> None:
         super().unmap(address, size)
         self.mapped.remove(address)
+
+    def memory(self) -> DeviceMemory:
+        free = 80 * 2**30 - MIB * len(self.mapped)
+        return DeviceMemory(140 * 2**30, free, None, (MemoryHolder(41, "trainer", 60 * 2**30),))
 
 
 def test_unmap_gives_memory_back_and_map_restores_it_at_the_same_addresses() -> None:
@@ -101,6 +108,35 @@ def test_refused_map_leaves_what_was_mapped_before() -> None:
     with pytest.raises(DeviceMemoryError):
         arena.map()
     assert arena.unmapped() == [0, 1, 3]
+
+
+def test_map_without_enough_memory_rolls_back_and_says_who_has_it() -> None:
+    driver = RefusingDriver(nth=3, error=DeviceMemoryShort)
+    arena = DeviceArena(driver, [MIB] * 1024)
+    with pytest.raises(DeviceMemoryShort) as caught:
+        arena.map()
+    assert driver.mapped == set()
+    assert str(caught.value) == (
+        "1.00 GiB do not fit on cpu: 80.00 GiB of 140.00 GiB are free; "
+        "held are 60.00 GiB by pid 41 (trainer)"
+    )
+    assert caught.value.retry_after_s > 0
+
+
+def test_cpu_driver_tells_the_machine_s_memory_and_its_own() -> None:
+    memory = CpuDriver().memory()
+    assert 0 < memory.free < memory.total
+    assert memory.own is not None
+    assert 0 < memory.own < memory.total
+
+
+def test_tensor_from_an_address_shares_its_bytes() -> None:
+    content = np.arange(64, dtype=np.uint8)
+    tensor = bytes_at(content.ctypes.data, 64, torch.device("cpu"))
+    view = tensor[16:32].view(torch.int32)
+    del tensor
+    view.zero_()
+    assert content[15:33].tolist() == [15] + [0] * 16 + [32]
 
 
 def test_write_to_an_unmapped_segment_is_caught() -> None:

@@ -68,9 +68,9 @@ def packed(checkpoint: Path) -> tuple[PreTrainedModel, WeightImage]:
     layout = packer.plan(reference)
     # Dirty buffers: the packer must zero the gaps, or digests would differ from run to run.
     buffers = [memoryview(bytearray(b"\xaa" * segment.size)) for segment in layout.segments]
-    digests = packer.pack(reference, layout, buffers)
+    digests, checksums = packer.pack(reference, layout, buffers)
     key = packer.image_key(checkpoint, dtype)
-    manifest = Manifest(key, layout, (0,) * len(buffers), digests)
+    manifest = Manifest(key, layout, (0,) * len(buffers), digests, checksums)
     return reference, WeightImage(manifest, buffers, "disk")
 
 

@@ -1,0 +1,200 @@
+"""Decode steps replayed from CUDA graphs, inside transformers' continuous batching.
+
+`GraphRunner` takes the place of the ModelRunner of transformers 5.23
+(generation/continuous_batching/model_runner.py), which captures sampling together with the model,
+captures whatever is missing in the middle of serving, and pads the prefills of a replica that has
+graphs for decoding.
+"""
+
+# B sequences (padded to a captured size in decode steps), V vocabulary
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.input_outputs import (
+    ContinuousBatchingAsyncIOs,
+    ContinuousBatchingIOs,
+)
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import (
+    RequestStatus,
+    create_warmup_future_states,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class GraphRunner(ModelRunner):
+    """Runs each step: the model, then sampling.
+
+    A graph holds the model alone. Sampling follows eagerly: the host enqueues it while the device
+    is still busy with the graph, so it costs no time, and a batch may ask for anything (penalties,
+    log-probabilities) without a graph of its own.
+
+    Graphs read and write fixed addresses of weights and KV cache, so `compute_batch` and `capture`
+    need both mapped. Nothing is ever captured outside `capture`: a batch without a graph runs
+    eagerly, with the same result.
+    """
+
+    def __init__(self, processor: ContinuousBatchProcessor) -> None:
+        super().__init__(
+            logit_processor=processor.logit_processor,
+            cb_config=processor.cb_config,
+            inputs_and_outputs=processor.inputs_and_outputs,
+            cache=processor.cache,
+            do_sample=False,
+            return_logprobs=False,
+        )
+        assert self.cb_config.max_requests_per_batch is not None, "resolved by the manager"
+        self._largest_B = self.cb_config.max_requests_per_batch
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # inputs' address, B
+        self._logits_BV: Tensor | None = (
+            None  # what the graphs write; of the largest, which is first
+        )
+
+    def maybe_pad_inputs(
+        self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
+    ) -> tuple[int, int]:
+        """Tokens and cached tokens to prepare the next batch for; more than asked in decode steps.
+
+        The processor asks this first of all for each batch and then reads `pad_inputs`.
+        """
+        self.pad_inputs = use_decode_fast_path and self.use_cuda_graph_decode
+        padded: tuple[int, int] = super().maybe_pad_inputs(
+            num_q_tokens, max_kv_read, use_decode_fast_path
+        )
+        return padded
+
+    def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
+        """Enqueue the prepared batch on the compute stream; its tokens land in the outputs."""
+        carry_over_ids, previous_ids, output_ids = self.inputs_and_outputs.get_cb_kwargs()
+        io = self._io
+        stream = self.inputs_and_outputs.compute_stream
+        assert stream is not None, "graphs are for CUDA"
+        # Without asynchronous batching the inputs were written on the default stream.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph = self._graphs.get(self._key(io)) if io.use_block_table else None
+            if graph is None:
+                logits_BV = self._forward(model, batch_data, carry_over_ids, previous_ids)
+            else:
+                assert self._logits_BV is not None
+                graph.replay()
+                logits_BV = self._logits_BV
+            self._sample_tokens(logits_BV[: io.num_request_in_batch], batch_data, output_ids)
+
+    @torch.no_grad()
+    def capture(self, model: nn.Module) -> None:
+        """Capture decode graphs for every batch size, and compile and load what prefills need.
+
+        Weights and KV cache must be mapped; their contents do not matter. The cache must be empty,
+        and no batch may be prepared or running.
+        """
+        pairs = 2 if isinstance(self.inputs_and_outputs, ContinuousBatchingAsyncIOs) else 1
+        for _ in range(pairs):
+            room = self.cache.num_blocks * self.cb_config.page_size
+            self._run_fake_batch(model, min(room, self.cache.max_batch_tokens), decode=False)
+            if self.cache.max_decode_fast_path_length > 0:
+                # The largest first: the others fit into the memory that it leaves in the pool.
+                for size in reversed(self._decode_sizes()):
+                    self._run_fake_batch(model, size, decode=True)
+            if isinstance(self.inputs_and_outputs, ContinuousBatchingAsyncIOs):
+                self.inputs_and_outputs.swap_io_pairs()
+        self.cache.reset()  # the fake sequences took blocks
+        torch.cuda.synchronize()
+        logger.info("captured %d decode graphs", len(self._graphs))
+
+    def _decode_sizes(self) -> list[int]:
+        """Batch sizes that `maybe_pad_inputs` pads to."""
+        largest = self._largest_B
+        sizes = [1 << i for i in range(largest.bit_length()) if 1 << i < largest]
+        return [*sizes, largest]
+
+    def _run_fake_batch(self, model: nn.Module, num_tokens: int, *, decode: bool) -> None:
+        status = RequestStatus.DECODING if decode else RequestStatus.PREFILLING
+        # The cache may have fewer blocks than a batch has rows; the rest is padding.
+        count, length = (min(num_tokens, self.cache.num_blocks), 1) if decode else (1, num_tokens)
+        states = create_warmup_future_states(count, status, length, 0, self.cache)
+        try:
+            num_q_tokens, max_kv_read = self.maybe_pad_inputs(num_tokens, 0, decode)
+            self.inputs_and_outputs.prepare_batch_tensors(
+                states, self.logit_processor, decode, num_q_tokens, max_kv_read, self.pad_inputs
+            )
+            inputs = self.inputs_and_outputs.get_model_kwargs(use_padding=self.pad_inputs)
+            # First without a graph: nothing may compile or load while one is captured.
+            self.compute_batch(model, dict(inputs))
+            if decode and self.use_cuda_graph_decode:
+                self._capture_batch(model, dict(inputs))
+        finally:
+            torch.cuda.synchronize()
+            for state in states:
+                self.cache.free_blocks(state.state.request_id)
+
+    def _capture_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
+        carry_over_ids, previous_ids, _ = self.inputs_and_outputs.get_cb_kwargs()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph,
+            pool=self.graph_pool_id,  # type: ignore[arg-type]  # annotated int, is a handle
+            stream=self.inputs_and_outputs.compute_stream,
+            capture_error_mode="thread_local",  # other threads may use the device meanwhile
+        ):
+            logits_BV = self._forward(model, batch_data, carry_over_ids, previous_ids)
+            if self._logits_BV is None:
+                self._logits_BV = logits_BV
+            else:
+                self._logits_BV[: logits_BV.shape[0]].copy_(logits_BV)
+        self._graphs[self._key(self._io)] = graph
+
+    def _forward(
+        self,
+        model: nn.Module,
+        batch_data: dict[str, Any],
+        carry_over_ids: Tensor,
+        previous_ids: Tensor,
+    ) -> Tensor:
+        """The model's logits [B, V] of the last token of each sequence."""
+        self.inputs_and_outputs.carry_over_tokens(
+            batch_data["input_ids"], carry_over_ids, previous_ids
+        )
+        if self.supports_logits_to_keep(model):
+            batch_data["logits_to_keep"] = batch_data["logits_indices"]
+            logits: Tensor = model(**batch_data).logits
+            return logits[0]
+        logits = model(**batch_data).logits
+        return logits[0, batch_data["logits_indices"]]
+
+    def _sample_tokens(
+        self, logits_BV: Tensor, batch_data: dict[str, Any], output_ids: Tensor
+    ) -> None:
+        B = logits_BV.shape[0]
+        input_ids_B = batch_data["input_ids"][0, batch_data["logits_indices"][:B]]
+        args_PB = batch_data["logits_processor_args"][:, :B]
+        scores_BV = self.logit_processor(input_ids_B, logits_BV.float(), args_PB)
+        output_ids[0, :B].copy_(scores_BV.argmax(-1))
+
+    @property
+    def _io(self) -> ContinuousBatchingIOs:
+        """The tensors on the device for the prepared batch; asynchronous batching has two sets."""
+        io = self.inputs_and_outputs
+        if isinstance(io, ContinuousBatchingAsyncIOs):
+            return io.io_pairs[io.current_pair].device_io
+        return io
+
+    @staticmethod
+    def _key(io: ContinuousBatchingIOs) -> tuple[int, int]:
+        return io.input_ids.data_ptr(), io.num_q_tokens
+
+
+def forget_newest_tokens(processor: ContinuousBatchProcessor) -> None:
+    """Keep asynchronous batching from carrying the last step's tokens into sequences started over.
+
+    It matches them to the next step by request id alone (infer_carry_over_ids).
+    """
+    io = processor.inputs_and_outputs
+    if isinstance(io, ContinuousBatchingAsyncIOs):
+        for pair in io.io_pairs:
+            pair.host_io.req_id_to_new_token_position = {}

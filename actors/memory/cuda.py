@@ -1,0 +1,216 @@
+"""CUDA's virtual memory management: addresses that stay, physical memory that comes and goes.
+
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from actors.errors import DeviceMemoryError, DeviceMemoryShort
+from actors.memory import nvml
+from actors.memory.cuda_link import CudaLink
+from actors.memory.dlpack import bytes_at
+from actors.memory.driver import DeviceMemory, gib
+from actors.memory.pinned import HostRange, host_range
+
+_LEGACY_STREAM = 0
+
+
+class CudaDriver:
+    """MemoryDriver on one CUDA device.
+
+    Works in the device's primary context, which torch uses too; every call makes it current for its
+    own duration, so any thread may call.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        """Open a device.
+
+        Args:
+            index: as torch counts, that is among CUDA_VISIBLE_DEVICES.
+
+        Raises:
+            DeviceMemoryError: no such device, or it has no virtual memory management.
+        """
+        self.device = torch.device("cuda", index)
+        self._context: Any = None
+        self._call(cu.cuInit, 0)
+        # Retained for the life of the process: torch holds it just as long.
+        device = self._call(cu.cuDeviceGet, index)
+        self._context = self._call(cu.cuDevicePrimaryCtxRetain, device)
+        self._registers_read_only = bool(
+            self._call(
+                cu.cuDeviceGetAttribute,
+                cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED,
+                device,
+            )
+        )
+        self._uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        self._physical = _physical_memory_of(index)
+        self._access = cu.CUmemAccessDesc()
+        self._access.location = self._physical.location
+        self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self.granularity = int(
+            self._call(
+                cu.cuMemGetAllocationGranularity,
+                self._physical,
+                cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+            )
+        )
+
+    def reserve(self, size: int) -> int:
+        return int(self._call(cu.cuMemAddressReserve, size, 0, 0, 0, size=size))
+
+    def map(self, address: int, size: int) -> None:
+        """See MemoryDriver. One physical allocation, which lives exactly as long as the mapping.
+
+        The handle is released at once: "the generic memory handle can be freed when there are still
+        outstanding mappings made with this handle" (cuMemRelease).
+        """
+        handle = self._call(cu.cuMemCreate, size, self._physical, 0, size=size)
+        try:
+            self._call(cu.cuMemMap, address, size, 0, handle, 0, size=size)
+            try:
+                self._call(cu.cuMemSetAccess, address, size, [self._access], 1, size=size)
+            except BaseException:
+                self._call(cu.cuMemUnmap, address, size, size=size)
+                raise
+        finally:
+            self._call(cu.cuMemRelease, handle, size=size)
+
+    def unmap(self, address: int, size: int) -> None:
+        self._call(cu.cuMemUnmap, address, size, size=size)
+
+    def synchronize(self) -> None:
+        self._call(cu.cuCtxSynchronize)
+
+    def release(self, address: int, size: int) -> None:
+        self._call(cu.cuMemAddressFree, address, size, size=size)
+
+    def tensor(self, address: int, size: int) -> torch.Tensor:
+        return bytes_at(address, size, self.device)
+
+    def copy_from_host(self, address: int, host: memoryview) -> None:
+        """See MemoryDriver. Pageable bytes go through CUDA's own staging: 6-8 GB/s.
+
+        cuMemcpyHtoD may return before the last staged bytes have arrived, hence the wait:
+        https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html
+        """
+        source = host_range(host)
+        self._call(cu.cuMemcpyHtoD, address, source.address, source.size, size=source.size)
+        self._call(cu.cuStreamSynchronize, _LEGACY_STREAM, size=source.size)
+
+    def open_link(self, buffers: Sequence[memoryview]) -> CudaLink:
+        """Pin the buffers in place, once; where that is refused, copies go through staging.
+
+        Raises:
+            DeviceMemoryError: no stream, or no staging memory.
+        """
+        return CudaLink(self, buffers)
+
+    def memory(self) -> DeviceMemory:
+        """By the driver (cuMemGetInfo: free memory of the whole card) and by NVML (processes)."""
+        free, total = self._call(cu.cuMemGetInfo)
+        found = nvml.holders(self._uuid)
+        own = next((holder.size for holder in found if holder.pid == os.getpid()), None)
+        return DeviceMemory(total=int(total), free=int(free), own=own, holders=found)
+
+    # What a link needs beyond MemoryDriver.
+
+    def register(self, pages: HostRange) -> None:
+        """Page-lock host memory for every context of this process; see HostRegistrar.
+
+        Where the device can, for reading only: that is all we do, and memory that this process may
+        not write is accepted in no other way (cuMemHostRegister).
+        """
+        flags = cu.CU_MEMHOSTREGISTER_PORTABLE
+        if self._registers_read_only:
+            flags |= cu.CU_MEMHOSTREGISTER_READ_ONLY
+        self._call(cu.cuMemHostRegister, pages.address, pages.size, flags, size=pages.size)
+
+    def unregister(self, pages: HostRange) -> None:
+        self._call(cu.cuMemHostUnregister, pages.address, size=pages.size)
+
+    def create_stream(self) -> torch.cuda.ExternalStream:
+        """A stream of its own: torch hands its pooled ones out again, to the engine for one."""
+        flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        stream = int(self._call(cu.cuStreamCreate, flags))
+        return torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
+
+    def destroy_stream(self, stream: torch.cuda.ExternalStream) -> None:
+        self._call(cu.cuStreamDestroy, stream.cuda_stream)
+
+    def begin_copy(
+        self, address: int, source: HostRange, stream: torch.cuda.ExternalStream
+    ) -> None:
+        self._call(
+            cu.cuMemcpyHtoDAsync,
+            address,
+            source.address,
+            source.size,
+            stream.cuda_stream,
+            size=source.size,
+        )
+
+    def _call(self, function: Callable[..., tuple[Any, ...]], *args: Any, size: int = 0) -> Any:
+        """Call the driver in our context and turn its code into an exception.
+
+        Args:
+            size: bytes that the call is about, for the message; 0 where it is about none.
+
+        Returns:
+            What the function gives besides its code: nothing, a value, or a tuple.
+        """
+        code, values = self._call_in_context(function, args)
+        if code != cu.CUresult.CUDA_SUCCESS:
+            raise self._failure(function, code, size)
+        return values[0] if len(values) == 1 else values
+
+    def _call_in_context(
+        self, function: Callable[..., tuple[Any, ...]], args: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        if self._context is None:  # not opened yet
+            code, *values = function(*args)
+            return code, tuple(values)
+        cu.cuCtxPushCurrent(self._context)
+        try:
+            code, *values = function(*args)
+        finally:
+            cu.cuCtxPopCurrent()
+        return code, tuple(values)
+
+    def _failure(
+        self, function: Callable[..., tuple[Any, ...]], code: Any, size: int
+    ) -> DeviceMemoryError | DeviceMemoryShort:
+        about = f" of {gib(size)} ({size} bytes)" if size else ""
+        text = (
+            f"{function.__name__}{about} on {self.device} failed: {code.name} ({code.value}); "
+            f"{self._free_text()}"
+        )
+        short = code == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY and function in _TAKES_DEVICE_MEMORY
+        return DeviceMemoryShort(text) if short else DeviceMemoryError(text)
+
+    def _free_text(self) -> str:
+        if self._context is None:
+            return "the device is not open"
+        code, values = self._call_in_context(cu.cuMemGetInfo, ())
+        if code != cu.CUresult.CUDA_SUCCESS:
+            return "its free memory cannot be told"
+        free, total = values
+        return f"{gib(free)} of {gib(total)} are free"
+
+
+# Mapping needs page tables as well, which come out of the same memory.
+_TAKES_DEVICE_MEMORY = (cu.cuMemCreate, cu.cuMemMap, cu.cuMemSetAccess)
+
+
+def _physical_memory_of(index: int) -> Any:
+    properties = cu.CUmemAllocationProp()
+    properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = index
+    return properties

@@ -1,0 +1,88 @@
+"""Segments on their way to the device: begun in one order, waited for one by one, timed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.memory.driver import HostLink
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCopy:
+    """One segment's bytes and where they go."""
+
+    segment: int
+    address: int
+    host: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTime:
+    """How long one segment's copy took, by the device's clock."""
+
+    segment: int
+    size: int  # bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """A finished transfer."""
+
+    segments: tuple[SegmentTime, ...]
+    seconds: float  # from the start of the first copy to the end of the last
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(segment.size for segment in self.segments)
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes a second; 0 for a transfer of nothing."""
+        return self.size / 1e9 / self.seconds if self.seconds > 0 else 0.0
+
+
+class Transfer:
+    """Copies that were begun; kernels of a segment may start when its bytes are there.
+
+    A wake begins it, resumes the engine at once, and has forward pre-hooks call `gate` with the
+    segment that the module lives in. `gate` costs nothing once `finish` was called, and nothing for
+    segments that are not part of the transfer. A captured graph has no hooks: call `gate_all` on its
+    stream before the first replay. Gates and `finish` may be called from different threads.
+    """
+
+    def __init__(self, link: HostLink, copies: Sequence[SegmentCopy]) -> None:
+        """Begin the copies, in the order given. See `DeviceArena.restore`."""
+        self._copies = copies  # the host bytes must stay until they have been read
+        self._marks = [link.mark()]
+        for copy in copies:
+            link.copy(copy.address, copy.host)
+            self._marks.append(link.mark())
+        self._pending = {c.segment: m for c, m in zip(copies, self._marks[1:], strict=True)}
+
+    def gate(self, segment: int) -> None:
+        """Make what the caller's current stream does next wait for a segment."""
+        mark = self._pending.get(segment)
+        if mark is not None:
+            mark.gate()
+
+    def gate_all(self) -> None:
+        """Make what the caller's current stream does next wait for all segments."""
+        if self._pending:
+            self._marks[-1].gate()
+
+    def finish(self) -> TransferStats:
+        """Wait until everything has arrived. Blocks; any number of calls give the same.
+
+        Raises:
+            DeviceMemoryError: a copy failed.
+        """
+        self._marks[-1].wait()
+        self._pending = {}
+        times = tuple(
+            SegmentTime(copy.segment, copy.host.nbytes, end.seconds_since(start))
+            for copy, start, end in zip(
+                self._copies, self._marks[:-1], self._marks[1:], strict=True
+            )
+        )
+        return TransferStats(times, self._marks[-1].seconds_since(self._marks[0]))

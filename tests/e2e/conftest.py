@@ -1,0 +1,116 @@
+"""Servers to talk to. One Ray runs at a time; tests that want the same server share it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from actors.weights.checkpoint import write_checkpoint
+from tests.e2e.puzzles import Puzzle, find_puzzles
+from tests.e2e.serve_process import PROJECT, ServeProcess
+
+# Each module goes on with the server of the one before it where it can.
+_ORDER = ("test_demo", "test_soak", "test_faults", "test_shutdown")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    positions = [i for i, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    ordered = sorted((items[i] for i in positions), key=lambda item: _rank(item.path.stem))
+    for position, item in zip(positions, ordered, strict=True):
+        items[position] = item
+
+
+def _rank(module: str) -> int:
+    return _ORDER.index(module) if module in _ORDER else len(_ORDER)
+
+
+class Servers:
+    """The server that runs now, if any."""
+
+    def __init__(self) -> None:
+        self.running: ServeProcess | None = None
+        self._name = ""
+
+    def get(self, name: str) -> ServeProcess:
+        """The server of that name, started if need be, in place of any other."""
+        if self.running is not None and self._name == name and self.running.alive():
+            return self.running
+        self.stop()
+        self._name = name
+        self.running = ServeProcess(CONFIGS[name]())
+        self.running.wait_until_ready()
+        return self.running
+
+    def stop(self) -> None:
+        if self.running is not None:
+            server, self.running = self.running, None
+            leftovers = server.interrupt()
+            server.remove_files()
+            leftovers.check()
+
+
+def _own_config() -> str:
+    return (PROJECT / "serve_config.yaml").read_text()
+
+
+def _config_of(file: str, **sleep: Any) -> str:
+    """serve_config.yaml with another model: a file of configs/, with other sleep times."""
+    config = yaml.safe_load(_own_config())
+    model = yaml.safe_load((PROJECT / "configs" / file).read_text())
+    model["sleep"] |= sleep
+    for application in config["applications"]:
+        application["args"]["models"] = [model]
+    text: str = yaml.safe_dump(config)
+    return text
+
+
+CONFIGS: dict[str, Callable[[], str]] = {
+    "own": _own_config,
+    "drowsy": lambda: _config_of("demo.yaml", idle_timeout_s=3, idle_check_interval_s=0.1),
+    "tiny": lambda: _config_of("tiny_cpu.yaml", idle_timeout_s=None),
+}
+
+
+@pytest.fixture(scope="session")
+def servers(tiny_checkpoint: Path) -> Iterator[Servers]:
+    write_checkpoint(PROJECT / "checkpoints" / "demo", "demo")
+    servers = Servers()
+    try:
+        yield servers
+    finally:
+        servers.stop()
+
+
+@pytest.fixture
+def own(servers: Servers) -> ServeProcess:
+    """The repository's own serve_config.yaml."""
+    return servers.get("own")
+
+
+@pytest.fixture
+def drowsy(servers: Servers) -> ServeProcess:
+    """The demo model, which sleeps after 3 idle seconds."""
+    return servers.get("drowsy")
+
+
+@pytest.fixture
+def tiny(servers: Servers) -> ServeProcess:
+    """The tiny model, which sleeps when told to."""
+    return servers.get("tiny")
+
+
+@pytest.fixture(scope="session")
+def puzzles(tiny_checkpoint: Path) -> tuple[Puzzle, ...]:
+    """Eight for the tiny model."""
+    return find_puzzles(tiny_checkpoint, count=8, max_tokens=24)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    servers = getattr(item, "funcargs", {}).get("servers")
+    if report.failed and servers is not None and servers.running is not None:
+        report.sections.append(("log of serve run", servers.running.log_tail()))
+    return report

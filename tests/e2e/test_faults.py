@@ -1,0 +1,284 @@
+"""What goes wrong: bad input, clients that leave, crowds, operators, and processes that die."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.puzzles import Puzzle
+from tests.e2e.serve_process import ServeProcess, wait_until
+
+MODEL = "tiny"
+HOLDER = "weights:WeightHolder"
+REPLICA = f"llm:model:{MODEL}"
+LONG: dict[str, Any] = {  # takes seconds
+    "model": MODEL,
+    "prompt": "a long story",
+    "max_tokens": 900,
+    "temperature": 0,
+    "ignore_eos": True,
+    "n": 4,
+}
+
+
+def solve(server: ServeProcess, puzzle: Puzzle) -> str:
+    response = server.post("/v1/completions", **question(puzzle))
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def question(puzzle: Puzzle) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": puzzle.prompt,
+        "max_tokens": puzzle.max_tokens,
+        "temperature": 0,
+    }
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that is there and does not answer."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+# --- bad input ---
+
+
+def prompt_of(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 4, **fields}).encode()
+
+
+BAD_BODIES: dict[str, tuple[bytes, int, str | None]] = {
+    "not JSON": (b"{nope", 400, None),
+    "not UTF-8": (b'{"prompt": "\xff"}', 400, None),
+    "an array": (b"[1, 2]", 400, None),
+    "nothing": (b"", 400, None),
+    "unknown model": (prompt_of(model="another"), 404, "model"),
+    "negative max_tokens": (prompt_of(max_tokens=-1), 400, "max_tokens"),
+    "temperature in words": (prompt_of(temperature="hot"), 400, "temperature"),
+    "long prompt": (prompt_of(prompt="word " * 5000), 400, "prompt"),
+    "token id out of range": (prompt_of(prompt=[1, 2, 10**6]), 400, "prompt"),
+    "negative token id": (prompt_of(prompt=[1, -2]), 400, "prompt"),
+    "50 MB": (prompt_of(prompt="x" * 50_000_000), 413, None),
+}
+
+
+@pytest.fixture(params=["awake", "asleep"])
+def state(request: pytest.FixtureRequest, tiny: ServeProcess) -> str:
+    tiny.wake_up()
+    if request.param == "asleep":
+        tiny.sleep()
+    return str(request.param)
+
+
+def test_bad_input_is_refused_and_wakes_nobody(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...], state: str
+) -> None:
+    wakes = tiny.sleep()["wakes"] if state == "asleep" else tiny.wake_up()["wakes"]
+    for name, (body, status, param) in BAD_BODIES.items():
+        response = tiny.http.post("/v1/completions", content=body)
+        assert response.status_code == status, f"{name}: {response.text}"
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}, name
+        assert error["type"] == "invalid_request_error", name
+        assert error["message"], name
+        assert error["param"] == param, name
+        assert tiny.is_sleeping() == (state == "asleep"), name
+    assert solve(tiny, puzzles[0]) == puzzles[0].answer
+    assert tiny.wake_up()["wakes"] == wakes + (state == "asleep")
+
+
+def test_body_of_unknown_length_is_refused_at_the_limit(tiny: ServeProcess) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(50):
+            yield b"x" * 1_000_000
+
+    response = tiny.http.post("/v1/completions", content=endless())
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "payload_too_large"
+
+
+def test_harmless_unknown_field_is_accepted(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
+) -> None:
+    response = tiny.post("/v1/completions", **question(puzzles[0]), user="me", store=True, mood=3)
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["text"] == puzzles[0].answer
+
+
+# --- crowds and clients that leave ---
+
+
+async def gather(server: ServeProcess, puzzles: list[Puzzle]) -> list[str]:
+    """All at once."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        answers = await asyncio.gather(
+            *(client.completions.create(**question(puzzle)) for puzzle in puzzles)
+        )
+    return [answer.choices[0].text for answer in answers]
+
+
+def test_sixteen_requests_to_a_sleeper_wake_it_once(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
+) -> None:
+    tiny.wake_up()
+    wakes = tiny.sleep()["wakes"]
+    crowd = [*puzzles, *puzzles]
+    assert len(crowd) == 16
+    assert asyncio.run(gather(tiny, crowd)) == [puzzle.answer for puzzle in crowd]
+    assert tiny.wake_up()["wakes"] == wakes + 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/completions"])
+def test_client_that_leaves_in_mid_stream_frees_the_engine(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...], path: str
+) -> None:
+    body = {**LONG, "stream": True} | ({"n": 1} if path == "/completions" else {})
+    with httpx.stream("POST", f"{tiny.url}{path}", json=body) as response:
+        assert response.status_code == 200
+        pieces = response.iter_bytes()  # letting go of it would close the connection
+        assert next(pieces)
+        assert tiny.wake_up()["in_flight"] == 1
+    free_before_the_end(tiny)
+    assert solve(tiny, puzzles[1]) == puzzles[1].answer
+
+
+def test_client_that_leaves_a_request_without_stream_frees_the_engine(tiny: ServeProcess) -> None:
+    with httpx.Client(base_url=tiny.url) as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json=LONG, timeout=0.3)
+    free_before_the_end(tiny)
+
+
+def free_before_the_end(server: ServeProcess) -> None:
+    """LONG takes longer than this."""
+    wait_until(lambda: server.wake_up()["in_flight"] == 0, 1.0, "the engine is free")
+
+
+def test_client_that_leaves_while_it_waits_for_a_wake_hurts_nobody(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
+) -> None:
+    """The wake from level 2 takes until the replica gives the silent holder up."""
+    tiny.wake_up()
+    wakes = tiny.sleep(level=2)["wakes"]
+    holder = tiny.actor_pid(HOLDER)
+    assert holder is not None
+
+    async def scenario() -> None:
+        crowd = [*puzzles, *puzzles]
+        with stopped(holder):
+            others = asyncio.create_task(gather(tiny, crowd))
+            leaver = asyncio.create_task(gather(tiny, [puzzles[0]] * 4))
+            await until(lambda: tiny.model_states()[MODEL] == "loading")
+            leaver.cancel()
+            assert not others.done()
+            assert await others == [puzzle.answer for puzzle in crowd]
+
+    asyncio.run(scenario())
+    status = tiny.wake_up()
+    assert status["wakes"] == wakes + 1
+    assert status["weights_from"] == "disk"
+    wait_until(lambda: tiny.wake_up()["in_flight"] == 0)
+    tiny.sleep(level=2)
+    assert tiny.wake_up()["weights_from"] == "image"  # the holder answers again
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(wait_until, condition)
+
+
+# --- operators ---
+
+
+def test_held_model_refuses_until_it_is_woken(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
+) -> None:
+    tiny.wake_up()
+    held = tiny.sleep(hold=True)
+    assert held["held"]
+    for stream in (False, True):
+        response = tiny.post("/v1/completions", **question(puzzles[0]), stream=stream)
+        assert response.status_code == 503
+        assert 0 < int(response.headers["retry-after"]) <= 60
+        assert response.json()["error"]["code"] == "model_asleep"
+    assert tiny.is_sleeping()
+    assert tiny.wake_up()["wakes"] == held["wakes"] + 1
+    assert solve(tiny, puzzles[0]) == puzzles[0].answer
+
+
+def test_sleep_that_aborts_ends_streams_cleanly(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
+) -> None:
+    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0) as client:
+        extra = {"ignore_eos": True}
+        stream = client.completions.create(
+            model=MODEL, prompt="a long story", max_tokens=900, stream=True, extra_body=extra
+        )
+        next(stream)
+        status = tiny.sleep(mode="abort")
+        assert status["state"] == "asleep"
+        assert status["in_flight"] == 0
+        choices: list[Any] = [chunk.choices[0] for chunk in stream]
+    # OpenAI has no word for it; vLLM's is in `stop_reason`.
+    assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("length", "abort")
+    assert len(choices) < 450
+    assert not any(choice.finish_reason for choice in choices[:-1])
+    assert solve(tiny, puzzles[2]) == puzzles[2].answer
+
+
+# --- processes that die ---
+
+
+def kill(server: ServeProcess, name: str) -> int:
+    """Kill an actor; gives the process that takes its place."""
+    old = server.actor_pid(name)
+    assert old is not None
+    os.kill(old, signal.SIGKILL)
+    new = wait_until(lambda: (pid := server.actor_pid(name)) != old and pid, what=f"a new {name}")
+    assert new
+    return new
+
+
+def test_killed_holder_costs_nothing_and_its_successor_takes_over(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
+) -> None:
+    tiny.wake_up()
+    before = tiny.sleep()
+    assert before["weights_from"] == "image"
+
+    # The replica still sees the image's pages, whoever made them.
+    new_holder = kill(tiny, HOLDER)
+    with stopped(new_holder):
+        assert [solve(tiny, puzzle) for puzzle in puzzles] == [p.answer for p in puzzles]
+        after = tiny.wake_up()
+        assert (after["process_id"], after["weights_from"]) == (before["process_id"], "image")
+
+        # A new replica finds nobody who answers, and says so.
+        from_disk = kill(tiny, REPLICA)
+        tiny.wait_for_log("WARNING", "Fallback to load from disk", pid=from_disk)
+        tiny.wait_until_ready()
+        status = tiny.wake_up()
+        assert (status["process_id"], status["weights_from"]) == (from_disk, "disk")
+        assert [solve(tiny, puzzle) for puzzle in puzzles] == [p.answer for p in puzzles]
+
+    tiny.wait_for_log("published", pid=new_holder)
+    from_image = kill(tiny, REPLICA)
+    tiny.wait_for_log("from the object store", pid=from_image)
+    tiny.wait_until_ready()
+    status = tiny.wake_up()
+    assert (status["process_id"], status["weights_from"]) == (from_image, "image")
+    assert [solve(tiny, puzzle) for puzzle in puzzles] == [p.answer for p in puzzles]

@@ -1,0 +1,312 @@
+"""The engine on CUDA: kernels, graphs, sleep in between; against a plain forward in float32."""
+
+import copy
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import transformers as tf
+
+from actors.engine.config import EngineConfig
+from actors.engine.engine import EngineOutput, TransformersEngine
+from actors.engine.sampling import RawLogprob, SequenceSampling
+from actors.memory.arena import DeviceArena
+from actors.protocol import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 160
+BASE = {
+    "vocab_size": VOCAB,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def heads(num_q: int, num_kv: int, head_dim: int) -> dict[str, int]:
+    return {
+        "num_attention_heads": num_q,
+        "num_key_value_heads": num_kv,
+        "hidden_size": num_q * head_dim,
+    }
+
+
+MODELS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "qwen2, 64": lambda: tf.Qwen2Config(**BASE, **heads(4, 2, 64)),
+    "llama, 7 x 128": lambda: tf.LlamaConfig(**BASE, **heads(7, 1, 128)),
+    "gpt_neox, 80": lambda: tf.GPTNeoXConfig(**BASE, num_attention_heads=4, hidden_size=320),
+    "phi3, 96": lambda: tf.Phi3Config(**BASE, **heads(4, 4, 96)),
+    "qwen3, 256": lambda: tf.Qwen3Config(**BASE, **heads(4, 2, 64), head_dim=256),
+    "gpt2, 64": lambda: tf.GPT2Config(
+        vocab_size=VOCAB, n_embd=256, n_layer=3, n_head=4, n_positions=1024, pad_token_id=0
+    ),
+    "mistral, window": lambda: tf.MistralConfig(**BASE, **heads(4, 2, 64), sliding_window=48),
+    "gemma3, hybrid": lambda: tf.Gemma3TextConfig(
+        **BASE, **heads(4, 2, 64), head_dim=64, sliding_window=48
+    ),
+    "gemma2, soft caps": lambda: tf.Gemma2Config(
+        **BASE, **heads(4, 2, 64), head_dim=64, sliding_window=48
+    ),
+}
+IN_PAGES = [name for name in MODELS if name.split(",")[0] not in ("mistral", "gemma3", "gemma2")]
+LIMITS = EngineConfig(page_size=16, num_blocks=256, max_batch_tokens=128, max_requests_per_batch=5)
+LENGTHS = (1, 7, 40, 150, 300, 16, 33)
+
+
+class PoisonedDriver:
+    """Device memory that is all NaN whenever it was mapped anew."""
+
+    device = torch.device("cuda", 0)
+    granularity = 512
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, torch.Tensor] = {}
+
+    def reserve(self, size: int) -> int:
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._ranges[memory.data_ptr()] = memory
+        return memory.data_ptr()
+
+    def map(self, address: int, size: int) -> None:
+        self._ranges[address].fill_(255)
+
+    def unmap(self, address: int, size: int) -> None:
+        self._ranges[address].fill_(255)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def tensor(self, address: int, size: int) -> torch.Tensor:
+        return self._ranges[address][:size]
+
+
+@dataclass
+class Harness:
+    engine: TransformersEngine
+    model: tf.PreTrainedModel
+    reference: tf.PreTrainedModel  # the same weights in float32
+    arena: DeviceArena
+    outputs: "queue.Queue[EngineOutput]"
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[RawLogprob]] = field(default_factory=dict)
+    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+
+    def submit(self, prompt: tuple[int, ...], max_tokens: int = 40, **sampling: object) -> str:
+        name = f"s{len(self.prompts)}"
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})
+        self.prompts[name], self.tokens[name], self.logprobs[name] = prompt, [], []
+        self.running.add(name)
+        self.engine.submit(name, SequenceSampling(params, prompt, params.seed or 0))
+        return name
+
+    def step(self) -> None:
+        """Take one output."""
+        output = self.outputs.get(timeout=60)
+        assert output.error is None, output.error
+        if output.sequence_id not in self.running:
+            return
+        self.tokens[output.sequence_id] += output.token_ids
+        self.logprobs[output.sequence_id] += output.logprobs or ()
+        if output.finish is not None:
+            self.running.remove(output.sequence_id)
+
+    def cancel(self, name: str) -> None:
+        self.running.remove(name)
+        self.engine.cancel(name)
+
+    def finish(self) -> None:
+        while self.running:
+            self.step()
+
+    def scores(self, name: str) -> torch.Tensor:
+        """The reference's logits for each token that the engine gave, given those before."""
+        ids = torch.tensor([[*self.prompts[name], *self.tokens[name]]], device="cuda")
+        with torch.no_grad():
+            logits = self.reference(ids, use_cache=False).logits[0].float()
+        return logits[len(self.prompts[name]) - 1 : -1]
+
+    def check_greedy(self, *names: str) -> None:
+        """Every token is the reference's, but for ties within half precision's rounding."""
+        equal = total = 0
+        for name in names or self.tokens:
+            scores = self.scores(name)
+            chosen = torch.tensor(self.tokens[name], device="cuda")
+            behind = scores.amax(-1) - scores.gather(1, chosen[:, None])[:, 0]
+            assert float((behind / scores.std(-1)).max()) < 0.05, (name, behind)
+            equal += int((behind == 0).sum())
+            total += len(chosen)
+        assert equal >= 0.97 * total, f"{equal} of {total} tokens equal"
+
+    def lose_and_restore(self) -> None:
+        """What a sleep does: everything on the device is gone, then the weights are there again."""
+        self.engine.pause()
+        self.engine.drop_kv()
+        kept = [parameter.detach().cpu() for parameter in self.model.parameters()]
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(torch.nan)
+            self.arena.unmap()
+            self.arena.map()
+            for parameter, old in zip(self.model.parameters(), kept, strict=True):
+                parameter.copy_(old)
+        self.engine.restore_kv()
+        torch.cuda.synchronize()
+        self.engine.resume()
+
+
+@contextmanager
+def running(
+    config: tf.PreTrainedConfig, limits: EngineConfig, dtype: torch.dtype = torch.float16
+) -> Iterator[Harness]:
+    config.initializer_range = 0.1  # wide enough that the winner is clear
+    torch.manual_seed(0)
+    reference = tf.AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    model = tf.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+    with torch.no_grad():
+        for ours, exact in zip(model.parameters(), reference.parameters(), strict=True):
+            ours.copy_(exact)
+            exact.copy_(ours)
+    model.cuda()
+    reference.cuda()
+    arenas: list[DeviceArena] = []
+    outputs: queue.Queue[EngineOutput] = queue.Queue()
+
+    def kv_arena(size: int) -> DeviceArena:
+        arenas.append(DeviceArena(PoisonedDriver(), [size]))  # type: ignore[arg-type]
+        arenas[0].map()
+        return arenas[0]
+
+    def sink(step: Sequence[EngineOutput]) -> None:
+        for output in step:
+            outputs.put(output)
+
+    engine = TransformersEngine(model, limits, kv_arena, sink)
+    try:
+        engine.pause()
+        engine.warm_up()
+        engine.restore_kv()
+        engine.resume()
+        yield Harness(engine, model, reference, arenas[0], outputs)
+    finally:
+        engine.stop()
+
+
+def prompts(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, ...]]:
+    random = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randint(3, VOCAB, (n,), generator=random).tolist()) for n in lengths]
+
+
+def come_and_go(h: Harness) -> None:
+    """More sequences than a batch has rows, of mixed lengths, joining, leaving and cancelled."""
+    first = [h.submit(p, 20 + 9 * i) for i, p in enumerate(prompts(0))]
+    for _ in range(30):
+        h.step()
+    if first[4] in h.running:
+        h.cancel(first[4])
+    for i, prompt in enumerate(prompts(1)):
+        h.submit(prompt, 45 - 5 * i)
+        for _ in range(7):
+            h.step()
+    h.finish()
+
+
+@contextmanager
+def counted_replays() -> Iterator[list[int]]:
+    replays, original = [0], torch.cuda.CUDAGraph.replay
+
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        replays[0] += 1
+        original(graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+        yield replays
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_that_of_a_plain_forward(name: str, graphs: bool) -> None:
+    limits = LIMITS.model_copy(update={"use_cuda_graphs": graphs})
+    with running(MODELS[name](), limits) as h, counted_replays() as replays:
+        come_and_go(h)
+        h.check_greedy()
+        assert (replays[0] > 0) == (graphs and name in IN_PAGES)
+
+
+def test_bfloat16_and_large_pages() -> None:
+    limits = EngineConfig(num_blocks=16, max_batch_tokens=512, max_requests_per_batch=8)
+    with running(MODELS["qwen2, 64"](), limits, torch.bfloat16) as h:
+        come_and_go(h)
+        names = list(h.tokens)
+        equal = sum(
+            int((h.scores(n).argmax(-1).cpu() == torch.tensor(h.tokens[n])).sum()) for n in names
+        )
+        assert equal >= 0.93 * sum(len(h.tokens[n]) for n in names)
+
+
+def test_nothing_is_captured_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(MODELS["qwen2, 64"](), LIMITS) as h:
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise AssertionError("captured in the middle of serving")
+
+        monkeypatch.setattr(torch.cuda, "graph", refuse)
+        come_and_go(h)
+        h.check_greedy()
+
+
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_sequences_and_graphs_survive_losing_everything(use_async: bool) -> None:
+    limits = LIMITS.model_copy(update={"use_async_batching": use_async})
+    with running(MODELS["llama, 7 x 128"](), limits) as h, counted_replays() as replays:
+        for prompt in prompts(0):
+            h.submit(prompt, 80)
+        for _ in range(5):
+            for _ in range(37):
+                h.step()
+            h.lose_and_restore()
+        before = replays[0]
+        h.finish()
+        assert replays[0] > before
+        assert all(len(tokens) == 80 for tokens in h.tokens.values())
+        h.check_greedy()
+
+
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_batch_with_wishes_of_every_kind(use_async: bool) -> None:
+    """Log-probabilities, penalties, bias and sampling beside greedy sequences, all on graphs."""
+    limits = LIMITS.model_copy(update={"use_async_batching": use_async})
+    with running(MODELS["qwen2, 64"](), limits) as h, counted_replays() as replays:
+        a, b, c, d, e = prompts(2, (9, 30, 5, 60, 12))
+        greedy = [h.submit(a), h.submit(b)]
+        listed = h.submit(c, logprobs=3)
+        frequent = h.submit(d, frequency_penalty=1.5)
+        biased = h.submit(e, 6, logit_bias={77: 100.0})
+        h.finish()
+        sampled = [h.submit(a, temperature=1.0, top_p=0.9, seed=s) for s in (3, 3, 4)]
+        h.finish()
+        assert replays[0] > 0
+        h.check_greedy(*greedy, listed)
+        assert h.tokens[biased] == [77] * 6
+        assert h.tokens[sampled[0]] == h.tokens[sampled[1]] != h.tokens[sampled[2]]
+        exact = h.scores(listed).log_softmax(-1)
+        assert [entry.token_id for entry in h.logprobs[listed]] == h.tokens[listed]
+        for row, entry in enumerate(h.logprobs[listed]):
+            assert abs(entry.logprob - float(exact[row, entry.token_id])) < 0.05
+            assert len(entry.top) == 3
+        scores = h.scores(frequent)
+        for row, token in enumerate(h.tokens[frequent]):
+            for earlier in h.tokens[frequent][:row]:
+                scores[row, earlier] -= 1.5
+            behind = float(scores[row].max() - scores[row, token])
+            assert behind < 0.05 * float(scores[row].std()), row

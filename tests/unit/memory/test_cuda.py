@@ -1,0 +1,432 @@
+"""CudaDriver, its link and arenas on it, on a real card."""
+
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from actors.errors import DeviceMemoryError, DeviceMemoryShort
+from actors.memory.arena import DeviceArena
+from actors.memory.pinned import ByteArray, HostRange, host_range
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from actors.memory.cuda import CudaDriver
+from actors.memory.cuda_link import CudaLink
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+GIB = 2**30
+SIZES = [64 * MIB, 10 * MIB + 12345, 1, 200 * MIB + 1]
+
+
+@pytest.fixture(scope="module")
+def driver() -> CudaDriver:
+    return CudaDriver(0)
+
+
+@pytest.fixture
+def arena(driver: CudaDriver) -> Iterator[DeviceArena]:
+    made = DeviceArena(driver, SIZES)
+    yield made
+    made.release()
+
+
+def in_store(contents: list[ByteArray]) -> list[memoryview]:
+    """Bytes that lie like Ray's: one shared mapping, 64-byte aligned, neighbours share edge pages."""
+    store = memoryview(mmap.mmap(-1, sum(c.nbytes + 128 for c in contents)))
+    views = []
+    offset = 64
+    for found in contents:
+        view = store[offset : offset + found.nbytes]
+        np.frombuffer(view, dtype=np.uint8)[:] = found
+        views.append(view.toreadonly())
+        offset += -(-found.nbytes // 64) * 64 + 64
+    return views
+
+
+def random_views(sizes: list[int], seed: int = 0) -> list[memoryview]:
+    rng = np.random.default_rng(seed)
+    return in_store([rng.integers(0, 256, size, dtype=np.uint8) for size in sizes])
+
+
+@pytest.fixture(scope="module")
+def payloads() -> list[memoryview]:
+    return random_views(SIZES)
+
+
+@pytest.fixture
+def link(driver: CudaDriver, payloads: list[memoryview]) -> Iterator[CudaLink]:
+    made = driver.open_link(payloads)
+    yield made
+    made.close()
+
+
+def holds(tensor: torch.Tensor, payload: memoryview) -> bool:
+    return np.array_equal(tensor.cpu().numpy(), np.frombuffer(payload, dtype=np.uint8))
+
+
+def assert_holds(arena: DeviceArena, payloads: list[memoryview]) -> None:
+    for i, payload in enumerate(payloads):
+        assert holds(arena.bytes_of(i, len(payload)), payload), f"segment {i} differs"
+
+
+def test_addresses_and_bytes_are_the_same_over_twenty_cycles(
+    arena: DeviceArena, link: CudaLink, payloads: list[memoryview]
+) -> None:
+    tensor = arena.tensor(3, 256, torch.bfloat16, (1000, 1000))
+    address = tensor.data_ptr()
+    assert tensor.device == torch.device("cuda", 0)
+    assert address == arena.address + arena.spans[3].offset + 256
+    for cycle in range(20):
+        arena.map()
+        arena.bytes_of(3).fill_(cycle)  # nothing is right by what the memory held before
+        torch.cuda.synchronize()  # a link's stream waits for no other
+        stats = arena.restore(link, dict(enumerate(payloads))).finish()
+        assert stats.size == sum(SIZES)
+        assert_holds(arena, payloads)
+        assert tensor.data_ptr() == address
+        assert arena.unmap() == arena.size
+
+
+def test_unmap_raises_the_card_s_free_memory_by_the_segments(
+    driver: CudaDriver, arena: DeviceArena
+) -> None:
+    before = driver.memory()
+    arena.map()
+    mapped = driver.memory()
+    assert before.free - mapped.free == pytest.approx(arena.size, abs=4 * MIB)
+    if before.own is not None and mapped.own is not None:  # NVML can be blind in a container
+        assert mapped.own - before.own == pytest.approx(arena.size, abs=4 * MIB)
+    arena.unmap([3])
+    assert driver.memory().free - mapped.free == pytest.approx(arena.spans[3].size, abs=4 * MIB)
+    arena.unmap()
+    assert driver.memory().free == pytest.approx(before.free, abs=4 * MIB)
+
+
+def test_map_of_more_than_the_card_has_rolls_back_and_says_who_holds_it(
+    driver: CudaDriver, arena: DeviceArena, payloads: list[memoryview], link: CudaLink
+) -> None:
+    arena.map()
+    arena.restore(link, dict(enumerate(payloads))).finish()
+    before = driver.memory()
+    too_big = DeviceArena(driver, [GIB, before.total - GIB, GIB])
+    with pytest.raises(DeviceMemoryShort) as caught:
+        too_big.map()
+    text = str(caught.value)
+    assert "do not fit on cuda:0" in text
+    assert "cuMemCreate" in str(caught.value.__cause__)
+    if before.own is not None:
+        assert f"by pid {os.getpid()} (" in text
+    assert too_big.mapped_bytes == 0
+    assert driver.memory().free == pytest.approx(before.free, abs=4 * MIB)
+    assert_holds(arena, payloads)
+    too_big.map([0])
+    too_big.bytes_of(0).fill_(3)
+    assert int(too_big.bytes_of(0)[-1]) == 3
+    too_big.release()
+
+
+def test_refusal_that_is_no_shortage_names_the_call_and_leaves_the_mapping(
+    driver: CudaDriver, arena: DeviceArena
+) -> None:
+    arena.map([0])
+    arena.bytes_of(0).fill_(5)
+    free = driver.memory().free
+    with pytest.raises(DeviceMemoryError, match=r"cuMemMap of 0\.06 GiB .*INVALID_VALUE.*are free"):
+        driver.map(arena.address, arena.spans[0].size)
+    with pytest.raises(DeviceMemoryError, match=r"cuMemHostUnregister.*NOT_REGISTERED"):
+        driver.unregister(HostRange(mmap.PAGESIZE, mmap.PAGESIZE))
+    assert driver.memory().free == free
+    assert bool((arena.bytes_of(0) == 5).all())
+
+
+def test_no_such_device_is_told() -> None:
+    with pytest.raises(DeviceMemoryError, match=r"cuDeviceGet on cuda:99 .*INVALID_DEVICE"):
+        CudaDriver(99)
+
+
+def test_kept_segments_survive(
+    arena: DeviceArena, link: CudaLink, payloads: list[memoryview]
+) -> None:
+    arena.map()
+    arena.restore(link, dict(enumerate(payloads))).finish()
+    arena.unmap([0, 1, 2])
+    assert holds(arena.bytes_of(3, SIZES[3]), payloads[3])
+    missing = arena.unmapped()
+    arena.map()
+    transfer = arena.restore(link, {i: payloads[i] for i in missing})
+    assert [s.segment for s in transfer.finish().segments] == [0, 1, 2]
+    assert_holds(arena, payloads)
+
+
+def test_gate_makes_the_compute_stream_wait_for_that_segment(driver: CudaDriver) -> None:
+    sizes = [128 * MIB] * 12
+    views = random_views(sizes, seed=1)
+    arena = DeviceArena(driver, sizes)
+    link = driver.open_link(views)
+    compute = torch.cuda.Stream()
+    for _ in range(3):
+        arena.map()
+        arena.bytes_of(0).fill_(0)
+        torch.cuda.synchronize()
+        transfer = arena.restore(link, dict(enumerate(views)))
+        copies = []
+        with torch.cuda.stream(compute):
+            for i in range(len(sizes)):
+                transfer.gate(i)
+                copies.append(arena.bytes_of(i).clone())
+        compute.synchronize()
+        stats = transfer.finish()
+        assert all(holds(copy, view) for copy, view in zip(copies, views, strict=True))
+        assert [s.size for s in stats.segments] == sizes
+        arena.unmap()
+    link.close()
+    arena.release()
+
+
+def test_captured_graph_replays_right_after_unmap_map_and_copy(driver: CudaDriver) -> None:
+    matrices = [torch.randn(2048, 2048).mul(0.02).bfloat16() for _ in range(2)]
+    views = in_store([m.view(torch.uint8).flatten().numpy() for m in matrices])
+    arena = DeviceArena(driver, [len(view) for view in views])
+    link = driver.open_link(views)
+    weights = [arena.tensor(i, 0, torch.bfloat16, (2048, 2048)) for i in range(2)]
+    arena.map()
+    arena.restore(link, dict(enumerate(views))).finish()
+    x = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16)
+    warm = torch.cuda.Stream()
+    with torch.cuda.stream(warm):
+        (x @ weights[0]).relu() @ weights[1]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = (x @ weights[0]).relu() @ weights[1]
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = y.clone()
+    assert float(expected.abs().max()) > 0
+    for _ in range(5):
+        arena.unmap()
+        y.zero_()
+        arena.map()
+        transfer = arena.restore(link, dict(enumerate(views)))
+        transfer.gate_all()
+        graph.replay()
+        assert torch.equal(y, expected)
+        transfer.finish()
+    del weights
+    link.close()
+    arena.release()
+
+
+def test_neighbouring_buffers_are_pinned_as_one_range(
+    link: CudaLink, payloads: list[memoryview]
+) -> None:
+    assert link.in_place
+    [pages] = link.pinned
+    assert pages.address <= host_range(payloads[0]).address
+    assert pages.end >= host_range(payloads[-1]).end
+
+
+def test_pinned_in_place_is_several_times_as_fast_as_pageable(driver: CudaDriver) -> None:
+    sizes = [512 * MIB] * 4
+    views = random_views(sizes, seed=3)
+    arena = DeviceArena(driver, sizes)
+    arena.map()
+    started = time.perf_counter()
+    arena.write(0, views[0])
+    pageable = sizes[0] / 1e9 / (time.perf_counter() - started)
+    link = driver.open_link(views)
+    assert link.in_place
+    rates = [arena.restore(link, dict(enumerate(views))).finish().gb_per_s for _ in range(3)]
+    link.close()
+    arena.release()
+    print(f"pageable {pageable:.1f} GB/s, pinned in place {max(rates):.1f} GB/s")
+    assert pageable < 15
+    assert max(rates) > 40
+
+
+def test_refused_pinning_stages_the_same_bytes_and_says_so(
+    driver: CudaDriver,
+    arena: DeviceArena,
+    payloads: list[memoryview],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    start = host_range(payloads[3]).address // mmap.PAGESIZE * mmap.PAGESIZE
+    occupied = HostRange(start + 100 * mmap.PAGESIZE, mmap.PAGESIZE)
+    driver.register(occupied)  # CUDA registers no page twice
+    with caplog.at_level(logging.WARNING):
+        link = driver.open_link(payloads)
+    driver.unregister(occupied)
+    assert not link.in_place
+    assert link.pinned == ()
+    assert "cuMemHostRegister" in caplog.text
+    assert "staging" in caplog.text
+    for cycle in range(3):
+        arena.map()
+        arena.bytes_of(3).fill_(cycle)
+        torch.cuda.synchronize()
+        stats = arena.restore(link, dict(enumerate(payloads))).finish()
+        assert_holds(arena, payloads)
+        arena.unmap()
+    print(f"staged: {stats.gb_per_s:.1f} GB/s")
+    link.close()
+
+
+def test_pages_can_be_pinned_again_after_close(
+    driver: CudaDriver, payloads: list[memoryview]
+) -> None:
+    for _ in range(3):
+        link = driver.open_link(payloads)
+        assert link.in_place
+        link.close()
+
+
+def test_any_mapping_of_this_process_can_be_the_source(driver: CudaDriver, tmp_path: Path) -> None:
+    """Private memory of a load from disk, and a file that is mapped read-only."""
+    size = 8 * MIB + 5
+    saved = np.random.default_rng(4).bytes(size)
+    path = tmp_path / "segment"
+    path.write_bytes(saved)
+    private = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    private[:] = saved
+    with path.open("rb") as file:
+        read_only = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
+    arena = DeviceArena(driver, [size])
+    arena.map()
+    for mapping in (private, read_only):
+        view = memoryview(mapping)[:size].toreadonly()
+        link = driver.open_link([view])
+        arena.bytes_of(0).fill_(0)
+        torch.cuda.synchronize()
+        arena.restore(link, {0: view}).finish()
+        assert holds(arena.bytes_of(0, size), memoryview(saved))
+        print(f"in place: {link.in_place}")
+        link.close()
+    arena.release()
+
+
+def test_a_thread_that_never_used_cuda_can_wake_and_sleep(
+    driver: CudaDriver, arena: DeviceArena, payloads: list[memoryview]
+) -> None:
+    found: list[bool] = []
+
+    def cycle() -> None:
+        link = driver.open_link(payloads)
+        arena.map()
+        arena.restore(link, dict(enumerate(payloads))).finish()
+        found.append(holds(arena.bytes_of(3, SIZES[3]), payloads[3]))
+        link.close()
+        arena.unmap()
+
+    thread = threading.Thread(target=cycle)
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_two_devices_from_the_same_pinned_bytes(payloads: list[memoryview]) -> None:
+    drivers = [CudaDriver(0), CudaDriver(1)]
+    link = drivers[0].open_link(payloads)
+    arenas = [DeviceArena(d, SIZES) for d in drivers]
+    for arena in arenas:
+        arena.map()
+    assert arenas[1].bytes_of(0).device == torch.device("cuda", 1)
+    arenas[0].restore(link, dict(enumerate(payloads))).finish()
+    link.close()
+    link = drivers[1].open_link(payloads)
+    arenas[1].restore(link, dict(enumerate(payloads))).finish()
+    for arena in arenas:
+        assert_holds(arena, payloads)
+    link.close()
+    for arena in arenas:
+        arena.release()
+
+
+REPLICA = """
+import mmap, random, sys, time
+import numpy as np, torch
+from actors.errors import DeviceMemoryShort
+from actors.memory.arena import DeviceArena
+from actors.memory.cuda import CudaDriver
+
+seed, MIB = int(sys.argv[1]), 2**20
+driver = CudaDriver(0)
+sizes = [32 * MIB + seed] * 16
+views = [memoryview(mmap.mmap(-1, size)) for size in sizes]
+rng = np.random.default_rng(seed)
+for view in views:
+    np.frombuffer(view, np.uint8)[:] = rng.integers(0, 256, len(view), dtype=np.uint8)
+arena, link = DeviceArena(driver, sizes), driver.open_link(views)
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(15):
+    arena.map()
+    arena.restore(link, dict(enumerate(views))).finish()
+    for i, view in enumerate(views):
+        found = arena.bytes_of(i, len(view)).cpu().numpy()
+        assert np.array_equal(found, np.frombuffer(view, np.uint8)), i
+    arena.unmap()
+print("ready", flush=True)
+sys.stdin.readline()
+greedy = DeviceArena(driver, [driver.memory().total * 6 // 80] * 8)  # 60% of the card
+woken = short = 0
+random.seed(seed)
+deadline = time.monotonic() + 30
+while woken < 5 and time.monotonic() < deadline:
+    try:
+        greedy.map()
+        greedy.bytes_of(7).fill_(1)
+        woken += 1
+        time.sleep(0.2)  # longer than the pauses below, so that they do meet
+        greedy.unmap()
+    except DeviceMemoryShort:
+        short += 1
+        assert greedy.mapped_bytes == 0
+    time.sleep(random.uniform(0, 0.1))
+assert woken == 5, (woken, short)
+print("short", short, flush=True)
+"""
+
+
+def test_two_replicas_on_one_card_wake_at_once(project: Path) -> None:
+    replicas = [
+        subprocess.Popen(
+            [sys.executable, "-c", REPLICA, str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=project,
+        )
+        for seed in (1, 2)
+    ]
+    try:
+        for _ in range(2):  # together into the equal wakes, together into the fight for the card
+            assert [_line(r) for r in replicas] == ["ready", "ready"]
+            for replica in replicas:
+                print("go", file=replica.stdin, flush=True)
+        refusals = [int(_line(r).removeprefix("short ")) for r in replicas]
+        print(f"refused: {refusals}")
+        assert sum(refusals) > 0
+        assert [r.wait(timeout=30) for r in replicas] == [0, 0]
+    finally:
+        for replica in replicas:
+            replica.kill()
+            replica.communicate()
+
+
+def _line(replica: "subprocess.Popen[str]") -> str:
+    assert replica.stdout is not None
+    return replica.stdout.readline().strip()

@@ -1,0 +1,135 @@
+"""Transfer on the CPU driver, and on a link whose copies arrive late."""
+
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+import pytest
+
+from actors.errors import DeviceMemoryError
+from actors.memory.arena import DeviceArena
+from actors.memory.cpu import CpuDriver
+from actors.memory.transfer import SegmentCopy, Transfer
+
+SIZES = [5000, 100, 12345]
+
+
+def random_bytes(sizes: list[int]) -> list[memoryview]:
+    rng = np.random.default_rng(0)
+    return [memoryview(rng.bytes(size)) for size in sizes]
+
+
+class LateMark:
+    def __init__(self, link: "LateLink", number: int) -> None:
+        self.link = link
+        self.number = number
+
+    def gate(self) -> None:
+        self.link.calls.append(f"gate {self.number}")
+
+    def wait(self) -> None:
+        self.link.calls.append(f"wait {self.number}")
+        if self.link.broken:
+            raise DeviceMemoryError("the copy failed")
+
+    def seconds_since(self, earlier: "LateMark") -> float:
+        return 0.5 * (self.number - earlier.number)
+
+
+class LateLink:
+    """Numbers its marks and writes down what it is asked."""
+
+    in_place = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.broken = False
+        self._numbers = count()
+
+    def copy(self, address: int, host: memoryview) -> None:
+        self.calls.append(f"copy {host.nbytes} to {address}")
+
+    def mark(self) -> LateMark:
+        return LateMark(self, next(self._numbers))
+
+    def close(self) -> None: ...
+
+
+def late_transfer(link: LateLink) -> Transfer:
+    payloads = random_bytes(SIZES)
+    return Transfer(link, [SegmentCopy(7, 64, payloads[0]), SegmentCopy(3, 32, payloads[1])])
+
+
+def test_restore_copies_the_given_segments_and_leaves_the_others() -> None:
+    driver = CpuDriver()
+    arena = DeviceArena(driver, SIZES)
+    payloads = random_bytes(SIZES)
+    arena.map()
+    arena.bytes_of(1).fill_(9)
+    link = driver.open_link(payloads)
+    stats = arena.restore(link, {2: payloads[2], 0: payloads[0]}).finish()
+    link.close()
+
+    for i in (0, 2):
+        assert arena.bytes_of(i, SIZES[i]).numpy().tobytes() == payloads[i]
+    assert bool((arena.bytes_of(1) == 9).all())
+    assert [(s.segment, s.size) for s in stats.segments] == [(2, 12345), (0, 5000)]
+    assert stats.size == 17345
+    assert stats.seconds >= sum(s.seconds for s in stats.segments) > 0
+    assert stats.gb_per_s == pytest.approx(17345 / 1e9 / stats.seconds)
+
+
+def test_restore_to_an_unmapped_segment_copies_nothing() -> None:
+    arena = DeviceArena(CpuDriver(), SIZES)
+    arena.map([0])
+    link = LateLink()
+    payloads = random_bytes(SIZES)
+    with pytest.raises(AssertionError, match="segment 1 is not mapped"):
+        arena.restore(link, {0: payloads[0], 1: payloads[1]})
+    assert link.calls == []
+
+
+def test_copies_begin_in_order_and_each_gate_waits_for_its_own_segment() -> None:
+    link = LateLink()
+    transfer = late_transfer(link)
+    transfer.gate(3)
+    transfer.gate(7)
+    transfer.gate_all()
+    assert link.calls == ["copy 5000 to 64", "copy 100 to 32", "gate 2", "gate 1", "gate 2"]
+
+
+def test_segment_that_is_not_part_of_the_transfer_has_no_gate() -> None:
+    link = LateLink()
+    transfer = late_transfer(link)
+    link.calls.clear()
+    transfer.gate(0)
+    assert link.calls == []
+
+
+def test_gates_cost_nothing_after_the_finish_and_finish_repeats_itself() -> None:
+    link = LateLink()
+    transfer = late_transfer(link)
+    stats = transfer.finish()
+    assert stats.seconds == 1.0
+    assert [s.seconds for s in stats.segments] == [0.5, 0.5]
+    link.calls.clear()
+    gates: list[Callable[[], None]] = [transfer.gate_all, lambda: transfer.gate(7)]
+    for gate in gates:
+        gate()
+    assert link.calls == []
+    assert transfer.finish() == stats
+
+
+def test_copy_that_failed_is_told_by_finish() -> None:
+    link = LateLink()
+    transfer = late_transfer(link)
+    link.broken = True
+    with pytest.raises(DeviceMemoryError, match="the copy failed"):
+        transfer.finish()
+
+
+def test_transfer_of_nothing_has_no_rate() -> None:
+    stats = Transfer(CpuDriver().open_link([]), []).finish()
+    assert stats.size == 0
+    assert stats.segments == ()
+    assert Transfer(LateLink(), []).finish().gb_per_s == 0.0
