@@ -30,7 +30,7 @@ from actors.lifecycle import MemoryChange, SleepConfig
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.memory.driver import HostLink, MemoryDriver
-from actors.memory.transfer import Transfer
+from actors.memory.transfer import Transfer, TransferStats
 from actors.protocol import ChatPrompt, FinishReason, GenerateRequest, TokenEvent
 from actors.weights import packer
 from actors.weights.attach import attach, build_on_meta
@@ -95,6 +95,7 @@ class ModelRuntime:
         self._link: HostLink | None = None  # of `_image`, and only while there is one
         self._transfer: Transfer | None = None  # of the last wake, until it is settled
         self._failure: ReplicaFailed | None = None
+        self.last_transfer: TransferStats | None = None  # of the last settled wake
         self._streams: dict[
             str, tuple[RequestStream, int]
         ] = {}  # sequence id -> stream, continuation
@@ -207,6 +208,10 @@ class ModelRuntime:
             await self._release_image(self._key)
         return change
 
+    async def settled(self) -> None:
+        """Return once the bytes of the last wake are there and checked."""
+        await self._on_control(lambda: None)  # whatever was to do stands before this
+
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
         await self._on_control(self._engine.stop)
@@ -263,7 +268,7 @@ class ModelRuntime:
         if self._transfer is None or self._image is None:
             return  # asleep again before it came to that
         transfer, self._transfer = self._transfer, None
-        stats = transfer.finish()
+        stats = self.last_transfer = transfer.finish()
         self._gates.remove()
         logger.info(
             "restored %d bytes in %.1f ms, %.1f GB/s",

@@ -9,10 +9,12 @@ graphs for decoding.
 # B sequences (padded to a captured size in decode steps), V vocabulary
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.input_outputs import (
     ContinuousBatchingAsyncIOs,
@@ -20,6 +22,7 @@ from transformers.generation.continuous_batching.input_outputs import (
 )
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
     RequestStatus,
     create_warmup_future_states,
 )
@@ -31,8 +34,9 @@ class GraphRunner(ModelRunner):
     """Runs each step: the model, then sampling.
 
     A graph holds the model alone. Sampling follows eagerly: the host enqueues it while the device
-    is still busy with the graph, so it costs no time, and a batch may ask for anything (penalties,
-    log-probabilities) without a graph of its own.
+    is still busy with the graph, so the device need not wait; a batch pays for what its sequences
+    ask for and no more, and may ask for what needs tensors from the host (penalties,
+    log-probabilities).
 
     Graphs read and write fixed addresses of weights and KV cache, so `compute_batch` and `capture`
     need both mapped. Nothing is ever captured outside `capture`: a batch without a graph runs
@@ -51,9 +55,15 @@ class GraphRunner(ModelRunner):
         assert self.cb_config.max_requests_per_batch is not None, "resolved by the manager"
         self._largest_B = self.cb_config.max_requests_per_batch
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # inputs' address, B
-        self._logits_BV: Tensor | None = (
-            None  # what the graphs write; of the largest, which is first
+        # Asynchronous batching writes them on the host, one request at a time like everything else,
+        # and copies them over together. Without it, each request would cost a copy to the device.
+        self._fills_block_tables = not isinstance(
+            self.inputs_and_outputs, ContinuousBatchingAsyncIOs
         )
+        if self._fills_block_tables:
+            self.cache.fill_block_table = _leave_to_runner  # type: ignore[method-assign,assignment]
+        # What all graphs write: the output of the largest, which is captured first.
+        self._logits_BV: Tensor | None = None
 
     def maybe_pad_inputs(
         self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
@@ -72,6 +82,8 @@ class GraphRunner(ModelRunner):
         """Enqueue the prepared batch on the compute stream; its tokens land in the outputs."""
         carry_over_ids, previous_ids, output_ids = self.inputs_and_outputs.get_cb_kwargs()
         io = self._io
+        if io.use_block_table and self._fills_block_tables:
+            fill_block_tables(self.cache, io.requests_in_batch, io.block_table)
         stream = self.inputs_and_outputs.compute_stream
         assert stream is not None, "graphs are for CUDA"
         # Without asynchronous batching the inputs were written on the default stream.
@@ -187,6 +199,27 @@ class GraphRunner(ModelRunner):
     @staticmethod
     def _key(io: ContinuousBatchingIOs) -> tuple[int, int]:
         return io.input_ids.data_ptr(), io.num_q_tokens
+
+
+def fill_block_tables(
+    cache: PagedAttentionCache, requests: Sequence[FutureRequestState], tables: Tensor
+) -> None:
+    """Write the pages of a batch's sequences into their rows, in one copy per attention type.
+
+    Args:
+        tables: [attention types, B or more, any]; what lies past a sequence's pages is not read.
+    """
+    for i, allocator in enumerate(cache.cache_allocators.values()):
+        rows = [allocator.block_table[request.state.request_id] for request in requests]
+        width = max(map(len, rows))
+        padded = [row + [0] * (width - len(row)) for row in rows]
+        pages_per_block = allocator.block_physical_stride // allocator.tokens_per_page
+        pages = torch.tensor(padded, dtype=tables.dtype) * pages_per_block
+        tables[i, : len(rows), :width].copy_(pages)
+
+
+def _leave_to_runner(*_: object) -> None:
+    """In place of PagedAttentionCache.fill_block_table."""
 
 
 def forget_newest_tokens(processor: ContinuousBatchProcessor) -> None:

@@ -1,7 +1,7 @@
-"""Writes the README's measured table from a result, so that it cannot drift from it.
+"""Writes the README's measured table from results, so that it cannot drift from them.
 
-python docs/results/table.py docs/results/demo_cpu.json          # rewrite the README
-python docs/results/table.py docs/results/demo_cpu.json --check  # exit 1 if it would change
+python docs/results/table.py            # rewrite the README
+python docs/results/table.py --check    # exit 1 if it would change
 """
 
 import argparse
@@ -11,41 +11,42 @@ import sys
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).parents[2] / "README.md"
+RESULTS = Path(__file__).parent
+README = RESULTS.parents[1] / "README.md"
+GPU = RESULTS / "2026-11-21_h200" / "wake.json"
 _BLOCK = re.compile(r"(<!-- measured: .*? -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 
 def table(result: dict[str, Any]) -> str:
     def ms(name: str) -> str:
-        spread = result[name]
-        return (
-            f"{1e3 * spread['median']:.1f} ms ({1e3 * spread['min']:.1f}-{1e3 * spread['max']:.1f})"
-        )
+        found = result[name]
+        return f"{1e3 * found['median']:.1f} ms ({1e3 * found['min']:.1f}-{1e3 * found['max']:.1f})"
 
-    def mib(size: float) -> str:
-        return f"{size / 2**20:.0f} MiB"
-
-    held = mib(result["weights_bytes"] + result["kv_bytes"])
+    gb = result["weights_bytes"] / 1e9
+    rate = result["gb_per_s"]["median"]
+    mapped = (result["weights_bytes"] + result["kv_bytes"]) / 2**30
+    asleep = result["asleep_bytes"]["median"] / 2**30
     rows = [
-        ("wake (map, copy the image, resume)", ms("wake_s")),
-        ("sleep (pause, unmap)", ms("sleep_s")),
-        ("TTFT over HTTP, replica awake", ms("ttft_awake_s")),
-        ("TTFT over HTTP, replica asleep", ms("ttft_asleep_s")),
-        (f"memory given back asleep, of {held} mapped awake", mib(result["released_bytes"])),
+        ("first token of a sleeping replica", ms("ttft_asleep_s")),
+        (f"the link's own time for the {gb:.2f} GB, at {rate:.1f} GB/s", ms("link_s")),
+        ("first token of an awake replica", ms("ttft_awake_s")),
+        ("going to sleep", ms("sleep_s")),
+        (f"left on the card asleep, of {mapped:.1f} GiB weights and KV cache", f"{asleep:.2f} GiB"),
+        ("image for the first replica: page cache to object store", f"{result['image_s']:.1f} s"),
+        ("image for a second replica of the node", f"{result['second_image_s']:.2f} s"),
+        (f"wrong tokens in {result['cycles']} cycles", str(result["wrong"])),
     ]
-    weights = mib(result["weights_bytes"])
-    head = f"{result['model']} model, {weights} of weights; {result['hardware']}"
-    lines = [f"| {head} | median (min-max) of {result['cycles']} |", "|---|---|"]
+    head = f"7B shape, bf16, one {result['device']}; in the replica's process"
+    lines = [f"| {head} | median (min-max) |", "|---|---|"]
     return "\n".join(lines + [f"| {name} | {value} |" for name, value in rows]) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     before = README.read_text(encoding="utf-8")
-    text = table(json.loads(arguments.result.read_text()))
+    text = table(json.loads(GPU.read_text()))
     after = _BLOCK.sub(lambda found: found[1] + text + found[2], before)
     if arguments.check:
         return int(after != before)

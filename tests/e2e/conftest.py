@@ -12,7 +12,7 @@ from tests.e2e.puzzles import Puzzle, find_puzzles
 from tests.e2e.serve_process import PROJECT, ServeProcess
 
 # Each module goes on with the server of the one before it where it can.
-_ORDER = ("test_demo", "test_soak", "test_faults", "test_shutdown")
+_ORDER = ("test_demo", "test_soak", "test_faults", "test_shutdown", "test_recovery")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,11 +55,12 @@ def _own_config() -> str:
     return (PROJECT / "serve_config.yaml").read_text()
 
 
-def _config_of(file: str, **sleep: Any) -> str:
-    """serve_config.yaml with another model: a file of configs/, with other sleep times."""
+def config_with(file: str, **changes: dict[str, Any]) -> str:
+    """serve_config.yaml with another model: a file of configs/, some of its keys changed."""
     config = yaml.safe_load(_own_config())
     model = yaml.safe_load((PROJECT / "configs" / file).read_text())
-    model["sleep"] |= sleep
+    for section, keys in changes.items():
+        model[section] = model.get(section, {}) | keys
     for application in config["applications"]:
         application["args"]["models"] = [model]
     text: str = yaml.safe_dump(config)
@@ -68,8 +69,10 @@ def _config_of(file: str, **sleep: Any) -> str:
 
 CONFIGS: dict[str, Callable[[], str]] = {
     "own": _own_config,
-    "drowsy": lambda: _config_of("demo.yaml", idle_timeout_s=3, idle_check_interval_s=0.1),
-    "tiny": lambda: _config_of("tiny_cpu.yaml", idle_timeout_s=None),
+    "drowsy": lambda: config_with(
+        "demo.yaml", sleep={"idle_timeout_s": 3, "idle_check_interval_s": 0.1}
+    ),
+    "tiny": lambda: config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None}),
 }
 
 

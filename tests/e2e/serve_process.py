@@ -66,9 +66,10 @@ class ServeProcess:
 
     Args:
         config: text of a serve_config.yaml; its HTTP port is replaced by a free one.
+        environment: variables beside those of the caller.
     """
 
-    def __init__(self, config: str) -> None:
+    def __init__(self, config: str, **environment: str) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60.0)
@@ -84,7 +85,7 @@ class ServeProcess:
             self._leader = subprocess.Popen(
                 [sys.executable, "-c", _LISTEN_TO_SIGINT, *serve],
                 cwd=PROJECT,
-                env=_environment(self._home),
+                env=_environment(self._home) | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

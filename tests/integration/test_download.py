@@ -211,6 +211,10 @@ def test_failed_file_makes_a_partial_download(
     assert len(hub.content_requests(WEIGHTS)) == 1, "what had arrived is not fetched again"
 
 
+def listen_to_sigint() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @SOURCES
 def test_interrupt_keeps_the_partial_file_and_the_next_run_continues_it(
     source: str, directory: Path, home: Path, monkeypatch: pytest.MonkeyPatch
@@ -221,7 +225,13 @@ def test_interrupt_keeps_the_partial_file_and_the_next_run_continues_it(
     with FakeHub(files, stall_after={WEIGHTS: sent}) as hub:
         point_at(monkeypatch, hub.endpoint)
         command = [*COMMAND, "Owner/Name", "--source", source]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell's background job ignores SIGINT, and what it starts inherits that.
+            preexec_fn=listen_to_sigint,
+        ) as process:
             wait_until(lambda: size_of(partial) >= sent)
             process.send_signal(signal.SIGINT)
             _, stderr = process.communicate(timeout=20)

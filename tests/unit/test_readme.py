@@ -1,6 +1,8 @@
 """The README says what the code says."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,8 @@ def test_architecture_has_a_line_for_every_module(project: Path) -> None:
         and f"{path.parent.relative_to(project)}/`" not in table
     }
     assert not missing
+
+
+def test_measured_table_is_that_of_the_result(project: Path) -> None:
+    command = [sys.executable, str(project / "docs" / "results" / "table.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0, "run docs/results/table.py"
