@@ -17,7 +17,7 @@ Wrong configuration is a `ConfigError`: one line per mistake, naming file, key a
 import os
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -26,6 +26,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -34,7 +35,14 @@ from pydantic import (
 from actors.engine.config import EngineConfig
 from actors.lifecycle import SleepConfig
 from actors.weights.source import Hub, ModelSource
-from serve_app.config_errors import ConfigError, Problem, did_you_mean, unknown_keys, validate
+from serve_app.config_errors import (
+    ConfigError,
+    Problem,
+    did_you_mean,
+    problems_of,
+    unknown_keys,
+    validate,
+)
 from serve_app.ingress import HttpSettings
 
 _PROJECT_MARKERS = ("serve_config.yaml", "pyproject.toml")
@@ -125,6 +133,14 @@ class _ModelList(BaseModel):
     models: tuple[
         Annotated[ModelConfig, BeforeValidator(_load_named), AfterValidator(_find_source)], ...
     ] = Field(description="Files in configs/, or what such a file says, in place.")
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Pydantic's, with our one line per mistake: Ray calls it when it builds an application."""
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise ConfigError(problems_of(error, cls)) from None
 
     @model_validator(mode="after")
     def _models_differ(self) -> "_ModelList":

@@ -63,7 +63,7 @@ def validate(model: type[Model], data: object, context: Mapping[str, Any] | None
     try:
         return model.model_validate(data, context=context)
     except ValidationError as error:
-        raise ConfigError(_problems(error, model)) from error
+        raise ConfigError(problems_of(error, model)) from error
 
 
 def unknown_keys(data: Mapping[str, object], model: type[BaseModel]) -> Iterator[Problem]:
@@ -79,7 +79,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _problems(error: ValidationError, model: type[BaseModel]) -> Iterator[Problem]:
+def problems_of(error: ValidationError, model: type[BaseModel]) -> Iterator[Problem]:
+    """What pydantic found wrong, in our words."""
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
