@@ -81,8 +81,7 @@ class ModelRuntime:
             torch.set_num_threads(engine.cpu_threads)
         self.codec = TextCodec.load(checkpoint)
         self.weights_bytes = image.layout.total_bytes
-        self._key = image.manifest.key
-        self._layout = image.layout
+        self._digests = image.manifest.digests
         self._image: WeightImage | None = image
         self._reload_image = reload_image
         self._release_image = release_image
@@ -96,9 +95,8 @@ class ModelRuntime:
         self._transfer: Transfer | None = None  # of the last wake, until it is settled
         self._failure: ReplicaFailed | None = None
         self.last_transfer: TransferStats | None = None  # of the last settled wake
-        self._streams: dict[
-            str, tuple[RequestStream, int]
-        ] = {}  # sequence id -> stream, continuation
+        # sequence id -> stream, continuation
+        self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
@@ -192,7 +190,7 @@ class ModelRuntime:
     async def wake(self) -> MemoryChange:
         if self._image is None:
             image = await self._reload_image()
-            if image.layout.digest != self._layout.digest:
+            if image.manifest.digests != self._digests:
                 raise LayoutMismatch("the checkpoint changed while the model slept at level 2")
             self._image = image
         change = await self._on_control(self._wake_now, self._image)
@@ -204,8 +202,8 @@ class ModelRuntime:
         change = await self._on_control(self._unmap_now, level)
         if level == 2 and self._image is not None:
             await self._on_control(self._close_link)
-            self._image = None
-            await self._release_image(self._key)
+            key, self._image = self._image.manifest.key, None
+            await self._release_image(key)
         return change
 
     async def settled(self) -> None:
@@ -285,7 +283,7 @@ class ModelRuntime:
 
     def _check_settled(self, settled: "asyncio.Future[None]") -> None:
         """On the event loop: a wake that went wrong fails the replica instead of serving rubbish."""
-        failure = settled.exception()
+        failure = None if settled.cancelled() else settled.exception()
         if failure is None:
             return
         logger.error("this replica has failed", exc_info=failure)
@@ -308,6 +306,8 @@ class ModelRuntime:
         keep = self._kept if level == 1 else frozenset[int]()
         self._weights.unmap([i for i in range(len(self._weights.spans)) if i not in keep])
         self._kv.unmap()
+        if self._driver.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the last steps' activations left in torch's hands
         return MemoryChange(before, self.mapped_bytes, 0)
 
     def _open(self, prepared: Prepared) -> RequestStream:
