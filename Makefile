@@ -53,7 +53,7 @@ clean:
 
 # A Python that has a CUDA build of torch keeps it (a GPU image brings its own). Without any torch
 # and without an NVIDIA driver, PyTorch's CPU index spares 3 GB of CUDA libraries, where it can be
-# reached: https://pytorch.org/get-started/locally/
+# reached: https://pytorch.org/get-started/locally/ A CUDA build of torch brings its own Triton.
 $(STAMP): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "sleepserve needs Python 3.11 or newer; found none. Say PYTHON=/path/to/python3.12 make ..." >&2; \
@@ -67,7 +67,9 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "Installing into $(VENV): a minute or two, once."; \
 	set -ex; \
 	test -x $(PY) || $(PYTHON) -m venv $$site $(VENV); \
-	$(PY) -m pip install --quiet -c constraints.txt $$index -e ".[$$extras]"
+	$(PY) -m pip install --quiet -c constraints.txt $$index -e ".[$$extras]"; \
+	if [ -z "$$($(PY) -c 'import torch; print(torch.version.cuda or "")')" ]; then \
+		$(PY) -m pip install --quiet -c constraints.txt -e ".[cpu]"; fi
 	@touch $@
 
 $(DEMO): actors/weights/checkpoint.py | $(STAMP)
