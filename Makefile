@@ -11,6 +11,10 @@ DEMO := checkpoints/demo/config.json
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
+# Ray 2.60 opens its own ports on every interface unless this is 0 (ray/_private/services.py); one
+# machine needs none of them from outside.
+LOOPBACK := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
+
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
@@ -30,7 +34,7 @@ serve: $(STAMP) $(DEMO)
 	@echo 'When the models are up, try:'
 	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"demo\", \"max_tokens\": 32, \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" exec $(PY) -m ray.serve.scripts run serve_config.yaml
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(LOOPBACK) exec $(PY) -m ray.serve.scripts run serve_config.yaml
 
 test: $(STAMP) $(DEMO)
 	$(PY) -m pytest -m "not gpu" $(ARGS)
