@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def wait_until(
-    condition: Callable[[], T], deadline_s: float = 30.0, what: str = "", pause_s: float = 0.02
+    condition: Callable[[], T], deadline_s: float = 60.0, what: str = "", pause_s: float = 0.02
 ) -> T:
     """The first true value of `condition`."""
     ends_s = time.monotonic() + deadline_s
