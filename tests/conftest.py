@@ -1,5 +1,6 @@
 """Marks by folder, the skip of GPU tests, and checkpoints to test with."""
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,12 @@ def cuda_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+if not cuda_available():
+    # The decode kernel's tests run in Triton's interpreter. Triton reads this once, when anything
+    # imports it for the first time, which may be some other test.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

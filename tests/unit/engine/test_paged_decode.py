@@ -16,8 +16,6 @@ import pytest
 import torch
 
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel's module is imported
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from actors.engine import paged_decode as module  # noqa: E402  # behind the skip
