@@ -134,13 +134,13 @@ class Harness:
         return logits[len(self.prompts[name]) - 1 : -1]
 
     def check_greedy(self, *names: str) -> None:
-        """Every token is the reference's, but for near ties that half precision may turn."""
+        """Every token is the reference's, but for ties within half precision's rounding."""
         equal = total = 0
         for name in names or self.tokens:
             scores = self.scores(name)
             chosen = torch.tensor(self.tokens[name], device="cuda")
             behind = scores.amax(-1) - scores.gather(1, chosen[:, None])[:, 0]
-            assert float((behind / scores.std(-1)).max()) < 0.1, name
+            assert float((behind / scores.std(-1)).max()) < 0.05, name
             equal += int((behind == 0).sum())
             total += len(chosen)
         assert equal >= 0.97 * total, f"{equal} of {total} tokens equal"
@@ -309,4 +309,4 @@ def test_batch_with_wishes_of_every_kind(use_async: bool) -> None:
             for earlier in h.tokens[frequent][:row]:
                 scores[row, earlier] -= 1.5
             behind = float(scores[row].max() - scores[row, token])
-            assert behind < 0.1 * float(scores[row].std()), row
+            assert behind < 0.05 * float(scores[row].std()), row
