@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from actors.errors import DrainTimeout, HeldAsleep, ReplicaFailed, Unavailable, WakeTimeout
 from actors.idle import IdleClock
-from actors.protocol import ReplicaState, SleepCommand, SleepMode
+from actors.protocol import MemoryLeft, ReplicaState, SleepCommand, SleepMode
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,9 @@ class SleepConfig(BaseModel):
         "so that the wake loads from disk.",
     )
     keep_layers: int = Field(
-        default=0, ge=0, description="Decoder layers that stay on the device while asleep."
+        default=0,
+        ge=0,
+        description="How many of the first decoder layers stay on the device while asleep.",
     )
     drain_timeout_s: float = Field(
         default=60.0,
@@ -68,6 +70,21 @@ class MemoryChange:
     mapped_before_bytes: int
     mapped_after_bytes: int
     copied_bytes: int  # over the link, host to device
+    released_bytes: int | None = None  # by a sleep: used on the device before it, minus after it
+    own_released_bytes: int | None = (
+        None  # the same by this process' own figure, where there is one
+    )
+    left: MemoryLeft | None = None  # after a sleep
+
+    def __str__(self) -> str:
+        text = (
+            f"mapped {self.mapped_before_bytes} -> {self.mapped_after_bytes} bytes, "
+            f"copied {self.copied_bytes}"
+        )
+        if self.released_bytes is None:
+            return text
+        own = "" if self.own_released_bytes is None else f" (own {self.own_released_bytes})"
+        return f"{text}; the device got {self.released_bytes}{own} back, left are {self.left}"
 
 
 class Effects(Protocol):
@@ -102,6 +119,7 @@ class Lifecycle:
         self.wakes = 0
         self.last_sleep_s: float | None = None
         self.last_wake_s: float | None = None
+        self.last_sleep: MemoryChange | None = None
         self._effects = effects
         self._config = config
         self._now = now
@@ -267,6 +285,7 @@ class Lifecycle:
         started_s = self._now()
         change = await self._effects.sleep(command.level)
         self.last_sleep_s = self._now() - started_s
+        self.last_sleep = change
         self.sleeps += 1
         self.level = command.level
         self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
@@ -299,13 +318,11 @@ class Lifecycle:
             logger.info("%s: %s -> %s (%s)", self._name, before, state, reason)
             return
         logger.info(
-            "%s: %s -> %s (%s) in %.1f ms; mapped %d -> %d bytes, copied %d",
+            "%s: %s -> %s (%s) in %.1f ms; %s",
             self._name,
             before,
             state,
             reason,
             1e3 * seconds,
-            change.mapped_before_bytes,
-            change.mapped_after_bytes,
-            change.copied_bytes,
+            change,
         )

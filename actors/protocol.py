@@ -118,6 +118,59 @@ class SleepCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryLeft:
+    """What a sleeping process still holds of its device, in bytes; the parts add up.
+
+    On a CPU the context is the process as it was before the model came into it, and graphs and
+    torch's reserve are nothing.
+    """
+
+    context: int  # the CUDA context
+    graphs: int  # the engine's graphs: their pool, and the kernels that came with them
+    kept_layers: int  # weights that stay mapped
+    torch_reserve: int  # what torch's allocator still holds, graphs apart
+    other: int  # the rest: kernels loaded since, page tables of pinned memory
+
+    @property
+    def total(self) -> int:
+        return self.context + self.graphs + self.kept_layers + self.torch_reserve + self.other
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total} bytes (context {self.context}, graphs {self.graphs}, kept layers "
+            f"{self.kept_layers}, torch's reserve {self.torch_reserve}, other {self.other})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemoryStatus:
+    """What the device itself said at the end of the last sleep or settled wake, in bytes.
+
+    On a CPU: the machine's memory, and the resident set of this process.
+    """
+
+    total: int
+    free: int
+    own: int | None  # held by this process, by NVML; None where that cannot tell
+    released_by_last_sleep: int | None  # used on the device before it, minus after it
+    own_released_by_last_sleep: int | None  # the same of `own`
+    left: MemoryLeft | None  # None while awake
+
+
+@dataclass(frozen=True, slots=True)
+class WakeReport:
+    """What a wake moved, and what the device computed of the bytes where they landed."""
+
+    copied_bytes: int
+    link_s: float  # from the start of the first copy to the end of the last, by the device's clock
+    link_gb_per_s: float  # 10^9 bytes a second
+    checked_segments: int
+    checked_bytes: int
+    check_s: float
+    intact: bool  # False: the last segment checked differs from its manifest; the replica fails
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """A replica's own account of itself. Old as soon as it is read: it may steer, never gate."""
 
@@ -139,3 +192,5 @@ class ReplicaStatus:
     weights_from: str  # "image", "disk" or "" while the image is released
     reason: str  # why it is in this state, in words
     max_model_len: int  # tokens of prompt and output together
+    device_memory: DeviceMemoryStatus
+    last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked

@@ -1,4 +1,4 @@
-"""ModelRuntime: one model's arenas, image and engine, put together.
+"""ModelRuntime: one model's memory and engine, put together.
 
 Implements the effects of the lifecycle (sleep and wake) and generates for requests. Everything that
 pauses, maps or copies runs on one control thread, so a sleep and a wake can never interleave; tokens
@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,19 +26,15 @@ from actors.engine.output import OutputAssembler
 from actors.engine.sampling import SequenceSampling
 from actors.engine.stream import RequestStream
 from actors.engine.text import TextCodec
-from actors.errors import EngineDied, LayoutMismatch, ReplicaFailed, WeightsCorrupted
+from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed
 from actors.lifecycle import MemoryChange, SleepConfig
-from actors.memory.arena import DeviceArena
-from actors.memory.cpu import CpuDriver
-from actors.memory.driver import HostLink, MemoryDriver
-from actors.memory.transfer import Transfer, TransferStats
+from actors.memory.transfer import TransferStats
+from actors.model_memory import ModelMemory
 from actors.protocol import ChatPrompt, FinishReason, GenerateRequest, TokenEvent
 from actors.weights import packer
-from actors.weights.attach import attach, build_on_meta
-from actors.weights.checksum import checksum
-from actors.weights.gates import SegmentGates
+from actors.weights.attach import build_on_meta
 from actors.weights.image import WeightImage
-from actors.weights.layout import ImageKey, Layout
+from actors.weights.layout import ImageKey
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +51,11 @@ class Prepared:
 
 
 class ModelRuntime:
-    """One model in one process. Starts asleep; `wake` before the first `generate`."""
+    """One model in one process. Starts asleep; `wake` before the first `generate`.
+
+    Attributes:
+        memory: weights and KV cache. To be read; only this runtime's control thread moves it.
+    """
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class ModelRuntime:
         engine: EngineConfig,
         sleep: SleepConfig,
     ) -> None:
-        """Build module, arenas and engine. Blocks for a while: call it on a thread.
+        """Build memory and engine. Blocks for a while: call it on a thread.
 
         Args:
             module: from `build_module`; becomes this runtime's own.
@@ -77,49 +78,53 @@ class ModelRuntime:
             ValueError: the configuration cannot work for this model.
             LayoutMismatch: image and architecture disagree.
         """
-        if engine.cpu_threads is not None:
-            torch.set_num_threads(engine.cpu_threads)
         self.codec = TextCodec.load(checkpoint)
-        self.weights_bytes = image.layout.total_bytes
-        self._digests = image.manifest.digests
-        self._image: WeightImage | None = image
+        self.memory = ModelMemory(module, image, sleep.keep_layers, engine.device)
+        # Beside a GPU, what little is done here takes longer shared out among threads than alone.
+        threads = engine.cpu_threads or (None if self.memory.device.type == "cpu" else 1)
+        if threads is not None:
+            torch.set_num_threads(threads)
         self._reload_image = reload_image
         self._release_image = release_image
         self._max_events_per_s = engine.max_events_per_s
-        self._kept = _kept_segments(image.layout, sleep.keep_layers)
-        self._driver = select_driver(engine.device)
-        self._weights = DeviceArena(self._driver, [s.size for s in image.layout.segments])
-        attach(module, image.layout, self._weights)
-        self._gates = SegmentGates(module, image.layout)
-        self._link: HostLink | None = None  # of `_image`, and only while there is one
-        self._transfer: Transfer | None = None  # of the last wake, until it is settled
         self._failure: ReplicaFailed | None = None
-        self.last_transfer: TransferStats | None = None  # of the last settled wake
         # sequence id -> stream, continuation
         self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
         self._engine = self._control.submit(self._build_engine, module, engine).result()
-        self._kv = self._engine.kv_arena
         self._control.submit(self._warm_up).result()
+        self._has_uncaptured = False  # compiled layers that no graph holds yet
+        self._compiler = threading.Thread(target=self._compile, name="compile", daemon=True)
+        self._compiler.start()
 
     @property
     def max_model_len(self) -> int:
         return self._engine.max_model_len
 
     @property
+    def weights_bytes(self) -> int:
+        """Size of the packed image."""
+        return self.memory.weights_bytes
+
+    @property
     def mapped_bytes(self) -> int:
-        return self._weights.mapped_bytes + self._kv.mapped_bytes
+        return self.memory.mapped_bytes
 
     @property
     def kv_bytes(self) -> int:
-        return self._kv.size
+        return self.memory.kv_bytes
 
     @property
     def image_origin(self) -> str:
         """Where the image came from, "" while it is released."""
-        return self._image.origin if self._image is not None else ""
+        return self.memory.image.origin if self.memory.image is not None else ""
+
+    @property
+    def last_transfer(self) -> TransferStats | None:
+        """Of the last settled wake."""
+        return self.memory.last_transfer
 
     def engine_stats(self) -> EngineStats:
         return self._engine.stats()
@@ -188,127 +193,124 @@ class ModelRuntime:
                 stream.push(assembler.push((), finish=FinishReason.ABORT))
 
     async def wake(self) -> MemoryChange:
-        if self._image is None:
-            image = await self._reload_image()
-            if image.manifest.digests != self._digests:
-                raise LayoutMismatch("the checkpoint changed while the model slept at level 2")
-            self._image = image
-        change = await self._on_control(self._wake_now, self._image)
-        settled = asyncio.get_running_loop().run_in_executor(self._control, self._settle)
-        settled.add_done_callback(self._check_settled)
+        if self.memory.image is None:
+            await self._on_control(self.memory.take_image, await self._reload_image())
+        change = await self._on_control(self._wake_now)
+        self._control.submit(self._settle)
         return change
 
     async def sleep(self, level: int) -> MemoryChange:
-        change = await self._on_control(self._unmap_now, level)
-        if level == 2 and self._image is not None:
-            await self._on_control(self._close_link)
-            key, self._image = self._image.manifest.key, None
-            await self._release_image(key)
+        change = await self._on_control(self._sleep_now, level)
+        if level == 2:
+            key = await self._on_control(self.memory.drop_image)
+            if key is not None:
+                await self._release_image(key)
         return change
 
     async def settled(self) -> None:
         """Return once the bytes of the last wake are there and checked."""
         await self._on_control(lambda: None)  # whatever was to do stands before this
 
+    async def compiled(self) -> None:
+        """Return once nothing is compiled any more, and what was is in use."""
+        await asyncio.to_thread(self._compiler.join)
+        await self.settled()
+
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
         await self._on_control(self._engine.stop)
-        await self._on_control(self._close_link)
+        await self._on_control(self.memory.close_link)
         self._control.shutdown(wait=False)
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
 
     def _build_engine(self, module: PreTrainedModel, limits: EngineConfig) -> TransformersEngine:
-        return TransformersEngine(module, limits, self._kv_arena, self._deliver)
-
-    def _kv_arena(self, size: int) -> DeviceArena:
-        arena = DeviceArena(self._driver, [size])
-        arena.map()
-        return arena
+        return TransformersEngine(
+            module,
+            limits,
+            self.memory.make_kv_arena,
+            self._deliver,
+            self.memory.card(),
+            self.memory.weights_bytes,
+        )
 
     def _warm_up(self) -> None:
         self._engine.pause()
-        self._weights.map()
-        self._engine.warm_up()
-        self._unmap_now(2)  # no layer is worth keeping yet
+        self.memory.map()
+        with self.memory.counting_graphs():
+            self._engine.warm_up()
+        self._sleep_now(2)  # no layer is worth keeping yet
 
-    def _wake_now(self, image: WeightImage) -> MemoryChange:
-        """Map, begin the copies, and resume right behind them."""
-        before = self.mapped_bytes
-        missing = self._weights.unmapped()
-        payloads = {i: image.segment(i) for i in missing}
+    def _compile(self) -> None:
+        """On a thread of its own; the model serves, sleeps and wakes meanwhile."""
         try:
-            if self._link is None:
-                everything = [image.segment(i) for i in range(len(image.layout.segments))]
-                self._link = self._driver.open_link(everything)
-            self._weights.map()
-            self._kv.map()
-            self._engine.restore_kv()
-            transfer = self._weights.restore(self._link, payloads)
-        except BaseException:  # all or nothing: half a model must never be resumed
-            self._weights.unmap(missing)
-            self._kv.unmap()
-            raise
-        self._transfer = transfer
-        self._gates.install(transfer.gate)
-        self._engine.resume()
-        copied = sum(payload.nbytes for payload in payloads.values())
-        return MemoryChange(before, self.mapped_bytes, copied)
-
-    def _settle(self) -> None:
-        """After a wake, off the critical path: take the gates out and check what arrived.
-
-        Raises:
-            DeviceMemoryError: a copy failed.
-            WeightsCorrupted: bytes on the device are not those that were packed.
-        """
-        if self._transfer is None or self._image is None:
-            return  # asleep again before it came to that
-        transfer, self._transfer = self._transfer, None
-        stats = self.last_transfer = transfer.finish()
-        self._gates.remove()
-        logger.info(
-            "restored %d bytes in %.1f ms, %.1f GB/s",
-            stats.size,
-            1e3 * stats.seconds,
-            stats.gb_per_s,
-        )
-        manifest = self._image.manifest
-        for copied in stats.segments:
-            found = checksum(self._weights.bytes_of(copied.segment, copied.size))
-            if found != manifest.checksums[copied.segment]:
-                name = manifest.layout.segments[copied.segment].name
-                raise WeightsCorrupted(f"segment {name} is not what was packed, after a wake")
-
-    def _check_settled(self, settled: "asyncio.Future[None]") -> None:
-        """On the event loop: a wake that went wrong fails the replica instead of serving rubbish."""
-        failure = None if settled.cancelled() else settled.exception()
-        if failure is None:
+            if not self._engine.compile():
+                return
+        except Exception:
+            logger.exception("compiling failed; the model is served without, only slower")
             return
-        logger.error("this replica has failed", exc_info=failure)
-        if not isinstance(failure, ReplicaFailed):
-            failure = ReplicaFailed(f"a wake went wrong: {type(failure).__name__}")
-        self._failure = failure
-        for stream, _ in self._streams.values():
-            stream.fail(failure)
+        try:
+            self._control.submit(self._use_compiled)
+        except RuntimeError:
+            logger.info("compiled, but the runtime has been closed")
 
-    def _close_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+    def _use_compiled(self) -> None:
+        asleep = self._engine.paused
+        try:
+            if asleep:
+                self.memory.map()
+            else:
+                self._settle()
+                self._engine.pause()
+                self._engine.drop_kv()
+            self._capture_compiled()
+        except DeviceMemoryShort as exc:
+            logger.info("graphs are captured at the next sleep: %s", exc)
+            self._has_uncaptured = True
+        if asleep:
+            # Not level 1: what was mapped just now must not pass for layers that were kept.
+            self.memory.unmap(2)
+        else:
+            self._engine.prepare_wake()
+            self._engine.resume()
 
-    def _unmap_now(self, level: int) -> MemoryChange:
-        before = self.mapped_bytes
-        if not self._engine.paused:
+    def _capture_compiled(self) -> None:
+        with self.memory.counting_graphs():
+            self._engine.use_compiled()
+        self._has_uncaptured = False
+        logger.info("the decoder layers run compiled from now on")
+
+    def _wake_now(self) -> MemoryChange:
+        """Map, begin the copies, and resume right behind them."""
+        change = self.memory.wake(self._engine.prepare_wake)
+        self._engine.resume()
+        return change
+
+    def _sleep_now(self, level: int) -> MemoryChange:
+        awake = not self._engine.paused
+        if awake:
             self._engine.pause()
         self._engine.drop_kv()
-        keep = self._kept if level == 1 else frozenset[int]()
-        self._weights.unmap([i for i in range(len(self._weights.spans)) if i not in keep])
-        self._kv.unmap()
-        if self._driver.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the last steps' activations left in torch's hands
-        return MemoryChange(before, self.mapped_bytes, 0)
+        if awake and self._has_uncaptured:
+            self._capture_compiled()
+        return self.memory.unmap(level)
+
+    def _settle(self) -> None:
+        """Have a wake that went wrong fail the replica, instead of serving rubbish."""
+        try:
+            self.memory.settle()
+        except Exception as exc:
+            logger.exception("this replica has failed")
+            if not isinstance(exc, ReplicaFailed):
+                exc = ReplicaFailed(f"a wake went wrong: {type(exc).__name__}")
+            self._failure = exc
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._fail_streams, exc)
+
+    def _fail_streams(self, failure: ReplicaFailed) -> None:
+        for stream, _ in self._streams.values():
+            stream.fail(failure)
 
     def _open(self, prepared: Prepared) -> RequestStream:
         params = prepared.request.sampling
@@ -397,25 +399,3 @@ def build_module(checkpoint: Path, dtype: str) -> PreTrainedModel:
 
 def _wrap_int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
-
-
-def select_driver(device: str) -> MemoryDriver:
-    """The memory driver of `engine.device`.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
-    has_cuda = torch.cuda.is_available()
-    if device == "cpu" or (device == "auto" and not has_cuda):
-        return CpuDriver()
-    if not has_cuda:
-        raise ValueError("engine.device is cuda, but torch finds no CUDA device here")
-    from actors.memory.cuda import CudaDriver  # cuda-bindings are there where a GPU is
-
-    return CudaDriver()
-
-
-def _kept_segments(layout: Layout, keep_layers: int) -> frozenset[int]:
-    """The last `keep_layers` decoder layers: the bytes that a wake would bring last."""
-    layers = [i for i, segment in enumerate(layout.segments) if segment.name.startswith("layer.")]
-    return frozenset(layers[len(layers) - min(keep_layers, len(layers)) :])

@@ -19,6 +19,7 @@ from ray.serve.schema import ApplicationStatus
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
 from actors.lifecycle import Lifecycle
 from actors.protocol import (
+    DeviceMemoryStatus,
     GenerateRequest,
     ReplicaState,
     ReplicaStatus,
@@ -149,7 +150,15 @@ class ModelReplica:
         return await self.status()
 
     async def wake_up(self) -> ReplicaStatus:
+        """Wake, and return when the bytes have arrived and were checked; requests do not wait for that.
+
+        Raises:
+            Unavailable: not possible now; the replica is still asleep.
+            ReplicaFailed: the replica cannot serve any more; what arrived may not be what was packed.
+        """
         await self._lifecycle.wake_up()
+        await self._runtime.settled()
+        self._runtime.check_health()
         return await self.status()
 
     async def status(self) -> ReplicaStatus:
@@ -174,6 +183,19 @@ class ModelReplica:
             weights_from=runtime.image_origin,
             reason=lifecycle.reason,
             max_model_len=runtime.max_model_len,
+            device_memory=self._device_memory(),
+            last_wake=runtime.memory.last_wake,
+        )
+
+    def _device_memory(self) -> DeviceMemoryStatus:
+        slept, memory = self._lifecycle.last_sleep, self._runtime.memory
+        return DeviceMemoryStatus(
+            total=memory.seen.total,
+            free=memory.seen.free,
+            own=memory.seen.own,
+            released_by_last_sleep=slept.released_bytes if slept is not None else None,
+            own_released_by_last_sleep=slept.own_released_bytes if slept is not None else None,
+            left=memory.left,
         )
 
     async def check_health(self) -> None:

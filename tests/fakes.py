@@ -5,13 +5,16 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 from actors.protocol import (
+    DeviceMemoryStatus,
     FinishReason,
     GenerateRequest,
+    MemoryLeft,
     ReplicaState,
     ReplicaStatus,
     SleepCommand,
     TokenEvent,
     TokenLogprob,
+    WakeReport,
 )
 from serve_app.ingress import ModelInfo
 
@@ -117,6 +120,15 @@ class FakeModel:
                 weights_from="image",
                 reason="as the test wants it",
                 max_model_len=4096,
+                device_memory=DeviceMemoryStatus(
+                    total=9000,
+                    free=4000,
+                    own=None,
+                    released_by_last_sleep=2048,
+                    own_released_by_last_sleep=None,
+                    left=LEFT if state is ReplicaState.ASLEEP else None,
+                ),
+                last_wake=WakeReport(1024, 0.5, 2.048e-6, 3, 1024, 0.25, intact=True),
             )
             for number, state in enumerate(self.states)
         ]
@@ -163,6 +175,7 @@ class FakeModel:
 
 
 PROMPT_TOKENS = 5  # whatever the prompt
+LEFT = MemoryLeft(context=600, graphs=200, kept_layers=0, torch_reserve=30, other=4)
 
 
 def prompt_text(request: GenerateRequest) -> str:

@@ -1,5 +1,6 @@
 """Which architectures this engine serves right; the others are refused by name at start."""
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.cache import (
     ATTN_TYPE_TO_ALLOCATOR,
@@ -32,3 +33,12 @@ def check_architecture(model: PreTrainedModel) -> None:
     except ValueError as exc:
         supported = ", ".join(ATTN_TYPE_TO_ALLOCATOR)
         raise ValueError(f"{name}: {exc}; supported: {supported}") from exc
+
+
+def decoder_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """The decoder layers with their names in the model, in order; empty if there is no list of them."""
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():  # outer lists come before those inside a layer
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
+    return []

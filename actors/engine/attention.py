@@ -26,6 +26,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from actors.engine.compiled_layers import paged_arguments
+
 NAME = "paged_flash_2"
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -82,7 +84,9 @@ def _wanted(model: PreTrainedModel, page_size: int) -> str:
 def _register() -> None:
     if NAME in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return
-    ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
+    # Compiled layers call it as it is: the cache's bookkeeping is Python, the kernels are fused already.
+    opaque = torch.compiler.disable(paged_attention)  # type: ignore[no-untyped-call]
+    ALL_ATTENTION_FUNCTIONS.register(NAME, opaque)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, flash_attention_mask)
     # There is no registry for what a flash implementation brings: asked for an unknown name,
     # _lazy_imports looks on the hub. Of its answer for ours only "there is a function for block
@@ -115,11 +119,17 @@ def paged_attention(
 
     Args:
         query: [1, H, Q, D]; `key` and `value` are [1, K, Q, D].
-        kwargs: what continuous batching adds (input_outputs.py: PagedAttentionArgs).
+        kwargs: what continuous batching adds (input_outputs.py: PagedAttentionArgs). Compiled layers
+            leave it, and the cache, with `compiled_layers`.
 
     Returns:
         The outputs [1, Q, H, D], and no weights.
     """
+    if cache is None and (paged := paged_arguments()) is not None:
+        if not paged:  # a rehearsal: nobody reads what comes out
+            return query.new_zeros(query.transpose(1, 2).shape), None
+        kwargs |= paged
+        cache = kwargs.pop("cache")
     if cache is None or attention_mask is not None or softcap is not None or s_aux is not None:
         raise ValueError(f"{NAME} serves plain causal attention inside continuous batching only")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,14 +1,15 @@
 """Limits of the engine. Kept apart from the engine so that reading them needs no torch."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class EngineConfig(BaseModel):
     """What one replica's engine may use.
 
-    The KV cache holds `num_blocks * page_size` tokens, shared by all sequences of the replica.
+    The KV cache holds `num_blocks * page_size` tokens, shared by all sequences of the replica. What is
+    absent here, `actors.engine.sizing` chooses.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,27 +24,53 @@ class EngineConfig(BaseModel):
         "KV cache holds, whichever is smaller, when absent.",
     )
     page_size: int = Field(default=256, gt=0, description="Tokens in a page of the KV cache.")
-    num_blocks: int = Field(
-        default=64, gt=0, description="Blocks in the KV cache; a block is one page in every layer."
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of the card's memory for this replica: context, weights, activations, "
+        "CUDA graphs and, with what is left, the KV cache. Where other processes hold memory when the "
+        "replica starts, the share of what they leave. Of no effect on CPU.",
     )
-    max_batch_tokens: int = Field(
-        default=2048, gt=0, description="Tokens computed in one step, prompts and decodes together."
+    num_blocks: int | None = Field(
+        default=None,
+        gt=0,
+        description="Blocks in the KV cache; a block is one page in every layer. When absent, what "
+        "gpu_memory_utilization has room for, but no more than max_requests_per_batch sequences of "
+        "full length need; 64 on CPU.",
     )
-    max_requests_per_batch: int = Field(
-        default=32, gt=0, description="Sequences computed in one step."
+    max_batch_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens computed in one step, prompts and decodes together. When absent, 4096 (1024 "
+        "for attention that needs a mask), fewer where memory is tight; 2048 on CPU.",
+    )
+    max_requests_per_batch: int | None = Field(
+        default=None,
+        gt=0,
+        description="Sequences computed in one step. When absent, 256, fewer where memory is tight; 32 "
+        "on CPU.",
     )
     use_cuda_graphs: bool = Field(
         default=True,
         description="Replay decode steps from CUDA graphs, captured for batches of 1, 2, 4, ... and "
         "max_requests_per_batch sequences; of no effect on CPU and for models with sliding windows.",
     )
+    use_torch_compile: bool = Field(
+        default=True,
+        description="Compile the decoder layers in the background after the start, and capture the "
+        "graphs again when that is done; of no effect without CUDA graphs.",
+    )
     use_async_batching: bool = Field(
-        default=False,
-        description="Prepare the next step while the device computes this one: more tokens per "
-        "second for many sequences, but a later first token; of no effect on CPU.",
+        default=True,
+        description="Prepare the next step while the device computes this one, which gives more "
+        "tokens per second and takes a second set of graphs; of no effect on CPU.",
     )
     cpu_threads: int | None = Field(
-        default=None, gt=0, description="Threads of a CPU replica; torch's default when absent."
+        default=None,
+        gt=0,
+        description="Threads of torch's operators on the CPU; torch's default when absent, and 1 beside "
+        "a GPU.",
     )
     max_events_per_s: float = Field(
         default=1000.0,
@@ -51,3 +78,13 @@ class EngineConfig(BaseModel):
         description="Streamed events per second that this replica sends up at most; above it, the "
         "tokens of a stream are coalesced into fewer events.",
     )
+
+    @model_validator(mode="after")
+    def _every_sequence_has_a_token(self) -> Self:
+        requests, tokens = self.max_requests_per_batch, self.max_batch_tokens
+        if requests is not None and tokens is not None and requests > tokens:
+            raise ValueError(
+                f"max_requests_per_batch is {requests}, but max_batch_tokens {tokens}: a step "
+                "computes a token of each sequence, so lower the one or raise the other"
+            )
+        return self

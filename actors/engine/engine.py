@@ -16,19 +16,21 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.continuous_api import (
-    ContinuousBatchingManager,
-    ContinuousMixin,
-)
 from transformers.generation.continuous_batching.model_runner import (
     infer_max_single_request_tokens,
 )
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
+from actors.engine.architectures import decoder_layers
+from actors.engine.attention import NAME as OUR_ATTENTION
 from actors.engine.attention import choose_attention, decodes_in_pages
+from actors.engine.cache_shape import cache_shape
+from actors.engine.compiled_layers import CompiledLayers
 from actors.engine.config import EngineConfig
 from actors.engine.graphs import GraphRunner, forget_newest_tokens
+from actors.engine.pipeline import PipelinedManager
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
+from actors.engine.sizing import CardMemory, Limits, plan_limits
 from actors.engine.validation import check_token_ids, validate
 from actors.errors import ContextLengthExceeded, EngineDied, InvalidRequest
 from actors.memory.arena import DeviceArena
@@ -96,8 +98,12 @@ class Engine(Protocol):
         Only while paused.
         """
 
-    def restore_kv(self) -> None:
-        """Make freshly mapped KV memory safe to read where padding points. Only while paused."""
+    def prepare_wake(self) -> None:
+        """Get ready for weights that arrive while the first batch runs. Only while paused.
+
+        Freshly mapped KV memory becomes safe to read where padding points, and the next batch runs
+        module by module, so that hooks can hold it.
+        """
 
     def warm_up(self) -> None:
         """Compile and capture what the device replays later, so that serving never does.
@@ -105,6 +111,21 @@ class Engine(Protocol):
         Weights and KV cache must be mapped; what they hold does not matter. Only while paused, and
         before any sequence has been submitted. Optional: without it, steps are slower.
         """
+
+    def compile(self) -> bool:
+        """Compile for the device what can be; blocks for seconds, on any thread, and changes nothing.
+
+        The engine may run, be paused and have its memory unmapped meanwhile.
+
+        Returns:
+            Whether there is something for `use_compiled` to do.
+
+        Raises:
+            Exception: compiling failed. The engine goes on as it is.
+        """
+
+    def use_compiled(self) -> None:
+        """Put to use what `compile` made. Under the conditions of `warm_up`."""
 
     def stats(self) -> EngineStats: ...
 
@@ -179,12 +200,15 @@ class TransformersEngine:
         config: EngineConfig,
         make_kv_arena: Callable[[int], DeviceArena],
         sink: Sink,
+        card: CardMemory | None = None,
+        weights_bytes: int = 0,
     ) -> None:
         """Build the manager and move its KV cache into an arena.
 
         Args:
             model: accepted by `check_architecture`, its tensors on an arena.
             make_kv_arena: bytes -> a mapped arena of one segment.
+            card: what `plan_limits` makes the limits from, and `weights_bytes` likewise.
 
         Raises:
             ValueError: the limits contradict each other or the model.
@@ -192,16 +216,21 @@ class TransformersEngine:
         self._model = model
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._sampler = BatchSampler()
-        self._manager = _make_manager(model, config, self._sampler)
+        choose_attention(model, config.page_size)
+        shape = cache_shape(model, config.page_size)
+        limits = plan_limits(config, shape, card, weights_bytes)
+        logger.info("%s", limits.describe())
+        self._manager = _make_manager(model, config, limits, self._sampler)
         self._manager.output_router = _StepRouter(sink)  # type: ignore[assignment]  # the same duck
         self._processor = self._manager._create_batch_processor()
         self._manager.batch_processor = self._processor
         self._runner: GraphRunner | None = None
         if model.device.type == "cuda":
-            self._processor.model_runner = self._runner = GraphRunner(self._processor)
+            layers = _layers_to_compile(model) if config.use_torch_compile else None
+            self._processor.model_runner = self._runner = GraphRunner(self._processor, layers)
+            self._manager.complete_batch = self._runner.complete_batch
         self._cache: PagedAttentionCache = self._processor.cache
-        self.kv_arena = make_kv_arena(self._cache.cache_tensor.numel())
-        _move_kv_cache(self._cache, self.kv_arena)
+        self.kv_arena = _move_kv_cache(self._cache, make_kv_arena)
         self.max_model_len = _resolve_max_model_len(model, config, self._cache)
         self._pause: AbstractContextManager[None] | None = None
         self._manager.start()
@@ -274,16 +303,29 @@ class TransformersEngine:
         self._cache.reset()
         scheduler.block_new_requests = False
 
-    def restore_kv(self) -> None:
+    def prepare_wake(self) -> None:
         assert self._pause is not None, "not paused"
         # Padding reads the two sectors in front, and garbage there may be NaN.
         self._cache.cache_tensor[: 2 * self._cache.bytes_per_sector].zero_()
+        if self._runner is not None:
+            self._runner.expect_gates()
 
     def warm_up(self) -> None:
         assert self._pause is not None, "not paused"
         assert not self._processor.has_pending_requests(), "sequences in flight"
         if self._runner is not None:
             self._runner.capture(self._model)
+
+    def compile(self) -> bool:
+        if self._runner is None or not self._runner.compiles:
+            return False
+        self._runner.compile()
+        return True
+
+    def use_compiled(self) -> None:
+        assert self._pause is not None, "not paused"
+        assert self._runner is not None, "nothing was compiled"
+        self._runner.use_compiled(self._model)
 
     def stats(self) -> EngineStats:
         allocators = self._cache.cache_allocators.values()
@@ -310,27 +352,26 @@ class TransformersEngine:
 
 
 def _make_manager(
-    model: PreTrainedModel, config: EngineConfig, sampler: BatchSampler
-) -> ContinuousBatchingManager:
+    model: PreTrainedModel, config: EngineConfig, limits: Limits, sampler: BatchSampler
+) -> PipelinedManager:
     on_cuda = model.device.type == "cuda"
-    if config.use_async_batching and not on_cuda:
-        logger.warning("engine.use_async_batching has no effect on %s", model.device.type)
-    attention = choose_attention(model, config.page_size)
+    attention = model.config._attn_implementation
     paged = decodes_in_pages(model)
     graphs = paged and config.use_cuda_graphs
     logger.info("attention %s, decode in pages %s, CUDA graphs %s", attention, paged, graphs)
     # Of default size, the block table would send sequences of more than 32 pages, and with them
     # their whole batch, back to the path that gathers K and V.
     limit = config.max_model_len or _knows(model)
-    pages = min(config.num_blocks, -(-limit // config.page_size) if limit else config.num_blocks)
-    manager = ContinuousMixin.init_continuous_batching(
-        model,  # type: ignore[arg-type]  # the mixin is one of its bases at run time
+    pages = min(limits.num_blocks, -(-limit // config.page_size) if limit else limits.num_blocks)
+    manager = PipelinedManager(
+        model,
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=config.page_size,
-            num_blocks=config.num_blocks,
-            max_batch_tokens=config.max_batch_tokens,
-            max_requests_per_batch=min(config.max_requests_per_batch, config.max_batch_tokens),
+            num_blocks=limits.num_blocks,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_requests_per_batch=limits.max_requests_per_batch,
+            max_memory_percent=1.0 if on_cuda else None,  # what fits has been planned
             max_blocks_per_request=pages if paged else 0,
             use_cuda_graph=(False, graphs),
             use_async_batching=config.use_async_batching and on_cuda,
@@ -341,16 +382,34 @@ def _make_manager(
     return manager
 
 
+def _layers_to_compile(model: PreTrainedModel) -> CompiledLayers | None:
+    # No other attention knows where compiled layers leave its arguments.
+    ours = model.config._attn_implementation == OUR_ATTENTION
+    return CompiledLayers(model) if ours and decoder_layers(model) else None
+
+
 def _knows(model: PreTrainedModel) -> int | None:
     """The longest sequence that the model has positions for; None when it does not say."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
-def _move_kv_cache(cache: PagedAttentionCache, arena: DeviceArena) -> None:
-    count = cache.cache_tensor.numel()
-    cache.cache_tensor = arena.bytes_of(0, count)
+def _move_kv_cache(
+    cache: PagedAttentionCache, make_arena: Callable[[int], DeviceArena]
+) -> DeviceArena:
+    count, on_cuda = cache.cache_tensor.numel(), cache.cache_tensor.is_cuda
+    # Let go of transformers' own tensor first: a card has no room for two caches.
+    _place_kv_cache(cache, torch.empty(count, dtype=torch.uint8, device="meta"))
+    if on_cuda:
+        torch.cuda.empty_cache()
+    arena = make_arena(count)
+    _place_kv_cache(cache, arena.bytes_of(0, count))
     cache.cache_tensor[: 2 * cache.bytes_per_sector].zero_()
+    return arena
+
+
+def _place_kv_cache(cache: PagedAttentionCache, memory: torch.Tensor) -> None:
+    cache.cache_tensor = memory
     for allocator in cache.cache_allocators.values():
         allocator.register_cache_tensor(
             cache.bytes_per_sector,
@@ -369,7 +428,7 @@ def _resolve_max_model_len(
     if config.max_model_len is None:
         return min(holds, knows)
     for limit, what in (
-        (holds, f"the KV cache of {config.num_blocks} blocks of {config.page_size} tokens holds"),
+        (holds, f"the KV cache of {cache.num_blocks} blocks of {config.page_size} tokens holds"),
         (knows, "the checkpoint's max_position_embeddings is"),
     ):
         if config.max_model_len > limit:

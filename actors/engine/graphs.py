@@ -9,7 +9,9 @@ graphs for decoding.
 # B sequences (padded to a captured size in decode steps), V vocabulary
 
 import logging
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,8 +28,20 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
     create_warmup_future_states,
 )
+from transformers.generation.continuous_batching.utils import pad_to_pow2
+
+from actors.engine.compiled_layers import CompiledLayers
 
 logger = logging.getLogger(__name__)
+
+# Prefills of sequences that have nothing in the cache yet. Up to the longest, the host needs more time
+# to launch the kernels than the device to run them.
+_SHORTEST_PREFILL, _LONGEST_PREFILL = 16, 512  # tokens, powers of 2
+# Tokens from which on a batch without a graph runs compiled. Below, the guards of a compiled layer take
+# the host longer than the launches that it saves.
+_MANY = 1024
+
+_Key = tuple[int, int, bool]  # of a graph: its inputs' address, tokens, whether it is a decode step
 
 
 class GraphRunner(ModelRunner):
@@ -43,7 +57,12 @@ class GraphRunner(ModelRunner):
     eagerly, with the same result.
     """
 
-    def __init__(self, processor: ContinuousBatchProcessor) -> None:
+    def __init__(self, processor: ContinuousBatchProcessor, layers: CompiledLayers | None) -> None:
+        """Make a runner.
+
+        Args:
+            layers: of the model, to be compiled later on.
+        """
         super().__init__(
             logit_processor=processor.logit_processor,
             cb_config=processor.cb_config,
@@ -54,14 +73,13 @@ class GraphRunner(ModelRunner):
         )
         assert self.cb_config.max_requests_per_batch is not None, "resolved by the manager"
         self._largest_B = self.cb_config.max_requests_per_batch
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # inputs' address, B
-        # Asynchronous batching writes them on the host, one request at a time like everything else,
-        # and copies them over together. Without it, each request would cost a copy to the device.
-        self._fills_block_tables = not isinstance(
-            self.inputs_and_outputs, ContinuousBatchingAsyncIOs
-        )
-        if self._fills_block_tables:
-            self.cache.fill_block_table = _leave_to_runner  # type: ignore[method-assign,assignment]
+        self._layers = layers if self.use_cuda_graph_decode else None
+        self._compiled = False  # the layers, for the graphs that there are
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._next_is_gated = False
+        self._longest_prefill = 0  # that has a graph
+        # One request at a time, as everything else is, costs a copy for each.
+        self.cache.fill_block_table = _leave_to_runner  # type: ignore[method-assign,assignment]
         # What all graphs write: the output of the largest, which is captured first.
         self._logits_BV: Tensor | None = None
 
@@ -72,24 +90,38 @@ class GraphRunner(ModelRunner):
 
         The processor asks this first of all for each batch and then reads `pad_inputs`.
         """
-        self.pad_inputs = use_decode_fast_path and self.use_cuda_graph_decode
+        is_short = max_kv_read == 0 and num_q_tokens <= self._longest_prefill
+        replays = (use_decode_fast_path or is_short) and not self._next_is_gated
+        self.pad_inputs = self.use_cuda_graph_decode and replays
+        if self.pad_inputs and not use_decode_fast_path:
+            return pad_to_pow2(num_q_tokens, self._longest_prefill, _SHORTEST_PREFILL), 0
         padded: tuple[int, int] = super().maybe_pad_inputs(
             num_q_tokens, max_kv_read, use_decode_fast_path
         )
         return padded
 
+    def complete_batch(self) -> None:
+        """Write the prepared batch's block tables; before its inputs are asked for."""
+        io = self.inputs_and_outputs
+        if isinstance(io, ContinuousBatchingAsyncIOs):
+            io = io.io_pairs[io.current_pair].host_io
+        if io.use_block_table:
+            fill_block_tables(self.cache, io.requests_in_batch, io.block_table)
+
+    def expect_gates(self) -> None:
+        """Run the next batch module by module: hooks hold it until its weights are there."""
+        self._next_is_gated = True
+
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
         """Enqueue the prepared batch on the compute stream; its tokens land in the outputs."""
         carry_over_ids, previous_ids, output_ids = self.inputs_and_outputs.get_cb_kwargs()
         io = self._io
-        if io.use_block_table and self._fills_block_tables:
-            fill_block_tables(self.cache, io.requests_in_batch, io.block_table)
         stream = self.inputs_and_outputs.compute_stream
         assert stream is not None, "graphs are for CUDA"
         # Without asynchronous batching the inputs were written on the default stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            graph = self._graphs.get(self._key(io)) if io.use_block_table else None
+            graph = self._graphs.get(self._key(io)) if self.pad_inputs else None
             if graph is None:
                 logits_BV = self._forward(model, batch_data, carry_over_ids, previous_ids)
             else:
@@ -97,33 +129,70 @@ class GraphRunner(ModelRunner):
                 graph.replay()
                 logits_BV = self._logits_BV
             self._sample_tokens(logits_BV[: io.num_request_in_batch], batch_data, output_ids)
+        self._next_is_gated = False
 
     @torch.no_grad()
     def capture(self, model: nn.Module) -> None:
-        """Capture decode graphs for every batch size, and compile and load what prefills need.
+        """Capture decode graphs for every batch size, and load what prefills need.
 
-        Weights and KV cache must be mapped; their contents do not matter. The cache must be empty,
-        and no batch may be prepared or running.
+        Those of an earlier capture go. Weights and KV cache must be mapped; their contents do not
+        matter. The cache must be empty, and no batch may be prepared or running.
         """
+        started_s = time.perf_counter()
+        self._graphs.clear()
+        self._logits_BV = None
+        self._next_is_gated = False
+        room = min(self.cache.num_blocks * self.cb_config.page_size, self.cache.max_batch_tokens)
         pairs = 2 if isinstance(self.inputs_and_outputs, ContinuousBatchingAsyncIOs) else 1
         for _ in range(pairs):
-            room = self.cache.num_blocks * self.cb_config.page_size
-            self._run_fake_batch(model, min(room, self.cache.max_batch_tokens), decode=False)
-            if self.cache.max_decode_fast_path_length > 0:
-                # The largest first: the others fit into the memory that it leaves in the pool.
-                for size in reversed(self._decode_sizes()):
-                    self._run_fake_batch(model, size, decode=True)
+            self._run_fake_batch(model, room, decode=False)
+            if self.use_cuda_graph_decode:
+                with self._layers.recording() if self._layers is not None else nullcontext():
+                    # The largest first: the others fit into the memory it leaves in the pool.
+                    for size in reversed(self._decode_sizes()):
+                        self._run_fake_batch(model, size, decode=True)
+                for size in self._prefill_sizes(room):
+                    self._run_fake_batch(model, size, decode=False)
             if isinstance(self.inputs_and_outputs, ContinuousBatchingAsyncIOs):
                 self.inputs_and_outputs.swap_io_pairs()
         self.cache.reset()  # the fake sequences took blocks
         torch.cuda.synchronize()
-        logger.info("captured %d decode graphs", len(self._graphs))
+        seconds = time.perf_counter() - started_s
+        logger.info("captured %d graphs in %.1f s", len(self._graphs), seconds)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether there is anything for `compile` to do."""
+        return self._layers is not None and not self._compiled
+
+    def compile(self) -> None:
+        """See CompiledLayers.compile; after a `capture`."""
+        assert self._layers is not None, "nothing to compile"
+        self._layers.compile()
+
+    def use_compiled(self, model: nn.Module) -> None:
+        """Run the layers compiled from now on; under the conditions of `capture`."""
+        assert self._layers is not None, "nothing was compiled"
+        self._layers.install()
+        self._compiled = True
+        self.capture(model)
 
     def _decode_sizes(self) -> list[int]:
         """Batch sizes that `maybe_pad_inputs` pads to."""
         largest = self._largest_B
         sizes = [1 << i for i in range(largest.bit_length()) if 1 << i < largest]
         return [*sizes, largest]
+
+    def _prefill_sizes(self, room: int) -> list[int]:
+        """Batch sizes that `maybe_pad_inputs` pads short prefills to, the largest first."""
+        sizes = []
+        size = _LONGEST_PREFILL
+        while size >= _SHORTEST_PREFILL:
+            if size <= room:
+                sizes.append(size)
+            size //= 2
+        self._longest_prefill = max(sizes, default=0)
+        return sizes
 
     def _run_fake_batch(self, model: nn.Module, num_tokens: int, *, decode: bool) -> None:
         status = RequestStatus.DECODING if decode else RequestStatus.PREFILLING
@@ -135,10 +204,11 @@ class GraphRunner(ModelRunner):
             self.inputs_and_outputs.prepare_batch_tensors(
                 states, self.logit_processor, decode, num_q_tokens, max_kv_read, self.pad_inputs
             )
+            self.complete_batch()
             inputs = self.inputs_and_outputs.get_model_kwargs(use_padding=self.pad_inputs)
             # First without a graph: nothing may compile or load while one is captured.
             self.compute_batch(model, dict(inputs))
-            if decode and self.use_cuda_graph_decode:
+            if self.pad_inputs:
                 self._capture_batch(model, dict(inputs))
         finally:
             torch.cuda.synchronize()
@@ -172,6 +242,9 @@ class GraphRunner(ModelRunner):
         self.inputs_and_outputs.carry_over_tokens(
             batch_data["input_ids"], carry_over_ids, previous_ids
         )
+        if self._layers is not None:
+            many = batch_data["input_ids"].shape[1] >= _MANY
+            self._layers.active = self._compiled and (self.pad_inputs or many)
         if self.supports_logits_to_keep(model):
             batch_data["logits_to_keep"] = batch_data["logits_indices"]
             logits: Tensor = model(**batch_data).logits
@@ -197,8 +270,8 @@ class GraphRunner(ModelRunner):
         return io
 
     @staticmethod
-    def _key(io: ContinuousBatchingIOs) -> tuple[int, int]:
-        return io.input_ids.data_ptr(), io.num_q_tokens
+    def _key(io: ContinuousBatchingIOs) -> _Key:
+        return io.input_ids.data_ptr(), io.num_q_tokens, io.use_block_table
 
 
 def fill_block_tables(

@@ -98,31 +98,15 @@ class BatchSampler:
     The number of tokens a sequence has generated is read off its position, never counted here, so a
     sequence that starts over after a requeue, or is scheduled ahead of its newest token
     (asynchronous batching), goes on with the same noise.
-
-    Args:
-        static: the steps are captured in CUDA graphs, or compiled. Everything that reads only
-            `logits_processor_args` is then computed in every step, whoever is in the batch: a
-            replayed graph runs no Python, so it must not depend on flags of the batch that was
-            there at capture. Without it, a batch in which nobody samples costs nothing. The rest
-            (`needs_eager`) works outside graphs only.
     """
 
     do_processing = True
     tensors_required = len(Param)
 
-    def __init__(self, *, static: bool = False) -> None:
-        self._static = static
+    def __init__(self) -> None:
         self._samples = self._filters = False
         self._adjustments: Adjustments | None = None
         self._logprob_rows: list[tuple[int, SequenceSampling, int]] = []
-
-    @property
-    def needs_eager(self) -> bool:
-        """Whether the prepared batch has bias, penalties, `min_tokens` or logprobs.
-
-        Their tensors belong to one step; such a batch must neither be captured nor replayed.
-        """
-        return self._adjustments is not None or bool(self._logprob_rows)
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
         int32_tensor.zero_()  # greedy
@@ -163,15 +147,11 @@ class BatchSampler:
             scores: the model's logits [B, V], float32; left as they are.
             logits_processor_args: [P, B], rows as in `Param`. Rows of B beyond the batch are padding.
         """
-        if scores.is_cuda and torch.cuda.is_current_stream_capturing():
-            assert self._static, "captured without static=True"
-            assert not self.needs_eager, "captured a batch that needs_eager"
         result = scores
         if self._adjustments is not None:
             result = adjust(result, input_ids, self._adjustments.to(scores.device))
-        if self._samples or self._static:
-            filters = self._filters or self._static
-            result = perturb(result, logits_processor_args, filters=filters)
+        if self._samples:
+            result = perturb(result, logits_processor_args, filters=self._filters)
         if self._logprob_rows:
             self._keep_logprobs(scores, result)
         return result

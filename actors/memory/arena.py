@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from actors.errors import DeviceMemoryShort
-from actors.memory.driver import HostLink, MemoryDriver, gib
+from actors.memory.driver import HostLink, MemoryDriver, describe, gib
 from actors.memory.transfer import SegmentCopy, Transfer
 
 _RETRY_SHORT_AFTER_S = 5.0  # a neighbour's idle time is of that order; nobody knows better
@@ -76,9 +76,9 @@ class DeviceArena:
         except DeviceMemoryShort as exc:
             self.unmap(done)  # first, so that the message does not count what is given back
             wanted = sum(self.spans[i].size for i in missing)
+            found = describe(self._driver.memory(), self._driver.holders())
             raise DeviceMemoryShort(
-                f"{gib(wanted)} do not fit on {self.device}: {self._driver.memory()}",
-                _RETRY_SHORT_AFTER_S,
+                f"{gib(wanted)} do not fit on {self.device}: {found}", _RETRY_SHORT_AFTER_S
             ) from exc
         except BaseException:
             self.unmap(done)
@@ -97,11 +97,6 @@ class DeviceArena:
             self._driver.unmap(self._address_of(i), self.spans[i].size)
             self._mapped.remove(i)
         return sum(self.spans[i].size for i in chosen)
-
-    def write(self, segment: int, host: memoryview) -> None:
-        """Copy host bytes to the start of a mapped segment; returns when they have arrived."""
-        self._check_takes(segment, host)
-        self._driver.copy_from_host(self._address_of(segment), host)
 
     def restore(self, link: HostLink, payloads: Mapping[int, memoryview]) -> Transfer:
         """Begin to copy payloads to the start of their mapped segments, in the mapping's order.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from actors.errors import DeviceMemoryError
-from actors.memory.driver import DeviceMemory
+from actors.memory.driver import DeviceMemory, MemoryHolder
 
 
 class CpuMark:
@@ -61,6 +61,7 @@ class CpuDriver:
 
     def __init__(self) -> None:
         self._ranges: dict[int, mmap.mmap] = {}  # address -> the mapping that owns it
+        self.context_bytes = _resident_bytes()
 
     def reserve(self, size: int) -> int:
         try:
@@ -90,27 +91,40 @@ class CpuDriver:
     def tensor(self, address: int, size: int) -> torch.Tensor:
         return torch.frombuffer(self._owner(address)[1], dtype=torch.uint8, count=size)
 
-    def copy_from_host(self, address: int, host: memoryview) -> None:
-        base, mapping = self._owner(address)
-        target = np.frombuffer(mapping, dtype=np.uint8, count=host.nbytes, offset=address - base)
-        np.copyto(target, np.frombuffer(host, dtype=np.uint8))  # one memcpy, without the GIL
-
     def open_link(self, buffers: Sequence[memoryview]) -> CpuLink:
-        return CpuLink(self.copy_from_host)
+        return CpuLink(self._copy)
+
+    def trim(self) -> None:
+        """Nothing to do: torch keeps no host memory back."""
 
     def memory(self) -> DeviceMemory:
-        """The machine's memory, and the resident set of this process (proc(5))."""
+        """The machine's memory (proc(5)), and the resident set of this process."""
         lines = Path("/proc/meminfo").read_text().splitlines()
         kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        own = _resident_bytes()
         return DeviceMemory(
             total=kib["MemTotal"] * 1024,
             free=kib["MemAvailable"] * 1024,
-            own=resident_pages * mmap.PAGESIZE,
+            used=own,
+            held=own,
+            own=own,
         )
+
+    def holders(self) -> tuple[MemoryHolder, ...]:
+        """Nobody is named: host memory is everybody's."""
+        return ()
+
+    def _copy(self, address: int, host: memoryview) -> None:
+        base, mapping = self._owner(address)
+        target = np.frombuffer(mapping, dtype=np.uint8, count=host.nbytes, offset=address - base)
+        np.copyto(target, np.frombuffer(host, dtype=np.uint8))  # one memcpy, without the GIL
 
     def _owner(self, address: int) -> tuple[int, mmap.mmap]:
         for base, mapping in self._ranges.items():
             if base <= address < base + len(mapping):
                 return base, mapping
         raise DeviceMemoryError(f"address {address:#x} was not reserved here")
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

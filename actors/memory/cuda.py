@@ -3,9 +3,10 @@
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
-import os
+import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from cuda.bindings import driver as cu
@@ -14,10 +15,18 @@ from actors.errors import DeviceMemoryError, DeviceMemoryShort
 from actors.memory import nvml
 from actors.memory.cuda_link import CudaLink
 from actors.memory.dlpack import bytes_at
-from actors.memory.driver import DeviceMemory, gib
-from actors.memory.pinned import HostRange, host_range
+from actors.memory.driver import DeviceMemory, MemoryHolder, gib
+from actors.memory.pinned import HostRange
 
-_LEGACY_STREAM = 0
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A card as this process found it: its primary context exists, and nothing else of ours."""
+
+    context: Any
+    context_bytes: int
+    used_by_others: int  # then; by cuMemGetInfo
+    seen_by_nvml: bool  # whether NVML shows this process
 
 
 class CudaDriver:
@@ -26,6 +35,8 @@ class CudaDriver:
     Works in the device's primary context, which torch uses too; every call makes it current for its
     own duration, so any thread may call.
     """
+
+    _opened: ClassVar[dict[int, _Opened]] = {}  # by index; a context lives as long as the process
 
     def __init__(self, index: int = 0) -> None:
         """Open a device.
@@ -39,9 +50,16 @@ class CudaDriver:
         self.device = torch.device("cuda", index)
         self._context: Any = None
         self._call(cu.cuInit, 0)
-        # Retained for the life of the process: torch holds it just as long.
         device = self._call(cu.cuDeviceGet, index)
-        self._context = self._call(cu.cuDevicePrimaryCtxRetain, device)
+        self._uuid = str(uuid.UUID(bytes=self._call(cu.cuDeviceGetUuid, device).bytes))
+        if index not in self._opened:
+            self._opened[index] = self._open(device)
+        opened = self._opened[index]
+        self._context = opened.context
+        self.context_bytes = opened.context_bytes
+        self._used_by_others = opened.used_by_others
+        self._seen_by_nvml = opened.seen_by_nvml
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         self._registers_read_only = bool(
             self._call(
                 cu.cuDeviceGetAttribute,
@@ -49,7 +67,6 @@ class CudaDriver:
                 device,
             )
         )
-        self._uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         self._physical = _physical_memory_of(index)
         self._access = cu.CUmemAccessDesc()
         self._access.location = self._physical.location
@@ -94,16 +111,6 @@ class CudaDriver:
     def tensor(self, address: int, size: int) -> torch.Tensor:
         return bytes_at(address, size, self.device)
 
-    def copy_from_host(self, address: int, host: memoryview) -> None:
-        """See MemoryDriver. Pageable bytes go through CUDA's own staging: 6-8 GB/s.
-
-        cuMemcpyHtoD may return before the last staged bytes have arrived, hence the wait:
-        https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html
-        """
-        source = host_range(host)
-        self._call(cu.cuMemcpyHtoD, address, source.address, source.size, size=source.size)
-        self._call(cu.cuStreamSynchronize, _LEGACY_STREAM, size=source.size)
-
     def open_link(self, buffers: Sequence[memoryview]) -> CudaLink:
         """Pin the buffers in place, once; where that is refused, copies go through staging.
 
@@ -112,12 +119,29 @@ class CudaDriver:
         """
         return CudaLink(self, buffers)
 
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
     def memory(self) -> DeviceMemory:
-        """By the driver (cuMemGetInfo: free memory of the whole card) and by NVML (processes)."""
-        free, total = self._call(cu.cuMemGetInfo)
-        found = nvml.holders(self._uuid)
-        own = next((holder.size for holder in found if holder.pid == os.getpid()), None)
-        return DeviceMemory(total=int(total), free=int(free), own=own, holders=found)
+        """By the driver (cuMemGetInfo: of the whole card) and by NVML (of this process).
+
+        Where NVML does not show this process, as in many containers, `held` is what the card's used
+        memory has grown by since this process opened it; what neighbours took or gave since is in it.
+        """
+        free, total = (int(value) for value in self._call(cu.cuMemGetInfo))
+        own = nvml.own_bytes(self._uuid) if self._seen_by_nvml else None
+        used = total - free
+        return DeviceMemory(
+            total=total,
+            free=free,
+            used=used,
+            held=used - self._used_by_others if own is None else own,
+            own=own,
+            torch_reserved=torch.cuda.memory_reserved(self.device),
+        )
+
+    def holders(self) -> tuple[MemoryHolder, ...]:
+        return nvml.holders(self._uuid)
 
     # What a link needs beyond MemoryDriver.
 
@@ -155,6 +179,26 @@ class CudaDriver:
             stream.cuda_stream,
             size=source.size,
         )
+
+    def _open(self, device: Any) -> _Opened:
+        """Make the primary context, or join it, and find out what it takes.
+
+        NVML's own figure for this process is the whole truth; else the growth of the card's used
+        memory tells, unless the context was there before, and then it counts as nothing. cuMemGetInfo
+        cannot tell: it needs a context.
+        """
+        before = nvml.used_bytes(self._uuid)
+        # Retained for the life of the process: torch holds it just as long.
+        self._context = self._call(cu.cuDevicePrimaryCtxRetain, device)
+        after = nvml.used_bytes(self._uuid)
+        own = nvml.own_bytes(self._uuid)
+        free, total = self._call(cu.cuMemGetInfo)
+        reserved = torch.cuda.memory_reserved(self.device)  # somebody may have been here before
+        if own is not None:
+            held = own
+        else:
+            held = reserved + (after - before if before is not None and after is not None else 0)
+        return _Opened(self._context, held - reserved, int(total - free) - held, own is not None)
 
     def _call(self, function: Callable[..., tuple[Any, ...]], *args: Any, size: int = 0) -> Any:
         """Call the driver in our context and turn its code into an exception.

@@ -22,17 +22,21 @@ class DeviceMemory:
 
     total: int
     free: int
-    own: int | None = None  # held by this process, context included; None: cannot be told
-    holders: tuple[MemoryHolder, ...] = ()  # every process that can be seen, the largest first
+    used: int  # where a release shows: of a card by everybody, of a CPU by this process
+    held: int  # by this process, context included: `own`, or else the best that can be told
+    own: int | None = None  # the same as seen from outside; None: cannot be told
+    torch_reserved: int = 0  # of `held`, by torch's allocator
 
-    def __str__(self) -> str:
-        if not self.holders:
-            return f"{gib(self.free)} of {gib(self.total)} are free (no process that holds the rest is visible)"
-        held = ", ".join(
-            f"{gib(h.size) if h.size is not None else '?'} by pid {h.pid} ({h.name})"
-            for h in self.holders
-        )
-        return f"{gib(self.free)} of {gib(self.total)} are free; held are {held}"
+
+def describe(memory: DeviceMemory, holders: Sequence[MemoryHolder]) -> str:
+    """What is free, and who has the rest."""
+    free = f"{gib(memory.free)} of {gib(memory.total)} are free"
+    if not holders:
+        return f"{free} (no process that holds the rest is visible)"
+    held = ", ".join(
+        f"{gib(h.size) if h.size is not None else '?'} by pid {h.pid} ({h.name})" for h in holders
+    )
+    return f"{free}; held are {held}"
 
 
 def gib(size: int) -> str:
@@ -86,6 +90,7 @@ class MemoryDriver(Protocol):
 
     device: torch.device
     granularity: int  # bytes; ranges and their parts are multiples of it
+    context_bytes: int  # what this process held of the device before anything was put there
 
     def reserve(self, size: int) -> int:
         """Reserve `size` bytes of addresses; nothing is mapped yet.
@@ -124,10 +129,14 @@ class MemoryDriver(Protocol):
     def tensor(self, address: int, size: int) -> torch.Tensor:
         """The range as a flat uint8 tensor, without touching its memory."""
 
-    def copy_from_host(self, address: int, host: memoryview) -> None:
-        """Copy host bytes to a mapped part; returns when they have arrived."""
-
     def open_link(self, buffers: Sequence[memoryview]) -> HostLink:
         """Prepare host buffers to be copied many times; close it before they go."""
 
-    def memory(self) -> DeviceMemory: ...
+    def trim(self) -> None:
+        """Make torch give back what its allocator keeps without using it."""
+
+    def memory(self) -> DeviceMemory:
+        """As it is now. Cheap enough for every sleep: a millisecond or two."""
+
+    def holders(self) -> tuple[MemoryHolder, ...]:
+        """Every process with memory of the device that can be seen, the largest first."""

@@ -4,6 +4,7 @@ https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
 """
 
 import logging
+import os
 from functools import cache
 from pathlib import PurePath
 from typing import Any
@@ -41,8 +42,28 @@ def holders(uuid: str) -> tuple[MemoryHolder, ...]:
     return tuple(sorted(rows, key=lambda row: -(row.size or 0)))
 
 
+def own_bytes(uuid: str) -> int | None:
+    """What this process holds of a card, context included; None where NVML does not show it."""
+    try:
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(uuid))
+    except pynvml.NVMLError:
+        return None
+    found = (process.usedGpuMemory for process in processes if process.pid == os.getpid())
+    size = next(found, None)
+    return None if size is None else int(size)
+
+
+def used_bytes(uuid: str) -> int | None:
+    """What everybody holds of a card; None where NVML cannot tell. Needs no context."""
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(_handle(uuid)).used)
+    except pynvml.NVMLError:
+        return None
+
+
 @cache
 def _handle(uuid: str) -> Any:
+    """Opens NVML at the first call, which takes a while."""
     pynvml.nvmlInit()
     try:
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")

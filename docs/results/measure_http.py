@@ -1,6 +1,6 @@
 """Sleep, wake and first token of a served model over HTTP, against a running `serve run`.
 
-    python docs/results/measure_http.py --model demo --cycles 15 > http.json
+    python docs/results/measure_http.py --model demo --cycles 20 > http.json
 
 Every cycle puts the model to sleep, waits, asks for one token, and compares 50 greedy tokens with those of
 before the first sleep.
@@ -8,12 +8,12 @@ before the first sleep.
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from typing import Any
 
 import httpx
+from report import spread
 
 PROMPT = [11, 22, 33, 44, 55, 66, 77]
 
@@ -29,8 +29,11 @@ def complete(client: httpx.Client, model: str, count: int) -> tuple[str, float]:
         response.raise_for_status()
         for line in response.iter_lines():
             if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise RuntimeError(f"in mid-stream: {chunk['error']}")
                 first_s = first_s or time.perf_counter() - started_s
-                text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+                text += "".join(choice["text"] for choice in chunk["choices"])
     assert first_s is not None, "no event came"
     return text, first_s
 
@@ -67,15 +70,11 @@ def measure(url: str, model: str, cycles: int, pause_s: float) -> dict[str, Any]
     }
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--cycles", type=int, default=15)
+    parser.add_argument("--cycles", type=int, default=20)
     parser.add_argument("--pause-s", type=float, default=0.3)
     arguments = parser.parse_args()
     result = measure(arguments.url, arguments.model, arguments.cycles, arguments.pause_s)

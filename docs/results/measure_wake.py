@@ -1,146 +1,110 @@
 """Sleep, wake and first token of one model in one process, its image in a Ray object store.
 
-    python docs/results/measure_wake.py CHECKPOINT --cycles 30 > result.json
+    python docs/results/measure_wake.py CHECKPOINT --cycles 50 > wake.json
 
-What a replica does, without HTTP and Serve: WeightHolder in an actor, FastLoad, ModelRuntime. Every cycle
-compares the tokens with those of before the first sleep.
+What a replica does, without HTTP and Serve: WeightHolder in an actor, FastLoad, ModelRuntime. A cycle
+sleeps twice. Once it wakes for one request, whose first token is timed, and whose 50 greedy tokens must
+be those of before the first sleep. Once it wakes with 16 requests waiting, whose 50 greedy tokens must be
+those of the first cycle: only waiting requests make the same batches every time.
 """
 
 import argparse
 import asyncio
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import ray
-import torch
+from common import (
+    ANSWER_TOKENS,
+    HolderActor,
+    LocalModel,
+    build_model,
+    context_bytes,
+    device_bytes,
+    device_parts,
+    engine_of,
+    load_of,
+    local_ray,
+    parser_for,
+    pinned_gb_per_s,
+)
+from report import environment, gib, ms, spread, tell
 
 from actors.engine.config import EngineConfig
-from actors.holder import ImageGrant, ImageRequest, WeightHolder
-from actors.lifecycle import SleepConfig
-from actors.protocol import GenerateRequest, SamplingParams
-from actors.runtime import ModelRuntime, build_module
-from actors.weights.fastload import FastLoad
-from actors.weights.layout import ImageKey
-from actors.weights.source import ModelSource
 
-PROMPT_TOKENS = 7  # "The future of artificial intelligence is", as real tokenizers cut it
-ANSWER_TOKENS = 50
+WARM_REQUESTS = 20
 
 
-class HolderActor:
-    """HolderClient over a plain actor."""
-
-    def __init__(self) -> None:
-        self._actor = ray.remote(WeightHolder).remote()
-
-    async def wait_while_starting(self) -> None:
-        await self._actor.ping.remote()
-
-    async def ping(self) -> None:
-        await self._actor.ping.remote()
-
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
-        grant: ImageGrant = await self._actor.acquire.remote(request, key, lessee)
-        return grant
-
-    async def release(self, key: ImageKey, lessee: str) -> bool:
-        return bool(await self._actor.release.remote(key, lessee))
-
-
-class Measurement:
-    def __init__(self, runtime: ModelRuntime) -> None:
-        self.runtime = runtime
-        vocab = runtime.codec.vocab_size
-        self.prompt = tuple((7919 * i) % (vocab // 2) + 5 for i in range(1, PROMPT_TOKENS + 1))
-
-    async def tokens(self, count: int) -> tuple[list[int], float]:
-        """Greedy tokens, and the seconds until the first."""
-        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-        started_s = time.perf_counter()
-        prepared = self.runtime.prepare(GenerateRequest("m", self.prompt, params))
-        tokens: list[int] = []
-        first_s = None
-        async for event in self.runtime.generate(prepared):
-            first_s = first_s or time.perf_counter() - started_s
-            tokens += event.token_ids
-        assert first_s is not None
-        return tokens, first_s
-
-    async def cycle(self, pause_s: float) -> dict[str, float]:
-        started_s = time.perf_counter()
-        await self.runtime.sleep(1)
-        slept_s = time.perf_counter() - started_s
-        asleep_bytes = device_bytes()
-        await asyncio.sleep(pause_s)  # as a real sleep does; see the driver's freeing in the notes
-        started_s = time.perf_counter()
-        await self.runtime.wake()
-        woke_s = time.perf_counter() - started_s
-        _, first_s = await self.tokens(1)
-        return {
-            "sleep_s": slept_s,
-            "asleep_bytes": asleep_bytes,
-            "wake_s": woke_s,
-            "ttft_asleep_s": woke_s + first_s,
-        }
-
-    async def settled(self) -> dict[str, float]:
-        """Wait for the end of the wake's transfer and its verification."""
-        started_s = time.perf_counter()
-        await self.runtime.settled()
-        stats = self.runtime.last_transfer
-        assert stats is not None
-        return {
-            "link_s": stats.seconds,
-            "gb_per_s": stats.gb_per_s,
-            "settle_s": time.perf_counter() - started_s,
-        }
+async def timed_cycle(model: LocalModel, pause_s: float) -> dict[str, float]:
+    """Sleep, pause, wake, one token; then what the wake had still to do."""
+    started_s = time.perf_counter()
+    await model.runtime.sleep(1)
+    slept_s = time.perf_counter() - started_s
+    asleep_bytes = device_bytes()
+    await asyncio.sleep(pause_s)  # as a real sleep does; see the driver's freeing in the notes
+    started_s = time.perf_counter()
+    await model.runtime.wake()
+    woke_s = time.perf_counter() - started_s
+    first_s = (await model.ask(model.prompt(), 1)).first_s
+    started_s = time.perf_counter()
+    await model.settled()
+    stats = model.runtime.last_transfer
+    assert stats is not None
+    return {
+        "sleep_s": slept_s,
+        "asleep_bytes": asleep_bytes,
+        "wake_s": woke_s,
+        "ttft_asleep_s": woke_s + first_s,
+        "link_s": stats.seconds,
+        "gb_per_s": stats.gb_per_s,
+        "settle_s": time.perf_counter() - started_s,
+    }
 
 
-def device_bytes() -> float:
-    """Used on the card by everybody, as the driver says; 0 without one."""
-    if not torch.cuda.is_available():
-        return 0.0
-    free, total = torch.cuda.mem_get_info()
-    return float(total - free)
-
-
-async def measure(checkpoint: Path, engine: EngineConfig, cycles: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"checkpoint": checkpoint.name, "cycles": cycles}
-    request = ImageRequest("m", ModelSource(id=str(checkpoint)), "auto")
-    load = FastLoad(HolderActor(), request, checkpoint, "measure", start_timeout_s=300)
+async def measure(
+    checkpoint: Path, engine: EngineConfig, cycles: int, requests: int
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"checkpoint": checkpoint.name, "cycles": cycles, "requests": requests}
+    result |= environment()
+    context = context_bytes()
+    load = load_of(checkpoint, HolderActor())
     started_s = time.perf_counter()
     image = await load.obtain()
     result |= {"image_s": time.perf_counter() - started_s, "image_from": image.origin}
     started_s = time.perf_counter()
     again = await load.obtain()
     result["second_image_s"] = time.perf_counter() - started_s
-    del again
+    del image, again
     started_s = time.perf_counter()
-    module = build_module(checkpoint, "auto")
-    runtime = await asyncio.to_thread(
-        ModelRuntime, module, checkpoint, image, load.obtain, load.release, engine, SleepConfig()
-    )
+    model = await build_model(checkpoint, load, engine)
+    runtime = model.runtime
     result["build_s"] = time.perf_counter() - started_s
-    result["context_bytes"] = device_bytes()
+    stages = {"built": device_parts(context)}  # what is on the card while it sleeps
+    crowd = [model.prompt(number) for number in range(requests)]
     started_s = time.perf_counter()
     await runtime.wake()
     result["first_wake_s"] = time.perf_counter() - started_s
-    m = Measurement(runtime)
-    await m.tokens(ANSWER_TOKENS)
-    await m.settled()
-    expected, _ = await m.tokens(ANSWER_TOKENS)
-    warm = [(await m.tokens(1))[1] for _ in range(10)]
+    await model.warm()
+    result["warm_s"] = time.perf_counter() - started_s
+    alone = (await model.ask(crowd[0], ANSWER_TOKENS)).token_ids
+    warm = [(await model.ask(model.prompt(), 1)).first_s for _ in range(WARM_REQUESTS)]
     result["awake_bytes"] = device_bytes()
     rows, wrong = [], 0
+    together: list[tuple[int, ...]] = []
     for _ in range(cycles):
-        row = await m.cycle(pause_s=0.3)
-        row |= await m.settled()
-        rows.append(row)
-        wrong += (await m.tokens(ANSWER_TOKENS))[0] != expected
+        rows.append(await timed_cycle(model, pause_s=0.3))
+        wrong += (await model.ask(crowd[0], ANSWER_TOKENS)).token_ids != alone
+        await runtime.sleep(1)
+        stages.setdefault("slept twice", device_parts(context))
+        found = [a.token_ids for a in await model.wake_with(crowd, ANSWER_TOKENS)]
+        await model.settled()
+        together = together or found
+        wrong += sum(a != b for a, b in zip(found, together, strict=True))
+    await runtime.sleep(1)
+    stages["end"] = device_parts(context)
+    rate = pinned_gb_per_s()
+    ttft_s = statistics.median(row["ttft_asleep_s"] for row in rows)
     result |= {name: spread([row[name] for row in rows]) for name in rows[0]}
     result |= {
         "first_sleep_s": rows[0]["sleep_s"],
@@ -148,41 +112,54 @@ async def measure(checkpoint: Path, engine: EngineConfig, cycles: int) -> dict[s
         "wrong": wrong,
         "weights_bytes": runtime.weights_bytes,
         "kv_bytes": runtime.kv_bytes,
+        "asleep_parts": stages,
+        "pinned_gb_per_s": rate,
         "ttft_over_link": statistics.median(r["ttft_asleep_s"] / r["link_s"] for r in rows),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "torch": torch.__version__,
+        "ttft_over_pinned": ttft_s * rate * 1e9 / runtime.weights_bytes,
     }
     await runtime.close()
     return result
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
+    parts = result["asleep_parts"]["end"]
+    beside = result["asleep_bytes"]["median"] - parts["context_bytes"]
+    made_of = ", ".join(f"{name.removesuffix('_bytes')} {gib(n)}" for name, n in parts.items())
+    return [
+        ("TTFT from sleep", ms(result["ttft_asleep_s"])),
+        ("  / (bytes / pinned rate)", f"{result['ttft_over_pinned']:.3f}"),
+        ("  / the wake's own transfer", f"{result['ttft_over_link']:.3f}"),
+        (
+            "pinned rate; that of the wakes",
+            f"{result['pinned_gb_per_s']:.2f}; {result['gb_per_s']['median']:.2f} GB/s",
+        ),
+        ("sleep", f"{ms(result['sleep_s'])}, the first {1e3 * result['first_sleep_s']:.1f} ms"),
+        ("asleep, beside the context", gib(beside)),
+        ("  made of", made_of),
+        (
+            f"wrong answers in {result['cycles']} x (1 + {result['requests']})",
+            str(result["wrong"]),
+        ),
+        ("TTFT awake", ms(result["ttft_awake_s"])),
+        ("image; engine", f"{result['image_s']:.1f} s; {result['build_s']:.1f} s"),
+    ]
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_for(__doc__)
+    parser.add_argument("--cycles", type=int, default=50)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--store-gib", type=float, default=2)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--cycles", type=int, default=30)
-    parser.add_argument("--num-blocks", type=int, default=64)
-    parser.add_argument("--max-requests", type=int, default=64)
-    parser.add_argument("--store-gib", type=float, default=2)
-    arguments = parser.parse_args()
-    ray.init(
-        address="local",
-        _node_ip_address="127.0.0.1",
-        include_dashboard=False,
-        num_gpus=0,
-        object_store_memory=int(arguments.store_gib * 2**30),
-        log_to_driver=False,
-    )
-    engine = EngineConfig(
-        num_blocks=arguments.num_blocks, max_requests_per_batch=arguments.max_requests
-    )
-    result = asyncio.run(measure(arguments.checkpoint.resolve(), engine, arguments.cycles))
-    ray.shutdown()
-    json.dump(result, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    arguments = parse()
+    checkpoint = arguments.checkpoint.resolve()
+    with local_ray(arguments.store_gib):
+        work = measure(checkpoint, engine_of(arguments), arguments.cycles, arguments.requests)
+        result = asyncio.run(work)
+    tell(result, arguments.json, rows_of(result))
 
 
 if __name__ == "__main__":

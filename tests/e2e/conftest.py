@@ -55,16 +55,26 @@ def _own_config() -> str:
     return (PROJECT / "serve_config.yaml").read_text()
 
 
-def config_with(file: str, **changes: dict[str, Any]) -> str:
-    """serve_config.yaml with another model: a file of configs/, some of its keys changed."""
+def config_with(file: str, **changes: Any) -> str:
+    """serve_config.yaml with another model: a file of configs/, some of its keys changed.
+
+    Of a section, which is a dictionary, the keys that are not named stay.
+    """
     config = yaml.safe_load(_own_config())
     model = yaml.safe_load((PROJECT / "configs" / file).read_text())
-    for section, keys in changes.items():
-        model[section] = model.get(section, {}) | keys
+    for key, value in changes.items():
+        model[key] = model.get(key, {}) | value if isinstance(value, dict) else value
     for application in config["applications"]:
         application["args"]["models"] = [model]
     text: str = yaml.safe_dump(config)
     return text
+
+
+def _on_cuda(**changes: Any) -> str:
+    # Compiled layers round in their own way, and take over at any moment after the start.
+    engine = {"device": "cuda", "gpu_memory_utilization": 0.1, "use_torch_compile": False}
+    sleep = {"idle_timeout_s": None}
+    return config_with("demo.yaml", engine=engine, sleep=sleep, **changes)
 
 
 CONFIGS: dict[str, Callable[[], str]] = {
@@ -73,6 +83,8 @@ CONFIGS: dict[str, Callable[[], str]] = {
         "demo.yaml", sleep={"idle_timeout_s": 3, "idle_check_interval_s": 0.1}
     ),
     "tiny": lambda: config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None}),
+    "cuda": lambda: _on_cuda(num_gpus=1),
+    "cuda pair": lambda: _on_cuda(num_gpus=0.5, num_replicas=2),
 }
 
 

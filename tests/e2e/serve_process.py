@@ -30,6 +30,11 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
+_JOIN = """
+import sys, ray
+ray.init(namespace="serve", log_to_driver=False)
+"""
+
 T = TypeVar("T")
 
 
@@ -157,6 +162,22 @@ class ServeProcess:
         found = [p.pid for p in self.processes() if f"{_title(p)}.".startswith(f"{title}.")]
         assert len(found) < 2, f"{len(found)} processes of {name}"
         return found[0] if found else None
+
+    def driver(self, script: str, *args: str) -> subprocess.Popen[str]:
+        """A Python script that finds itself joined to this Ray; `args` begin at sys.argv[1]."""
+        (raylet,) = (p for p in self.processes() if p.name() == "raylet")
+        option = "--gcs-address="
+        found = (a.removeprefix(option) for a in raylet.cmdline() if a.startswith(option))
+        # A Ray that was started locally asks for the token in ~/.ray; who joins has to say so.
+        joins = {"RAY_ADDRESS": next(found), "RAY_AUTH_MODE": "token"}
+        return subprocess.Popen(
+            [sys.executable, "-c", _JOIN + script, *args],
+            cwd=PROJECT,
+            env=_environment(self._home) | joins,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def listening(self) -> dict[int, set[str]]:
         """Port -> addresses that this session listens on."""

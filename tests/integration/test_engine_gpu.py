@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
+from actors.engine import graphs
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput, TransformersEngine
 from actors.engine.sampling import RawLogprob, SequenceSampling
@@ -92,6 +93,7 @@ class Harness:
     engine: TransformersEngine
     model: tf.PreTrainedModel
     reference: tf.PreTrainedModel  # the same weights in float32
+    plain: tf.PreTrainedModel  # and in half precision, as transformers runs them
     arena: DeviceArena
     outputs: "queue.Queue[EngineOutput]"
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -126,24 +128,42 @@ class Harness:
         while self.running:
             self.step()
 
-    def scores(self, name: str) -> torch.Tensor:
-        """The reference's logits for each token that the engine gave, given those before."""
+    def scores(self, name: str, model: tf.PreTrainedModel | None = None) -> torch.Tensor:
+        """A model's (the reference's) logits for each token that the engine gave, given those before."""
         ids = torch.tensor([[*self.prompts[name], *self.tokens[name]]], device="cuda")
         with torch.no_grad():
-            logits = self.reference(ids, use_cache=False).logits[0].float()
+            logits = (model or self.reference)(ids, use_cache=False).logits[0].float()
         return logits[len(self.prompts[name]) - 1 : -1]
 
     def check_greedy(self, *names: str) -> None:
-        """Every token is the reference's, but for ties within half precision's rounding."""
+        """Every token is the reference's, but for ties within half precision's rounding.
+
+        Whoever takes the best of scores that are wrong by e at most takes one that is 2e behind at
+        most. e is what half precision costs transformers' own forward over the same tokens; twice
+        that is granted, because kernels that sum in another order round differently.
+        """
         equal = total = 0
+        worst = worst_error = 0.0
         for name in names or self.tokens:
             scores = self.scores(name)
+            error = float((self.scores(name, self.plain) - scores).abs().max())
             chosen = torch.tensor(self.tokens[name], device="cuda")
             behind = scores.amax(-1) - scores.gather(1, chosen[:, None])[:, 0]
-            assert float((behind / scores.std(-1)).max()) < 0.05, name
+            assert float(behind.max()) <= 2 * (2 * error), name
             equal += int((behind == 0).sum())
             total += len(chosen)
-        assert equal >= 0.97 * total, f"{equal} of {total} tokens equal"
+            worst, worst_error = max(worst, float(behind.max())), max(worst_error, error)
+        print(f"{equal}/{total} equal; behind by {worst:.4f}, rounding {worst_error:.4f}")
+        assert total - equal <= max(1, 0.03 * total), f"{equal} of {total} tokens equal"
+
+    def compile(self) -> None:
+        """Compiled in the background, put to use between two steps."""
+        assert self.engine.compile()
+        self.engine.pause()
+        self.engine.drop_kv()
+        self.engine.use_compiled()
+        self.engine.prepare_wake()
+        self.engine.resume()
 
     def lose_and_restore(self) -> None:
         """What a sleep does: everything on the device is gone, then the weights are there again."""
@@ -157,7 +177,7 @@ class Harness:
             self.arena.map()
             for parameter, old in zip(self.model.parameters(), kept, strict=True):
                 parameter.copy_(old)
-        self.engine.restore_kv()
+        self.engine.prepare_wake()
         torch.cuda.synchronize()
         self.engine.resume()
 
@@ -178,6 +198,8 @@ def running(
             exact.copy_(ours)
     model.cuda()
     reference.cuda()
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")
     arenas: list[DeviceArena] = []
     outputs: queue.Queue[EngineOutput] = queue.Queue()
 
@@ -194,9 +216,9 @@ def running(
     try:
         engine.pause()
         engine.warm_up()
-        engine.restore_kv()
+        engine.prepare_wake()
         engine.resume()
-        yield Harness(engine, model, reference, arenas[0], outputs)
+        yield Harness(engine, model, reference, plain, arenas[0], outputs)
     finally:
         engine.stop()
 
@@ -233,14 +255,32 @@ def counted_replays() -> Iterator[list[int]]:
         yield replays
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("use_graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_is_that_of_a_plain_forward(name: str, graphs: bool) -> None:
-    limits = LIMITS.model_copy(update={"use_cuda_graphs": graphs})
+def test_greedy_is_that_of_a_plain_forward(name: str, use_graphs: bool) -> None:
+    limits = LIMITS.model_copy(update={"use_cuda_graphs": use_graphs})
     with running(MODELS[name](), limits) as h, counted_replays() as replays:
         come_and_go(h)
         h.check_greedy()
-        assert (replays[0] > 0) == (graphs and name in IN_PAGES)
+        assert (replays[0] > 0) == (use_graphs and name in IN_PAGES)
+
+
+def test_prompts_of_many_lengths_in_one_batch() -> None:
+    """Prefills that are replayed, padded, and those that are too long for it."""
+    limits = EngineConfig(num_blocks=64, max_batch_tokens=2048, max_requests_per_batch=16)
+    with running(MODELS["qwen2, 64"](), limits) as h, counted_replays() as replays:
+        h.engine.pause()
+        h.engine.resume()
+        h.submit((5, 6, 7), 1)
+        h.finish()
+        for lengths in ((1,), (15,), (16,), (17,), (3, 4, 5), (100, 412), (512,), (513,), (900,)):
+            before = replays[0]
+            for prompt in prompts(sum(lengths), lengths):
+                h.submit(prompt, 1)
+            h.finish()
+            if len(lengths) == 1:
+                assert replays[0] - before == (lengths[0] <= 512)
+        h.check_greedy()
 
 
 def test_bfloat16_and_large_pages() -> None:
@@ -280,6 +320,85 @@ def test_sequences_and_graphs_survive_losing_everything(use_async: bool) -> None
         assert replays[0] > before
         assert all(len(tokens) == 80 for tokens in h.tokens.values())
         h.check_greedy()
+
+
+@pytest.fixture
+def no_recompiles() -> Iterator[None]:
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.mark.usefixtures("no_recompiles")
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", IN_PAGES)
+def test_compiled_layers_take_over_in_the_middle(
+    name: str, use_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_MANY", 100)  # so that prefills without a graph are compiled, too
+    limits = LIMITS.model_copy(update={"use_async_batching": use_async})
+    with running(MODELS[name](), limits) as h, counted_replays() as replays:
+        for prompt in prompts(0):
+            h.submit(prompt, 60)
+        for _ in range(50):
+            h.step()
+        h.compile()
+        torch.compiler.set_stance("fail_on_recompile")
+        before = replays[0]
+        come_and_go(h)
+        h.lose_and_restore()
+        come_and_go(h)
+        assert replays[0] > before
+        h.check_greedy()
+
+
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_first_batch_after_a_wake_runs_module_by_module(use_async: bool) -> None:
+    """A graph has no hooks that could hold it until its weights are there."""
+    limits = LIMITS.model_copy(update={"use_async_batching": use_async})
+    with running(MODELS["qwen2, 64"](), limits) as h, counted_replays() as replays:
+        ran: list[int] = []
+        h.model.model.layers[1].register_forward_pre_hook(lambda *_: ran.append(replays[0]))
+        h.submit((7,), 1)  # a prompt that a decode step's graph would do for
+        h.finish()
+        assert ran[0] == 0
+        ran.clear()
+        h.submit((7,), 1)
+        h.submit(prompts(3)[2], 1)
+        h.finish()
+        assert not ran, "short prompts are replayed otherwise"
+        h.engine.pause()
+        h.engine.prepare_wake()
+        h.engine.resume()
+        h.submit(prompts(3)[2], 3)
+        h.finish()
+        assert len(ran) == 1
+        h.check_greedy()
+
+
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_first_token_waits_for_no_second_batch(use_async: bool) -> None:
+    limits = LIMITS.model_copy(update={"use_async_batching": use_async})
+    with running(MODELS["qwen2, 64"](), limits) as h:
+        steps = 0
+        launch = h.engine._manager._generation_step
+
+        def count() -> None:
+            nonlocal steps
+            launch()
+            steps += 1
+
+        seen: list[int] = []
+        deliver = h.engine._manager.output_router._sink
+
+        def sink(outputs: Sequence[EngineOutput]) -> None:
+            seen.append(steps)
+            deliver(outputs)
+
+        h.engine._manager._generation_step = count
+        h.engine._manager.output_router._sink = sink
+        h.submit(prompts(0)[2], 5)
+        h.finish()
+        assert seen[0] == 1
 
 
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])

@@ -2,9 +2,9 @@
 
 import asyncio
 import ctypes
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engine.config import EngineConfig
 from actors.errors import (
     ContextLengthExceeded,
     DeviceMemoryError,
@@ -23,101 +22,17 @@ from actors.errors import (
 )
 from actors.lifecycle import SleepConfig
 from actors.memory.cpu import CpuLink
-from actors.protocol import FinishReason, GenerateRequest, SamplingParams, TokenEvent
-from actors.runtime import ModelRuntime, Prepared, build_module
-from actors.weights import packer
-from actors.weights.fastload import load_from_disk
+from actors.protocol import FinishReason
+from actors.weights.checkpoint import write_checkpoint
 from actors.weights.image import WeightImage
-from actors.weights.layout import ImageKey
+from tests.integration.runtime_harness import ENGINE, Harness, load, run
 
 PROMPTS = [f"Prompt {i}: " + "the quick brown fox " * i for i in range(1, 9)]
-ENGINE = EngineConfig(
-    page_size=16, num_blocks=128, max_batch_tokens=256, max_requests_per_batch=8, cpu_threads=1
-)
-
-
-def load(checkpoint: Path) -> WeightImage:
-    key = packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
-    return load_from_disk(checkpoint, key)
 
 
 @pytest.fixture(scope="module")
 def image(tiny_checkpoint: Path) -> WeightImage:
     return load(tiny_checkpoint)
-
-
-class Harness:
-    """A runtime, and what its image functions were asked."""
-
-    def __init__(self, runtime: ModelRuntime, asked: list[str]) -> None:
-        self.runtime = runtime
-        self.asked = asked
-
-    def prepare(self, prompt: str | tuple[int, ...], **sampling: object) -> Prepared:
-        n = sampling.pop("n", 1)
-        stream = sampling.pop("stream", True)
-        echo = sampling.pop("echo", False)
-        params = SamplingParams(**({"temperature": 0.0, "max_tokens": 20} | sampling))  # type: ignore[arg-type]
-        return self.runtime.prepare(
-            GenerateRequest("r", prompt, params, n=n, stream=stream, echo=echo)  # type: ignore[arg-type]
-        )
-
-    async def events(self, prompt: str | tuple[int, ...], **sampling: object) -> list[TokenEvent]:
-        return [e async for e in self.runtime.generate(self.prepare(prompt, **sampling))]
-
-    async def tokens(self, prompt: str | tuple[int, ...], **sampling: object) -> list[int]:
-        return [i for e in await self.events(prompt, **sampling) for i in e.token_ids]
-
-    async def until_free(self) -> None:
-        """Wait until the engine has no sequence and no block in use."""
-        while True:
-            stats = self.runtime.engine_stats()
-            if not (stats.running or stats.waiting or stats.kv_used_blocks):
-                return
-            await asyncio.sleep(0.001)
-
-
-def run(
-    checkpoint: Path,
-    image: WeightImage,
-    scenario: Callable[[Harness], Awaitable[None]],
-    engine: EngineConfig = ENGINE,
-    sleep: SleepConfig | None = None,
-    awake: bool = True,
-) -> None:
-    @asynccontextmanager
-    async def harness() -> AsyncIterator[Harness]:
-        asked: list[str] = []
-
-        async def reload_image() -> WeightImage:
-            asked.append("reload")
-            return await asyncio.to_thread(load, checkpoint)
-
-        async def release_image(key: ImageKey) -> None:
-            asked.append("release")
-
-        runtime = await asyncio.to_thread(
-            ModelRuntime,
-            build_module(checkpoint, "auto"),
-            checkpoint,
-            image,
-            reload_image,
-            release_image,
-            engine,
-            sleep or SleepConfig(),
-        )
-        try:
-            if awake:
-                await runtime.wake()
-            yield Harness(runtime, asked)
-        finally:
-            await runtime.close()
-
-    async def bounded() -> None:
-        async with asyncio.timeout(60), harness() as h:
-            await scenario(h)
-
-    asyncio.run(bounded())
 
 
 @pytest.fixture(scope="module")
@@ -195,19 +110,27 @@ def test_kept_layers_stay_mapped_and_are_not_copied_again(
 ) -> None:
     async def scenario(h: Harness) -> None:
         before = await h.tokens(PROMPTS[0])
-        last = image.layout.segments[-2]
-        assert last.name.startswith("layer.")
-        await h.runtime.sleep(1)
-        assert h.runtime.mapped_bytes >= last.size
-        woke = await h.runtime.wake()
-        assert woke.copied_bytes == h.runtime.weights_bytes - last.size
-        assert await h.tokens(PROMPTS[0]) == before
-        await h.runtime.sleep(2)
+        kept = [i for i, s in enumerate(image.layout.segments) if s.name in ("layer.0", "layer.1")]
+        kept_bytes = sum(image.layout.segments[i].size for i in kept)
+        for _ in range(3):
+            slept = await h.runtime.sleep(1)
+            assert slept.left is not None
+            assert slept.left.kept_layers == h.runtime.mapped_bytes >= kept_bytes
+            woke = await h.runtime.wake()
+            assert woke.copied_bytes == h.runtime.weights_bytes - kept_bytes
+            await h.runtime.settled()
+            assert h.runtime.last_transfer is not None
+            moved = [copied.segment for copied in h.runtime.last_transfer.segments]
+            assert moved == [i for i in range(len(image.layout.segments)) if i not in kept]
+            assert await h.tokens(PROMPTS[0]) == before
+        slept = await h.runtime.sleep(2)
         assert h.runtime.mapped_bytes == 0  # level 2 keeps nothing
+        assert slept.left is not None
+        assert slept.left.kept_layers == 0
         await h.runtime.wake()
         assert await h.tokens(PROMPTS[0]) == before
 
-    run(tiny_checkpoint, image, scenario, sleep=SleepConfig(keep_layers=1))
+    run(tiny_checkpoint, image, scenario, sleep=SleepConfig(keep_layers=2))
 
 
 def test_closing_the_stream_frees_everything(tiny_checkpoint: Path, image: WeightImage) -> None:
@@ -441,20 +364,51 @@ def test_byte_that_changed_on_the_way_fails_the_replica_and_its_requests(
             h.runtime.check_health()
         with pytest.raises(WeightsCorrupted):
             await h.tokens(PROMPTS[0])
+        report = h.runtime.memory.last_wake
+        assert report is not None
+        assert (report.intact, report.checked_segments) == (False, 3)  # up to the one that differs
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_wake_reports_its_transfer_and_the_check_in_one_line(
+    tiny_checkpoint: Path, image: WeightImage, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(h: Harness) -> None:
+        await h.runtime.settled()
+        await h.runtime.sleep(1)
+        with caplog.at_level(logging.INFO, "actors.model_memory"):
+            await h.runtime.wake()
+            await h.runtime.settled()
+        h.runtime.check_health()
+        report = h.runtime.memory.last_wake
+        assert report is not None
+        assert report.intact
+        assert report.copied_bytes == report.checked_bytes == h.runtime.weights_bytes
+        assert report.checked_segments == len(image.layout.segments)
+        assert report.link_s > 0
+        assert report.check_s > 0
+        assert report.link_gb_per_s == pytest.approx(report.copied_bytes / 1e9 / report.link_s)
+        [record] = caplog.records
+        assert f"restored {report.copied_bytes} bytes" in record.getMessage()
+        assert record.getMessage().endswith("ms: intact")
 
     run(tiny_checkpoint, image, scenario)
 
 
 def test_checkpoint_that_changed_during_a_level_2_sleep_is_refused(
-    tiny_checkpoint: Path, image: WeightImage
+    tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "tiny")
+
     async def scenario(h: Harness) -> None:
         await h.runtime.sleep(2)
-        h.runtime._digests = (*h.runtime._digests[:-1], "another")
+        write_checkpoint(checkpoint, "tiny", seed=1, force=True)
         with pytest.raises(LayoutMismatch, match="changed"):
             await h.runtime.wake()
+        assert h.runtime.image_origin == ""
 
-    run(tiny_checkpoint, load(tiny_checkpoint), scenario)
+    run(checkpoint, load(checkpoint), scenario)
 
 
 def test_engine_that_dies_fails_its_requests_and_the_health_check(

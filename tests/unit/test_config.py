@@ -168,6 +168,15 @@ def test_model_in_place_is_the_same_as_in_a_file(folder: Path) -> None:
             "engine.num_blocks: expected a whole number, found 1.5",
         ),
         (
+            MODEL + "engine: {gpu_memory_utilization: 90}",
+            "engine.gpu_memory_utilization: should be less than or equal to 1, found 90",
+        ),
+        (
+            MODEL + "engine: {max_requests_per_batch: 64, max_batch_tokens: 32}",
+            "engine: max_requests_per_batch is 64, but max_batch_tokens 32: a step computes a token of "
+            "each sequence, so lower the one or raise the other",
+        ),
+        (
             MODEL + "engine: {xyz: 1}",
             "engine.xyz: unknown key; known here: cpu_threads, device, ",
         ),

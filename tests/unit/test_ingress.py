@@ -624,6 +624,37 @@ def test_sleep(client, model, query, body, command):
     assert model.orders == [command]
 
 
+def test_status_has_the_device_s_figures_and_the_last_wake_s(client):
+    client.post("/sleep")
+    (replica,) = client.post("/sleep").json()["models"]["fake"]
+    assert replica["device_memory"] == {
+        "total": 9000,
+        "free": 4000,
+        "own": None,
+        "released_by_last_sleep": 2048,
+        "own_released_by_last_sleep": None,
+        "left": {
+            "context": 600,
+            "graphs": 200,
+            "kept_layers": 0,
+            "torch_reserve": 30,
+            "other": 4,
+        },
+    }
+    assert replica["last_wake"] == {
+        "copied_bytes": 1024,
+        "link_s": 0.5,
+        "link_gb_per_s": 2.048e-6,
+        "checked_segments": 3,
+        "checked_bytes": 1024,
+        "check_s": 0.25,
+        "intact": True,
+    }
+    (replica,) = client.post("/wake_up").json()["models"]["fake"]
+    (replica,) = client.post("/wake_up").json()["models"]["fake"]
+    assert replica["device_memory"]["left"] is None
+
+
 @pytest.mark.parametrize("path", ["/wake_up", "/wakeup"])
 @pytest.mark.parametrize(
     ("query", "body", "tags"),

@@ -1,6 +1,7 @@
 """The sleep/wake state machine, with effects that are gates."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -15,7 +16,7 @@ from actors.errors import (
     WakeTimeout,
 )
 from actors.lifecycle import Lifecycle, MemoryChange, SleepConfig
-from actors.protocol import ReplicaState, SleepCommand, SleepMode
+from actors.protocol import MemoryLeft, ReplicaState, SleepCommand, SleepMode
 
 AWAKE, DRAINING, ASLEEP = ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.ASLEEP
 WAKING, FAILED = ReplicaState.WAKING, ReplicaState.FAILED
@@ -30,6 +31,7 @@ class GatedEffects:
         self.gate = asyncio.Event()
         self.gate.set()
         self.failure: Exception | None = None
+        self.change = NOTHING
         self.on_abort: Callable[[], None] = lambda: None
 
     async def wake(self) -> MemoryChange:
@@ -47,7 +49,7 @@ class GatedEffects:
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        return NOTHING
+        return self.change
 
 
 class Clock:
@@ -336,6 +338,27 @@ def test_wake_that_is_not_possible_now_leaves_it_asleep() -> None:
         assert bench.lifecycle.state is ASLEEP
         bench.effects.failure = None
         assert await bench.request() == "served"
+
+    run(scenario)
+
+
+def test_sleep_logs_what_the_device_got_back_and_what_is_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        assert bench.lifecycle.last_sleep is None
+        left = MemoryLeft(context=600, graphs=200, kept_layers=50, torch_reserve=30, other=4)
+        bench.effects.change = MemoryChange(1000, 50, 0, 950, 940, left)
+        with caplog.at_level(logging.INFO, "actors.lifecycle"):
+            await bench.lifecycle.sleep(SleepCommand())
+        assert bench.lifecycle.last_sleep == bench.effects.change
+        assert caplog.messages[-1].endswith(
+            "mapped 1000 -> 50 bytes, copied 0; the device got 950 (own 940) back, left are "
+            "884 bytes (context 600, graphs 200, kept layers 50, torch's reserve 30, other 4)"
+        )
+        assert sum("draining -> asleep" in message for message in caplog.messages) == 1
 
     run(scenario)
 

@@ -167,18 +167,9 @@ def test_samples_follow_the_softmax() -> None:
 def test_greedy_is_the_model_itself() -> None:
     logits = logits_of(4)
     assert run_step(BatchSampler(), [sequence() for _ in range(4)], logits) is logits
-    # The same row beside one that samples, and in a graph's fixed computation.
+    # The same row beside one that samples.
     mixed = [sequence(), sequence(temperature=1.0, top_k=3), sequence(), sequence(temperature=2.0)]
     assert torch.equal(run_step(BatchSampler(), mixed, logits)[[0, 2]], logits[[0, 2]])
-    static = run_step(BatchSampler(static=True), [sequence() for _ in range(4)], logits)
-    assert torch.equal(static, logits)
-
-
-def test_static_gives_what_the_flags_give() -> None:
-    logits = logits_of(3)
-    batch = [sequence(temperature=0.8), sequence(temperature=1.5, seed=4), sequence()]
-    eager = run_step(BatchSampler(), batch, logits)
-    assert torch.equal(eager, run_step(BatchSampler(static=True), batch, logits))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 7, V - 1, V, V + 100, 2**40, 0, -1])
@@ -286,12 +277,11 @@ def test_rows_do_not_depend_on_their_neighbours(width: int) -> None:
         assert torch.equal(alone[0], together[i])
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rubbish", [None, 0, -1, 2**31 - 1, -(2**31), 0x7FC00000, 0x7F800000])
-def test_padding_rows_are_harmless(static: bool, rubbish: int | None) -> None:
+def test_padding_rows_are_harmless(rubbish: int | None) -> None:
     logits = logits_of(11)
-    expected = run_step(BatchSampler(static=static), busy_batch(), logits[:8])
-    padded = run_step(BatchSampler(static=static), busy_batch(), logits, padding=3, rubbish=rubbish)
+    expected = run_step(BatchSampler(), busy_batch(), logits[:8])
+    padded = run_step(BatchSampler(), busy_batch(), logits, padding=3, rubbish=rubbish)
     assert torch.equal(padded[:8], expected)
 
 
@@ -445,20 +435,6 @@ def test_logprobs_match_tokens_by_position() -> None:
     assert isinstance(taken[0], RawLogprob)
 
 
-def test_needs_eager_says_what_a_graph_cannot_do() -> None:
-    def needs_eager(seq: SequenceSampling) -> bool:
-        sampler = BatchSampler(static=True)
-        run_step(sampler, [sequence(), seq], logits_of(2))
-        return sampler.needs_eager
-
-    assert not needs_eager(sequence(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1))
-    assert needs_eager(sequence(logprobs=0))
-    assert needs_eager(sequence(presence_penalty=0.1, output=[4]))
-    assert needs_eager(sequence(logit_bias={1: 1.0}))
-    assert needs_eager(sequence(min_tokens=1, stop=[1]))
-    assert not needs_eager(sequence(min_tokens=1, stop=[1], output=[4]))
-
-
 # Validation
 
 
@@ -602,8 +578,8 @@ def model() -> Qwen2ForCausalLM:
     return model.float().eval()  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=[BatchSampler, lambda: BatchSampler(static=True)], ids=["eager", "static"])
-def generate(model: Qwen2ForCausalLM, request: pytest.FixtureRequest) -> Any:
+@pytest.fixture
+def generate(model: Qwen2ForCausalLM) -> Any:
     """Runs sequences through a manager of its own, all admitted before the first step."""
     tokens = 20
 
@@ -614,7 +590,7 @@ def generate(model: Qwen2ForCausalLM, request: pytest.FixtureRequest) -> Any:
                 page_size=16, num_blocks=num_blocks, max_batch_tokens=24, max_requests_per_batch=8
             ),
         )
-        manager.logit_processor = request.param()
+        manager.logit_processor = BatchSampler()
         for i, seq in enumerate(sequences):
             state = State(
                 str(i), list(seq.prompt_ids), max_new_tokens=tokens, eos_token_id=-1, sampling=seq

@@ -11,7 +11,7 @@ from actors.errors import DeviceMemoryError, DeviceMemoryShort
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.memory.dlpack import bytes_at
-from actors.memory.driver import DeviceMemory, MemoryHolder
+from actors.memory.driver import DeviceMemory, MemoryHolder, describe
 
 MIB = 2**20
 
@@ -41,19 +41,27 @@ class RefusingDriver(CpuDriver):
         self.mapped.remove(address)
 
     def memory(self) -> DeviceMemory:
-        free = 80 * 2**30 - MIB * len(self.mapped)
-        return DeviceMemory(140 * 2**30, free, None, (MemoryHolder(41, "trainer", 60 * 2**30),))
+        total, free = 140 * 2**30, 80 * 2**30 - MIB * len(self.mapped)
+        return DeviceMemory(total, free, used=total - free, held=0)
+
+    def holders(self) -> tuple[MemoryHolder, ...]:
+        return (MemoryHolder(41, "trainer", 60 * 2**30),)
+
+
+def fill(driver: CpuDriver, arena: DeviceArena, payloads: dict[int, memoryview]) -> None:
+    arena.restore(driver.open_link(list(payloads.values())), payloads).finish()
 
 
 def test_unmap_gives_memory_back_and_map_restores_it_at_the_same_addresses() -> None:
-    arena = DeviceArena(CpuDriver(), [64 * MIB, 32 * MIB])
+    driver = CpuDriver()
+    arena = DeviceArena(driver, [64 * MIB, 32 * MIB])
     tensor = arena.tensor(1, 256, torch.float32, (1000, 1000))
     address = tensor.data_ptr()
     content = np.random.default_rng(0).bytes(64 * MIB)
     before = resident_bytes()
     arena.map()
-    arena.write(0, memoryview(content))
-    arena.write(1, memoryview(content)[: 32 * MIB])
+    payloads = {0: memoryview(content), 1: memoryview(content)[: 32 * MIB]}
+    fill(driver, arena, payloads)
     expected = tensor.clone()
     full = resident_bytes()
     assert full - before > 0.95 * 96 * MIB
@@ -63,7 +71,7 @@ def test_unmap_gives_memory_back_and_map_restores_it_at_the_same_addresses() -> 
     assert arena.mapped_bytes == 0
 
     arena.map()
-    arena.write(1, memoryview(content)[: 32 * MIB])
+    fill(driver, arena, {1: payloads[1]})
     assert tensor.data_ptr() == address
     assert torch.equal(tensor.view(torch.int32), expected.view(torch.int32))
 
@@ -124,10 +132,20 @@ def test_map_without_enough_memory_rolls_back_and_says_who_has_it() -> None:
 
 
 def test_cpu_driver_tells_the_machine_s_memory_and_its_own() -> None:
-    memory = CpuDriver().memory()
+    driver = CpuDriver()
+    memory = driver.memory()
     assert 0 < memory.free < memory.total
     assert memory.own is not None
     assert 0 < memory.own < memory.total
+    assert memory.held == memory.used == memory.own
+    assert driver.context_bytes == pytest.approx(memory.own, rel=0.05)
+
+
+def test_description_without_a_visible_holder_says_so() -> None:
+    memory = DeviceMemory(total=4 * 2**30, free=2**30, used=3 * 2**30, held=0)
+    assert describe(memory, ()) == (
+        "1.00 GiB of 4.00 GiB are free (no process that holds the rest is visible)"
+    )
 
 
 def test_tensor_from_an_address_shares_its_bytes() -> None:
@@ -137,12 +155,6 @@ def test_tensor_from_an_address_shares_its_bytes() -> None:
     del tensor
     view.zero_()
     assert content[15:33].tolist() == [15] + [0] * 16 + [32]
-
-
-def test_write_to_an_unmapped_segment_is_caught() -> None:
-    arena = DeviceArena(CpuDriver(), [10])
-    with pytest.raises(AssertionError, match="not mapped"):
-        arena.write(0, memoryview(b"x"))
 
 
 def test_release_ends_the_reservation() -> None:
@@ -158,6 +170,7 @@ def test_release_ends_the_reservation() -> None:
 def test_copy_lands_byte_for_byte() -> None:
     driver = CpuDriver()
     address = driver.reserve(8192)
-    driver.copy_from_host(address + 4096, memoryview(bytes(range(256))))
+    content = memoryview(bytes(range(256)))
+    driver.open_link([content]).copy(address + 4096, content)
     assert ctypes.string_at(address + 4096, 256) == bytes(range(256))
     assert ctypes.string_at(address, 4096) == bytes(4096)

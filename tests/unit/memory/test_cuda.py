@@ -107,6 +107,9 @@ def test_unmap_raises_the_card_s_free_memory_by_the_segments(
     arena.map()
     mapped = driver.memory()
     assert before.free - mapped.free == pytest.approx(arena.size, abs=4 * MIB)
+    assert before.used + before.free == before.total
+    assert mapped.used - before.used == before.free - mapped.free
+    assert mapped.held - before.held == pytest.approx(arena.size, abs=4 * MIB)
     if before.own is not None and mapped.own is not None:  # NVML can be blind in a container
         assert mapped.own - before.own == pytest.approx(arena.size, abs=4 * MIB)
     arena.unmap([3])
@@ -127,7 +130,7 @@ def test_map_of_more_than_the_card_has_rolls_back_and_says_who_holds_it(
     text = str(caught.value)
     assert "do not fit on cuda:0" in text
     assert "cuMemCreate" in str(caught.value.__cause__)
-    if before.own is not None:
+    if before.own is not None:  # NVML can be blind in a container
         assert f"by pid {os.getpid()} (" in text
     assert too_big.mapped_bytes == 0
     assert driver.memory().free == pytest.approx(before.free, abs=4 * MIB)
@@ -244,8 +247,11 @@ def test_pinned_in_place_is_several_times_as_fast_as_pageable(driver: CudaDriver
     views = random_views(sizes, seed=3)
     arena = DeviceArena(driver, sizes)
     arena.map()
+    source = torch.from_numpy(np.frombuffer(views[0], np.uint8).copy())
+    torch.cuda.synchronize()
     started = time.perf_counter()
-    arena.write(0, views[0])
+    arena.bytes_of(0).copy_(source)
+    torch.cuda.synchronize()
     pageable = sizes[0] / 1e9 / (time.perf_counter() - started)
     link = driver.open_link(views)
     assert link.in_place
@@ -353,6 +359,45 @@ def test_two_devices_from_the_same_pinned_bytes(payloads: list[memoryview]) -> N
     link.close()
     for arena in arenas:
         arena.release()
+
+
+CONTEXT = """
+import torch
+from actors.memory.cuda import CudaDriver
+
+driver = CudaDriver(0)
+first = driver.memory()
+kept = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # no second context, whoever comes next
+again = CudaDriver(0)
+later = again.memory()
+print(driver.context_bytes, again.context_bytes, first.held, later.held, later.torch_reserved)
+print(sum(holder.size or 0 for holder in again.holders()))
+"""
+
+
+def test_context_is_what_a_fresh_process_holds_of_the_card(project: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", CONTEXT], cwd=project, capture_output=True, text=True, check=True
+    )
+    context, again, first, later, reserved = (int(word) for word in run.stdout.split()[:5])
+    print(f"context {context / GIB:.3f} GiB")
+    assert 50 * MIB < context < 2 * GIB
+    assert again == context
+    assert first == pytest.approx(context, abs=64 * MIB)
+    assert reserved == pytest.approx(256 * MIB, abs=32 * MIB)
+    assert later - first == pytest.approx(reserved, abs=64 * MIB)
+
+
+def test_figures_are_cheap_enough_for_every_sleep(driver: CudaDriver) -> None:
+    driver.memory()
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        driver.memory()
+        seconds.append(time.perf_counter() - started)
+    seconds.sort()
+    print(f"memory(): median {1e3 * seconds[10]:.2f} ms, most {1e3 * seconds[-1]:.2f} ms")
+    assert seconds[10] < 4e-3
 
 
 REPLICA = """

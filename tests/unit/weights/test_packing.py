@@ -28,6 +28,7 @@ from actors.weights.attach import attach, build_on_meta
 from actors.weights.image import WeightImage
 from actors.weights.layout import TENSOR_ALIGNMENT, Layout, Manifest
 
+DRIVER = CpuDriver()
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -76,15 +77,15 @@ def packed(checkpoint: Path) -> tuple[PreTrainedModel, WeightImage]:
 
 def on_arena(checkpoint: Path, image: WeightImage) -> tuple[PreTrainedModel, DeviceArena]:
     model = build_on_meta(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
-    arena = DeviceArena(CpuDriver(), [segment.size for segment in image.layout.segments])
+    arena = DeviceArena(DRIVER, [segment.size for segment in image.layout.segments])
     attach(model, image.layout, arena)
     return model, arena
 
 
 def fill(arena: DeviceArena, image: WeightImage) -> None:
     arena.map()
-    for i in range(len(arena.spans)):
-        arena.write(i, image.segment(i))
+    payloads = {i: image.segment(i) for i in range(len(arena.spans))}
+    arena.restore(DRIVER.open_link(list(payloads.values())), payloads).finish()
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:

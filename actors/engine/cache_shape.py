@@ -1,0 +1,167 @@
+"""What one model's KV cache and steps take, in bytes."""
+
+# D model dim, V vocabulary; a page holds K and V of some tokens for one layer, a block one page of
+# every layer, a sector is the least that serves every type of attention (transformers 5.23,
+# generation/continuous_batching/cache.py: PagedAttentionCache)
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import float32
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import (
+    SLIDING_ATTENTION,
+    FullAttentionCacheAllocator,
+)
+from transformers.generation.continuous_batching.utils import (
+    find_head_dim,
+    find_num_key_value_heads,
+)
+from transformers.utils.generic import is_flash_attention_requested
+
+from actors.engine.attention import decodes_in_pages
+
+# Bytes per logit in float32 while top_k, top_p or min_p sort them: the logits, their adjusted copy
+# and the scores (logits.py: perturb; 4 each), sorted values and indices (12), and the sort's own two
+# copies of (segment, index) with radix sort's buffers (32; aten/src/ATen/native/cuda/SortStable.cu:
+# segmented_sort_pairs_by_full_sort). The float64 sums afterwards and Gumbel noise stay below that.
+_SAMPLING_BYTES_PER_LOGIT = 56
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """The layers of one type of attention."""
+
+    num_layers: int
+    window: int | None = None  # tokens that each layer keeps; None keeps all
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one model's KV cache and steps take, in bytes."""
+
+    page_size: int  # tokens
+    bytes_per_page: int
+    groups: tuple[LayerGroup, ...]
+    bytes_per_token: int  # activations of one token of a step, at the peak
+    bytes_per_sequence: int  # a sequence's logits, and what sampling makes of them
+    bytes_per_read: int  # a token gathered from the cache, for the one layer at work
+    bytes_per_score: int = 0  # of a (new token, cached token), where attention writes scores out
+    bytes_per_mask: int = 0  # the same for attention that wants a mask
+    decodes_in_pages: bool = False
+    max_positions: int | None = None  # the longest sequence that the model knows
+
+    @cached_property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_page * sum(group.num_layers for group in self.groups)
+
+    @cached_property
+    def bytes_per_sector(self) -> int:
+        per_group = (group.num_layers * self.bytes_per_page for group in self.groups)
+        return math.lcm(*per_group, 128)
+
+    @cached_property
+    def tokens_per_sector(self) -> int:
+        return self.page_size * max(self._blocks_per_sector(group) for group in self.groups)
+
+    def sectors(self, num_blocks: int) -> int:
+        """Sectors that transformers makes of `num_blocks`; two more take what padding writes."""
+        return max(1, -(-num_blocks * self.bytes_per_block // self.bytes_per_sector))
+
+    def cache_bytes(self, num_blocks: int) -> int:
+        return (self.sectors(num_blocks) + 2) * self.bytes_per_sector
+
+    def blocks_for(self, tokens: int) -> int:
+        """The fewest blocks whose cache holds one sequence of so many tokens."""
+        sectors = self._sectors_for(tokens)
+        return (sectors - 1) * self.bytes_per_sector // self.bytes_per_block + 1
+
+    def longest_sequence(self, num_blocks: int) -> int:
+        """The longest sequence that an empty cache holds; see infer_max_single_request_tokens."""
+        sectors = self.sectors(num_blocks)
+        low, high = 0, sectors * self.tokens_per_sector
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._sectors_for(middle) <= sectors:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _blocks_per_sector(self, group: LayerGroup) -> int:
+        return self.bytes_per_sector // (group.num_layers * self.bytes_per_page)
+
+    def _sectors_for(self, tokens: int) -> int:
+        total = 0
+        for group in self.groups:
+            kept = tokens if group.window is None else min(tokens, group.window)
+            blocks = -(-kept // self.page_size)
+            total += -(-blocks // self._blocks_per_sector(group))
+        # No more than the cache has room to read, also where windows would allow it.
+        return max(total, -(-tokens // self.tokens_per_sector))
+
+
+def cache_shape(model: PreTrainedModel, page_size: int) -> CacheShape:
+    """A model's shape, from its config alone; a module on meta will do.
+
+    Args:
+        model: its attention has been chosen already (`choose_attention`), because attention that
+            wants a mask takes much more memory.
+    """
+    config = model.config.get_text_config()
+    kinds = group_layers_by_attn_type(config)
+    window = getattr(config, "sliding_window", None)
+    itemsize, D, V = model.dtype.itemsize, int(config.hidden_size), int(config.vocab_size)
+    heads, kv_heads = int(config.num_attention_heads), find_num_key_value_heads(config)
+    head_dim = find_head_dim(config)
+    # PagedAttentionMemoryHandler: attention without a mask reads K and V as they are; other kinds
+    # repeat both for every query head while V is still there.
+    masks = 1 + (SLIDING_ATTENTION in kinds)
+    if is_flash_attention_requested(model.config):
+        masks = 0
+    read_heads = 2 * heads + kv_heads if masks else 2 * kv_heads
+    writes_scores = masks > 0 and "eager" in model.config._attn_implementation
+    bytes_per_token = max(
+        itemsize * (3 * D + 4 * heads * head_dim + 4 * kv_heads * head_dim),  # attention, rotation
+        itemsize * 2 * D + 3 * D * float32.itemsize,  # norms
+        itemsize * _mlp_width(config),
+    )
+    if not model._supports_logits_to_keep():  # type: ignore[operator]  # a method, not a tensor
+        # Logits of every token, of which each sequence's last are taken.
+        bytes_per_token += itemsize * V
+    return CacheShape(
+        page_size=page_size,
+        bytes_per_page=FullAttentionCacheAllocator.get_bytes_per_page(
+            kv_heads, head_dim, model.dtype, page_size
+        ),
+        groups=tuple(
+            LayerGroup(len(layers), window if kind == SLIDING_ATTENTION else None)
+            for kind, layers in kinds.items()
+        ),
+        bytes_per_token=bytes_per_token,
+        bytes_per_sequence=(itemsize + _SAMPLING_BYTES_PER_LOGIT) * V,
+        bytes_per_read=read_heads * head_dim * itemsize,
+        # In the model's type, in float32 for the softmax, and in the model's type again.
+        bytes_per_score=heads * (2 * itemsize + float32.itemsize) if writes_scores else 0,
+        bytes_per_mask=masks * itemsize,
+        decodes_in_pages=decodes_in_pages(model),
+        max_positions=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def _mlp_width(config: PreTrainedConfig) -> int:
+    """Elements alive at once per token in a layer's MLP: counted in the models of the tests.
+
+    Five of the intermediate size: two of them belong to activations made of several operations
+    (gpt2's gelu_new), which most models do not have. Experts work on a copy of each token for each
+    expert that gets it (transformers' grouped_mm).
+    """
+    D = int(config.hidden_size)
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * D
+    dense = 3 * D + 5 * int(inner)
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    expert_inner = int(getattr(config, "moe_intermediate_size", None) or inner)
+    routed = 5 * D + int(experts) * (3 * D + 4 * expert_inner) if experts else 0
+    return max(dense, routed)

@@ -1,0 +1,119 @@
+"""The generation loop: batches one after the other, or prepared while the one before computes.
+
+`PipelinedManager` replaces the loop of transformers 5.23, whose asynchronous batching always keeps a
+batch in flight: a first token waits until the batch behind it was prepared and launched, the last
+results stay unread until the next request, and a pause finds tokens that nobody has seen.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation.continuous_batching.continuous_api import (
+    BackgroundThreadStatus,
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.input_outputs import (
+    ContinuousBatchingAsyncIOs,
+    ContinuousBatchingIOs,
+)
+
+# A batch of so many sequences has its first tokens read at once. In larger ones every other batch
+# brings first tokens, and the overlap is worth more to everybody.
+_FEW = 16
+_NEW_REQUESTS_TIMEOUT_S = (
+    0.1  # as in transformers: what arrives sets the event, this is its backstop
+)
+
+
+class PipelinedManager(ContinuousBatchingManager):
+    """Launches a batch, then reads the results of the one before.
+
+    The newest batch is read at once where somebody waits for it: if it brings the first tokens of a
+    few sequences, if there is nothing left to compute, and before a pause. Without asynchronous
+    batching every batch is.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.background_thread_status = _StatusThatReads(self._read_newest)
+        self._unread = False  # the newest batch
+        self.complete_batch: Callable[[], None] = _nothing  # between preparing and launching
+
+    def _generation_loop_body(
+        self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool
+    ) -> bool:
+        """Compute a batch or wait for requests; whether to go on."""
+        if bootstrapping:
+            return False  # transformers' own loop launches a first batch ahead
+        if batch_processor.prepare_next_batch():
+            self.complete_batch()
+            self._generation_step()
+            self.current_batch += 1
+            before, self._unread = self._unread, True
+            if before:
+                batch_processor.update_batch()  # a launch leaves the other pair of tensors current
+            if self._is_awaited(batch_processor):
+                self._read_newest()
+            return True
+        if self._unread:
+            self._read_newest()
+            return True
+        status = self.background_thread_status.tp_status
+        flushing = status == BackgroundThreadStatus.FLUSH_AND_STOP
+        if status == BackgroundThreadStatus.HARD_STOP or (
+            flushing and not batch_processor.has_pending_requests()
+        ):
+            # What follows this loop reads the newest batch once more.
+            for io in _host_tensors(batch_processor):
+                io.requests_in_batch = []
+            return False
+        self._wake_up_loop.wait(_NEW_REQUESTS_TIMEOUT_S)
+        self._wake_up_loop.clear()
+        return True
+
+    def _is_awaited(self, processor: ContinuousBatchProcessor) -> bool:
+        io = processor.inputs_and_outputs
+        if not isinstance(io, ContinuousBatchingAsyncIOs):
+            return True
+        batch = io.io_pairs[1 - io.current_pair].host_io.requests_in_batch
+        return len(batch) <= _FEW and any(
+            request.has_new_token and not request.state.generated_tokens for request in batch
+        )
+
+    def _read_newest(self) -> None:
+        if not self._unread:
+            return
+        self._unread = False
+        processor = self.batch_processor
+        assert processor is not None, "a batch was launched"
+        io = processor.inputs_and_outputs
+        if isinstance(io, ContinuousBatchingAsyncIOs):
+            io.swap_io_pairs()
+            processor.update_batch()
+            io.swap_io_pairs()
+        else:
+            processor.update_batch()
+
+
+class _StatusThatReads(BackgroundThreadStatus):
+    """Has the newest results read before a pause."""
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def pause_and_wait(self) -> None:
+        self._read()
+        super().pause_and_wait()
+
+
+def _nothing() -> None:
+    """The batch is complete as it is."""
+
+
+def _host_tensors(processor: ContinuousBatchProcessor) -> list[ContinuousBatchingIOs]:
+    io = processor.inputs_and_outputs
+    if isinstance(io, ContinuousBatchingAsyncIOs):
+        return [pair.host_io for pair in io.io_pairs]
+    return [io]

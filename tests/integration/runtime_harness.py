@@ -1,0 +1,108 @@
+"""One model in one process, without Ray, for tests to generate, sleep and wake with."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from actors.engine.config import EngineConfig
+from actors.lifecycle import SleepConfig
+from actors.protocol import GenerateRequest, SamplingParams, TokenEvent
+from actors.runtime import ModelRuntime, Prepared, build_module
+from actors.weights import packer
+from actors.weights.fastload import load_from_disk
+from actors.weights.image import WeightImage
+from actors.weights.layout import ImageKey
+
+ENGINE = EngineConfig(
+    page_size=16, num_blocks=128, max_batch_tokens=256, max_requests_per_batch=8, cpu_threads=1
+)
+
+
+def load(checkpoint: Path) -> WeightImage:
+    key = packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
+    return load_from_disk(checkpoint, key)
+
+
+class Harness:
+    """A runtime, and what its image functions were asked."""
+
+    def __init__(self, runtime: ModelRuntime, asked: list[str]) -> None:
+        self.runtime = runtime
+        self.asked = asked
+
+    def prepare(self, prompt: str | tuple[int, ...], **sampling: object) -> Prepared:
+        n = sampling.pop("n", 1)
+        stream = sampling.pop("stream", True)
+        echo = sampling.pop("echo", False)
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": 20} | sampling))  # type: ignore[arg-type]
+        return self.runtime.prepare(
+            GenerateRequest("r", prompt, params, n=n, stream=stream, echo=echo)  # type: ignore[arg-type]
+        )
+
+    async def events(self, prompt: str | tuple[int, ...], **sampling: object) -> list[TokenEvent]:
+        return [e async for e in self.runtime.generate(self.prepare(prompt, **sampling))]
+
+    async def tokens(self, prompt: str | tuple[int, ...], **sampling: object) -> list[int]:
+        return [i for e in await self.events(prompt, **sampling) for i in e.token_ids]
+
+    async def until_free(self) -> None:
+        """Wait until the engine has no sequence and no block in use."""
+        while True:
+            stats = self.runtime.engine_stats()
+            if not (stats.running or stats.waiting or stats.kv_used_blocks):
+                return
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def harness(
+    checkpoint: Path,
+    image: WeightImage,
+    engine: EngineConfig = ENGINE,
+    sleep: SleepConfig | None = None,
+    awake: bool = True,
+) -> AsyncIterator[Harness]:
+    asked: list[str] = []
+
+    async def reload_image() -> WeightImage:
+        asked.append("reload")
+        return await asyncio.to_thread(load, checkpoint)
+
+    async def release_image(key: ImageKey) -> None:
+        asked.append("release")
+
+    runtime = await asyncio.to_thread(
+        ModelRuntime,
+        build_module(checkpoint, "auto"),
+        checkpoint,
+        image,
+        reload_image,
+        release_image,
+        engine,
+        sleep or SleepConfig(),
+    )
+    try:
+        if awake:
+            await runtime.wake()
+        yield Harness(runtime, asked)
+    finally:
+        await runtime.close()
+        runtime.memory.unmap(2)  # a card's memory outlives the objects
+        gc.collect()  # and so do graphs, in cycles
+
+
+def run(
+    checkpoint: Path,
+    image: WeightImage,
+    scenario: Callable[[Harness], Awaitable[None]],
+    engine: EngineConfig = ENGINE,
+    sleep: SleepConfig | None = None,
+    awake: bool = True,
+) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60), harness(checkpoint, image, engine, sleep, awake) as h:
+            await scenario(h)
+
+    asyncio.run(bounded())

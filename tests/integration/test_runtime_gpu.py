@@ -1,0 +1,466 @@
+"""Sleep and wake as the device itself sees them: what is released, what is left, what is moved.
+
+On CUDA, and on CPU what makes sense there, where the device's figure is this process' resident set.
+"""
+
+import asyncio
+import ctypes
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.engine.config import EngineConfig
+from actors.engine.engine import TransformersEngine
+from actors.errors import DeviceMemoryShort, Unavailable, WeightsCorrupted
+from actors.lifecycle import Lifecycle, SleepConfig
+from actors.memory.cpu import CpuDriver
+from actors.model_memory import ModelMemory
+from actors.protocol import ReplicaState, SleepCommand
+from actors.weights.checkpoint import write_checkpoint
+from actors.weights.image import WeightImage
+from tests.conftest import cuda_available
+from tests.integration.runtime_harness import Harness, harness, load
+
+MIB = 2**20
+TIMEOUT_S = 180  # the first engine of a process compiles its kernels
+PROMPTS = tuple(tuple((131 * i + 17 * j) % 900 + 20 for i in range(5 + 9 * j)) for j in range(4))
+
+# A page is larger than a prompt: nothing is shared over prefixes, so each run rounds alike.
+ENGINES = {
+    "cpu": EngineConfig(
+        device="cpu", page_size=256, num_blocks=32, max_requests_per_batch=4, cpu_threads=1
+    ),
+    # Compiled layers round in their own way, so answers are compared without.
+    "cuda": EngineConfig(
+        device="cuda",
+        page_size=256,
+        num_blocks=640,
+        max_batch_tokens=512,
+        max_requests_per_batch=4,
+        use_torch_compile=False,
+    ),
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Half precision for CUDA, whose decode kernel and graphs want it."""
+
+    def of(device: str) -> Path:
+        directory = tmp_path_factory.getbasetemp() / f"checkpoint_{device}"
+        return write_checkpoint(
+            directory, "demo", dtype="bfloat16" if device == "cuda" else "float32"
+        )
+
+    return of
+
+
+@pytest.fixture
+def checkpoint(device: str, checkpoints: Callable[[str], Path]) -> Path:
+    return checkpoints(device)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+async def answers(h: Harness) -> list[list[int]]:
+    """One prompt after the other, so that every step is the same each time."""
+    return [await h.tokens(prompt, max_tokens=12, ignore_eos=True) for prompt in PROMPTS]
+
+
+async def settled(h: Harness) -> None:
+    await h.runtime.settled()
+    h.runtime.check_health()
+
+
+# --- what the device says ---
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_device_gets_back_what_was_mapped_and_the_rest_is_accounted_for(
+    device: str, checkpoint: Path, level: int
+) -> None:
+    async def scenario() -> None:
+        async with harness(checkpoint, load(checkpoint), ENGINES[device]) as h:
+            expected = await answers(h)
+            memory = h.runtime.memory
+            for _ in range(3):
+                await settled(h)
+                assert memory.left is None
+                slept = await h.runtime.sleep(level)
+                assert slept.released_bytes is not None
+                if device == "cpu":  # of the KV cache only what was written ever was resident
+                    released = 0.95 * h.runtime.weights_bytes
+                else:
+                    released = 0.95 * slept.mapped_before_bytes
+                assert slept.mapped_before_bytes >= h.runtime.weights_bytes + h.runtime.kv_bytes
+                assert slept.released_bytes >= released
+                if slept.own_released_bytes is not None:  # NVML can be blind in a container
+                    assert slept.own_released_bytes >= released
+                assert memory.seen.free <= memory.seen.total
+
+                left = slept.left
+                assert left is not None
+                assert left == memory.left
+                assert left.total == memory.seen.held
+                if memory.seen.own is not None:
+                    assert left.total == memory.seen.own
+                assert left.kept_layers == 0
+                assert left.context == memory._driver.context_bytes > 0
+                if device == "cuda":
+                    print(f"level {level}: {slept}")
+                    assert left.graphs > 0
+                    assert left.torch_reserve >= 0
+                    assert abs(left.other) < 2048 * MIB  # of this process, other tests included
+                await h.runtime.wake()
+                assert await answers(h) == expected
+            assert h.asked == ["release", "reload"] * (3 if level == 2 else 0)
+
+    run(scenario)
+
+
+def test_sleeping_again_and_again_leaves_no_more_each_time(device: str, checkpoint: Path) -> None:
+    async def scenario() -> None:
+        async with harness(checkpoint, load(checkpoint), ENGINES[device]) as h:
+            left = []
+            for _ in range(12):
+                await answers(h)
+                await settled(h)
+                slept = await h.runtime.sleep(1)
+                assert slept.left is not None
+                left.append(slept.left.total)
+                await h.runtime.wake()
+            assert max(left[6:]) - min(left[2:]) < 16 * MIB, left
+
+    run(scenario)
+
+
+def test_lifecycle_keeps_and_logs_the_figures_of_a_sleep(
+    device: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with harness(checkpoint, load(checkpoint), ENGINES[device], awake=False) as h:
+            lifecycle = Lifecycle(h.runtime, SleepConfig(), lambda: 0.0, "test")
+            await lifecycle.wake_up()
+            await answers(h)
+            with caplog.at_level(logging.INFO, "actors.lifecycle"):
+                await lifecycle.sleep(SleepCommand())
+            slept = lifecycle.last_sleep
+            assert slept is not None
+            assert slept.released_bytes is not None
+            assert slept.released_bytes >= 0.95 * h.runtime.weights_bytes
+            assert f"the device got {slept.released_bytes}" in caplog.messages[-1]
+            assert "left are" in caplog.messages[-1]
+
+    run(scenario)
+
+
+# --- kept layers ---
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_kept_layers_are_neither_unmapped_nor_moved(
+    device: str, checkpoint: Path, count: int
+) -> None:
+    async def scenario() -> None:
+        image = load(checkpoint)
+        segments = image.layout.segments
+        engine, sleep = ENGINES[device], SleepConfig(keep_layers=count)
+        async with harness(checkpoint, image, engine, sleep) as h:
+            expected = await answers(h)
+            names = {f"layer.{i}" for i in range(count)}
+            kept = [i for i, segment in enumerate(segments) if segment.name in names]
+            payload = sum(segments[i].size for i in kept)
+            for _ in range(3):
+                await settled(h)
+                slept = await h.runtime.sleep(1)
+                assert slept.left is not None
+                assert slept.left.kept_layers == slept.mapped_after_bytes >= payload
+                gone = slept.mapped_before_bytes - slept.mapped_after_bytes
+                assert slept.released_bytes is not None
+                if device == "cuda":
+                    assert slept.released_bytes >= 0.95 * gone
+                woke = await h.runtime.wake()
+                assert woke.copied_bytes == h.runtime.weights_bytes - payload
+                assert await answers(h) == expected
+                await settled(h)
+                report, transfer = h.runtime.memory.last_wake, h.runtime.last_transfer
+                assert report is not None
+                assert transfer is not None
+                assert report.copied_bytes == report.checked_bytes == woke.copied_bytes
+                assert not {copied.segment for copied in transfer.segments} & set(kept)
+
+    run(scenario)
+
+
+# --- compiled in the background ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state", ["generating", "asleep", "full"])
+def test_compiled_layers_take_over_in_any_state(
+    checkpoints: Callable[[str], Path], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ENGINES["cuda"].model_copy(update={"use_torch_compile": True})
+    captures: list[int] = []
+    may_compile = threading.Event()
+    compile_layers, use_compiled = TransformersEngine.compile, TransformersEngine.use_compiled
+
+    def compile_later(self: TransformersEngine) -> bool:
+        may_compile.wait()
+        return compile_layers(self)
+
+    def count(self: TransformersEngine) -> None:
+        use_compiled(self)
+        captures.append(1)
+
+    monkeypatch.setattr(TransformersEngine, "compile", compile_later)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", count)
+    map_all = ModelMemory.map
+
+    def no_room(self: ModelMemory) -> None:
+        raise DeviceMemoryShort("the neighbour has it all")
+
+    async def scenario() -> None:
+        sleep, checkpoint = SleepConfig(keep_layers=2), checkpoints("cuda")
+        async with harness(checkpoint, load(checkpoint), engine, sleep, awake=False) as h:
+            if state == "full":
+                monkeypatch.setattr(ModelMemory, "map", no_room)
+            if state == "generating":
+                await h.runtime.wake()
+                prepared = h.prepare(PROMPTS[0], max_tokens=1500, ignore_eos=True)
+                tokens = 0
+                async for event in h.runtime.generate(prepared):
+                    tokens += len(event.token_ids)
+                    may_compile.set()
+                assert tokens == 1500
+            may_compile.set()
+            await h.runtime.compiled()
+            monkeypatch.setattr(ModelMemory, "map", map_all)
+            assert len(captures) == (state != "full")
+            if state != "generating":
+                assert h.runtime.mapped_bytes == 0
+                await h.runtime.wake()
+            first = await answers(h)
+            for _ in range(3):
+                await settled(h)
+                await h.runtime.sleep(1)
+                assert len(captures) == 1
+                await h.runtime.wake()
+                assert state == "full" or await answers(h) == first
+            await settled(h)
+
+    run(scenario)
+
+
+@pytest.mark.gpu
+def test_a_model_that_cannot_be_compiled_is_served_all_the_same(
+    checkpoints: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(self: TransformersEngine) -> bool:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(TransformersEngine, "compile", fail)
+
+    async def scenario() -> None:
+        checkpoint = checkpoints("cuda")
+        async with harness(checkpoint, load(checkpoint), ENGINES["cuda"]) as h:
+            await h.runtime.compiled()
+            assert len(await h.tokens(PROMPTS[0], ignore_eos=True)) == 20
+            assert "compiling failed" in caplog.text
+
+    run(scenario)
+
+
+# --- what may go wrong ---
+
+
+def flip_bit(image: WeightImage, segment: int, offset: int) -> None:
+    """In the bytes that the next wake copies, past the view that says they are read-only."""
+    payload = np.frombuffer(image.segment(segment), np.uint8)
+    address = payload.__array_interface__["data"][0]
+    ctypes.memset(address + offset, int(payload[offset]) ^ 1, 1)
+
+
+@pytest.mark.parametrize("segment", [0, 3, -1], ids=["embedding", "layer", "head"])
+def test_byte_that_changed_in_the_image_fails_the_replica(
+    device: str, checkpoint: Path, segment: int
+) -> None:
+    async def scenario() -> None:
+        image = load(checkpoint)
+        index = segment % len(image.layout.segments)
+        async with harness(checkpoint, image, ENGINES[device]) as h:
+            await answers(h)
+            await settled(h)  # that wake is right
+            await h.runtime.sleep(1)
+            flip_bit(image, index, image.layout.segments[index].size - 3)
+            await h.runtime.wake()
+            await h.runtime.settled()
+            with pytest.raises(WeightsCorrupted, match=image.layout.segments[index].name):
+                h.runtime.check_health()
+            with pytest.raises(WeightsCorrupted):
+                await h.tokens(PROMPTS[0])
+            report = h.runtime.memory.last_wake
+            assert report is not None
+            assert (report.intact, report.checked_segments) == (False, index + 1)
+
+    run(scenario)
+
+
+def test_two_models_on_one_device_wake_at_the_same_time(device: str, checkpoint: Path) -> None:
+    async def scenario() -> None:
+        # An image each: one process registers a page only once.
+        engine = ENGINES[device]
+        async with (
+            harness(checkpoint, load(checkpoint), engine, awake=False) as one,
+            harness(checkpoint, load(checkpoint), engine, awake=False) as two,
+        ):
+            both = (one, two)
+            await asyncio.gather(*(h.runtime.wake() for h in both))
+            expected = await answers(one)
+            assert await answers(two) == expected
+            for level in (1, 1, 2):
+                await asyncio.gather(*(settled(h) for h in both))
+                await asyncio.gather(*(h.runtime.sleep(level) for h in both))
+                assert [h.runtime.mapped_bytes for h in both] == [0, 0]
+                await asyncio.gather(*(h.runtime.wake() for h in both))
+                assert await asyncio.gather(*(answers(h) for h in both)) == [expected] * 2
+                await asyncio.gather(*(settled(h) for h in both))
+
+    run(scenario)
+
+
+def test_one_sleeps_and_wakes_while_its_neighbour_generates(device: str, checkpoint: Path) -> None:
+    async def scenario() -> None:
+        engine = ENGINES[device]
+        async with (
+            harness(checkpoint, load(checkpoint), engine) as busy,
+            harness(checkpoint, load(checkpoint), engine) as drowsy,
+        ):
+            expected = await answers(drowsy)
+            long = {"max_tokens": 200, "ignore_eos": True}
+            undisturbed = await busy.tokens(PROMPTS[0], **long)
+            for _ in range(3):
+                generating = asyncio.create_task(busy.tokens(PROMPTS[0], **long))
+                await drowsy.runtime.sleep(1)
+                await drowsy.runtime.wake()
+                assert await answers(drowsy) == expected
+                assert await generating == undisturbed
+                await settled(drowsy)
+
+    run(scenario)
+
+
+def test_wake_without_room_is_refused_and_works_once_there_is_some(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU, where memory is made short by decree."""
+
+    async def scenario() -> None:
+        checkpoint = checkpoints("cpu")
+        async with harness(checkpoint, load(checkpoint), ENGINES["cpu"], awake=False) as h:
+            lifecycle = Lifecycle(h.runtime, SleepConfig(), lambda: 0.0, "test")
+
+            def refuse(driver: CpuDriver, address: int, size: int) -> None:
+                raise DeviceMemoryShort("out of memory")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(CpuDriver, "map", refuse)
+                for _ in range(2):
+                    with pytest.raises(Unavailable, match="do not fit on cpu"):
+                        await lifecycle.wake_up()
+                    assert lifecycle.state is ReplicaState.ASLEEP
+                    assert h.runtime.mapped_bytes == 0
+            await lifecycle.wake_up()
+            assert len(await h.tokens(PROMPTS[0], ignore_eos=True)) == 20
+
+    run(scenario)
+
+
+HOG = """
+import sys, torch
+
+spare = int(sys.argv[1])
+torch.zeros(1, device="cuda")
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(max(free - spare, 1), dtype=torch.uint8, device="cuda")
+print(torch.cuda.mem_get_info()[0], flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def full_card(spare: int, project: Path) -> Iterator[int]:
+    """Another process holds all of the card but about `spare` bytes; gives what it left free."""
+    hog = subprocess.Popen(
+        [sys.executable, "-c", HOG, str(spare)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=project,
+    )
+    try:
+        assert hog.stdout is not None
+        line = hog.stdout.readline()
+        assert line, f"the process that fills the card ended with {hog.wait(timeout=60)}"
+        yield int(line)
+    finally:
+        hog.kill()
+        hog.communicate()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep_layers", [0, 2])
+def test_wake_on_a_full_card_is_refused_and_works_once_the_other_process_is_gone(
+    checkpoints: Callable[[str], Path], project: Path, keep_layers: int
+) -> None:
+    assert cuda_available()
+
+    async def scenario() -> None:
+        checkpoint, sleep = checkpoints("cuda"), SleepConfig(keep_layers=keep_layers)
+        async with harness(checkpoint, load(checkpoint), ENGINES["cuda"], sleep, awake=False) as h:
+            lifecycle = Lifecycle(h.runtime, sleep, lambda: 0.0, "test")
+            await lifecycle.wake_up()
+            expected = await answers(h)
+            await settled(h)
+            await lifecycle.sleep(SleepCommand())
+            kept = h.runtime.mapped_bytes
+            assert (kept > 0) == (keep_layers > 0)
+            needed = h.runtime.weights_bytes + h.runtime.kv_bytes - kept
+            with full_card(spare=needed // 2, project=project) as free:
+                assert free < needed, "the other process did not fill the card"
+                for _ in range(2):
+                    with pytest.raises(Unavailable) as caught:
+                        await lifecycle.wake_up()
+                    assert isinstance(caught.value, DeviceMemoryShort)
+                    assert caught.value.retry_after_s > 0
+                    assert "do not fit on cuda:0" in str(caught.value)
+                    assert lifecycle.state is ReplicaState.ASLEEP
+                    assert h.runtime.mapped_bytes == kept
+            # The other process is dead; its memory comes back when the driver has cleaned up.
+            while h.runtime.memory._driver.memory().free < needed + 256 * MIB:
+                await asyncio.sleep(0.01)
+            await lifecycle.wake_up()
+            assert await answers(h) == expected
+            await settled(h)
+
+    run(scenario)

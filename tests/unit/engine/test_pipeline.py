@@ -1,0 +1,129 @@
+"""The order in which batches are launched and read."""
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
+
+from actors.engine import pipeline
+from actors.engine.pipeline import PipelinedManager
+
+
+def request(generated: int, has_new_token: bool = True) -> SimpleNamespace:
+    state = SimpleNamespace(generated_tokens=[0] * generated)
+    return SimpleNamespace(state=state, has_new_token=has_new_token)
+
+
+FIRST = [request(0)]
+LATER = [request(3)]
+MANY = [request(0), *[request(3) for _ in range(pipeline._FEW)]]
+PROMPT_GOES_ON = [request(0, has_new_token=False)]
+
+
+class FakeProcessor:
+    """Batches of a script; "launch n" and "read n" go to the log."""
+
+    def __init__(self, batches: list[Any], status: BackgroundThreadStatus, use_async: bool) -> None:
+        self.batches = deque(enumerate(batches))
+        self.status = status
+        self.log: list[str] = []
+        self.launched: dict[int, int] = {}  # pair of tensors -> batch
+        if use_async:
+            self.inputs_and_outputs: Any = ContinuousBatchingAsyncIOs.__new__(
+                ContinuousBatchingAsyncIOs
+            )
+            self.inputs_and_outputs.current_pair = 0
+            self.inputs_and_outputs.io_pairs = [
+                SimpleNamespace(host_io=SimpleNamespace(requests_in_batch=[])) for _ in range(2)
+            ]
+        else:
+            self.inputs_and_outputs = SimpleNamespace(requests_in_batch=[])
+
+    @property
+    def pair(self) -> int:
+        return getattr(self.inputs_and_outputs, "current_pair", 0)
+
+    def prepare_next_batch(self) -> bool:
+        if self.batches and self.batches[0][1] == "pause":
+            self.batches.popleft()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    BackgroundThreadStatus, "pause_and_wait", lambda _: self.log.append("paused")
+                )
+                self.status.pause_and_wait()
+        if not self.batches or self.batches[0][1] is None:
+            if self.batches:
+                self.batches.popleft()
+            return False
+        number, requests = self.batches.popleft()
+        self.launched[self.pair] = number
+        io = self.inputs_and_outputs
+        target = io.io_pairs[self.pair].host_io if hasattr(io, "io_pairs") else io
+        target.requests_in_batch = requests
+        return True
+
+    def _generation_step(self, model: object) -> None:
+        self.log.append(f"launch {self.launched[self.pair]}")
+        if hasattr(self.inputs_and_outputs, "io_pairs"):
+            self.inputs_and_outputs.swap_io_pairs()
+
+    def update_batch(self) -> None:
+        self.log.append(f"read {self.launched[self.pair]}")
+
+    def has_pending_requests(self) -> bool:
+        return False
+
+
+def run(batches: list[Any], use_async: bool) -> tuple[list[str], PipelinedManager, FakeProcessor]:
+    manager = PipelinedManager.__new__(PipelinedManager)
+    manager.background_thread_status = pipeline._StatusThatReads(manager._read_newest)
+    processor = FakeProcessor(batches, manager.background_thread_status, use_async)
+    manager.batch_processor = processor  # type: ignore[assignment]
+    manager.model = None
+    manager.current_batch = 0
+    manager._unread = False
+    manager.complete_batch = lambda: None
+    manager._wake_up_loop = SimpleNamespace(wait=lambda _: None, clear=lambda: None)
+    assert not manager._generation_loop_body(processor, bootstrapping=True)
+    while processor.batches:
+        assert manager._generation_loop_body(processor, bootstrapping=False)
+    return processor.log, manager, processor
+
+
+@pytest.mark.parametrize(
+    ("batches", "order"),
+    [
+        ([FIRST, LATER, LATER, None], "l0 r0 l1 l2 r1"),
+        ([LATER, LATER, FIRST, LATER, None, None], "l0 l1 r0 l2 r1 r2 l3 r3"),
+        ([MANY, MANY, None], "l0 l1 r0"),
+        ([PROMPT_GOES_ON, FIRST, None], "l0 l1 r0 r1"),
+        ([LATER, LATER, "pause", LATER], "l0 l1 r0 r1 paused l3"),
+        ([None, LATER, None, None], "l1 r1"),
+    ],
+)
+def test_newest_batch_is_read_where_somebody_waits_for_it(batches: list[Any], order: str) -> None:
+    log, _, _ = run(batches, use_async=True)
+    names = {"l": "launch", "r": "read"}
+    expected = [
+        f"{names[step[0]]} {step[1:]}" if step != "paused" else step for step in order.split()
+    ]
+    assert log[: len(expected)] == expected
+
+
+def test_without_asynchronous_batching_each_batch_is_read_at_once() -> None:
+    log, _, _ = run([LATER, FIRST, MANY, None], use_async=False)
+    assert log == [f"{what} {i}" for i in range(3) for what in ("launch", "read")]
+
+
+def test_nothing_is_read_twice_when_the_loop_ends() -> None:
+    """transformers reads the newest batch once more behind the loop."""
+    log, manager, processor = run([LATER, LATER, None], use_async=True)
+    manager.background_thread_status._tp_status = BackgroundThreadStatus.HARD_STOP
+    while manager._generation_loop_body(processor, bootstrapping=False):  # type: ignore[arg-type]
+        pass
+    assert log == ["launch 0", "launch 1", "read 0", "read 1"]
+    pairs = processor.inputs_and_outputs.io_pairs
+    assert [pair.host_io.requests_in_batch for pair in pairs] == [[], []]

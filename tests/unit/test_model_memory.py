@@ -1,0 +1,255 @@
+"""Which layers stay on the device, and what a sleep leaves there, on a driver that says what we want."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from actors import model_memory
+from actors.errors import DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
+from actors.memory.cpu import CpuDriver
+from actors.memory.driver import DeviceMemory
+from actors.model_memory import KeptPlace, ModelMemory, kept_segments
+from actors.protocol import MemoryLeft
+from actors.weights.attach import build_on_meta
+from actors.weights.fastload import load_from_disk
+from actors.weights.image import WeightImage
+from actors.weights.layout import Layout, Segment
+from actors.weights.packer import checkpoint_dtype, image_key
+
+KIB = 1024
+KV_BYTES = 64 * KIB
+CONTEXT_BYTES = 500 * KIB
+NEIGHBOURS_BYTES = 7000 * KIB
+
+
+def layout(layers: int) -> Layout:
+    names = ["embedding", *(f"layer.{i}" for i in range(layers)), "head"]
+    return Layout(tuple(Segment(name, 1) for name in names), ())
+
+
+@pytest.mark.parametrize(
+    ("count", "place", "kept"),
+    [
+        (0, "first", []),
+        (2, "first", [1, 2]),
+        (2, "middle", [3, 4]),
+        (2, "last", [5, 6]),
+        (3, "middle", [2, 3, 4]),
+        (6, "first", [1, 2, 3, 4, 5, 6]),
+        (99, "last", [1, 2, 3, 4, 5, 6]),  # embedding and head are no layers
+    ],
+)
+def test_kept_segments(count: int, place: KeptPlace, kept: list[int]) -> None:
+    assert sorted(kept_segments(layout(6), count, place)) == kept
+
+
+def test_the_first_layers_are_kept_unless_told_otherwise() -> None:
+    assert kept_segments(layout(6), 2) == kept_segments(layout(6), 2, "first")
+
+
+@dataclass
+class Beside:
+    """What a process holds of the device besides what its arenas have mapped."""
+
+    torch_reserved: int = 0
+    not_of_torch: int = 0
+
+
+class CountingDriver(CpuDriver):
+    """A card that holds what is mapped, the context, and `beside`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context_bytes = CONTEXT_BYTES
+        self.beside = Beside()
+        self.cached = 0  # what torch keeps without using it
+        self.mapped = 0
+        self.own_is_told = True
+        self.room = 10**12
+
+    def map(self, address: int, size: int) -> None:
+        if self.mapped + size > self.room:
+            raise DeviceMemoryShort("out of memory")
+        self.mapped += size
+
+    def unmap(self, address: int, size: int) -> None:
+        super().unmap(address, size)
+        self.mapped -= size
+
+    def trim(self) -> None:
+        self.cached = 0
+
+    def memory(self) -> DeviceMemory:
+        reserved = self.beside.torch_reserved + self.cached
+        own = CONTEXT_BYTES + self.beside.not_of_torch + reserved + self.mapped
+        total, used = 10**12, own + NEIGHBOURS_BYTES
+        told = own if self.own_is_told else None
+        return DeviceMemory(total, total - used, used, own, told, reserved)
+
+
+@dataclass
+class Bench:
+    memory: ModelMemory
+    driver: CountingDriver
+    image: WeightImage
+
+    def wake(self) -> None:
+        self.memory.wake(lambda: None)
+        self.memory.settle()
+
+
+@pytest.fixture
+def bench(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Two layers are kept; the engine has its KV cache and graphs, and the model sleeps."""
+    driver = CountingDriver()
+    monkeypatch.setattr(model_memory, "select_driver", lambda device: driver)
+    dtype = checkpoint_dtype(tiny_checkpoint, "auto")
+    image = load_from_disk(tiny_checkpoint, image_key(tiny_checkpoint, dtype))
+    memory = ModelMemory(build_on_meta(tiny_checkpoint, dtype), image, 2, "cpu")
+    memory.make_kv_arena(KV_BYTES)
+    driver.beside = Beside(torch_reserved=30 * KIB, not_of_torch=2 * KIB)
+    memory.map()
+    driver.cached = 7 * KIB
+    with memory.counting_graphs():
+        driver.beside = Beside(torch_reserved=130 * KIB, not_of_torch=22 * KIB)
+        driver.cached = 500 * KIB  # what capturing took for a while
+    memory.unmap(2)
+    return Bench(memory, driver, image)
+
+
+def kept_bytes(bench: Bench) -> int:
+    return sum(bench.memory._weights.spans[i].size for i in bench.memory.kept)
+
+
+def test_graphs_are_told_from_what_was_there_before_them(bench: Bench) -> None:
+    assert bench.memory.left == MemoryLeft(
+        context=CONTEXT_BYTES,
+        graphs=120 * KIB,
+        kept_layers=0,
+        torch_reserve=30 * KIB,
+        other=2 * KIB,
+    )
+
+
+def test_graphs_captured_later_count_as_well(bench: Bench) -> None:
+    bench.wake()
+    with bench.memory.counting_graphs():
+        bench.driver.beside.torch_reserved += 10 * KIB
+        bench.driver.beside.not_of_torch += 3 * KIB
+    left = bench.memory.unmap(1).left
+    assert left is not None
+    assert (left.graphs, left.torch_reserve, left.other) == (133 * KIB, 30 * KIB, 2 * KIB)
+
+
+def test_sleep_tells_what_went_and_what_the_rest_is_made_of(bench: Bench) -> None:
+    bench.wake()
+    assert bench.memory.left is None
+    bench.driver.cached = 400 * KIB  # activations
+    bench.driver.beside.torch_reserved += 5 * KIB
+    bench.driver.beside.not_of_torch += KIB
+    before = bench.memory.mapped_bytes
+    slept = bench.memory.unmap(1)
+    assert slept.released_bytes == slept.own_released_bytes
+    assert slept.released_bytes == before - kept_bytes(bench) + 400 * KIB
+    assert slept.left == MemoryLeft(
+        context=CONTEXT_BYTES,
+        graphs=120 * KIB,
+        kept_layers=kept_bytes(bench),
+        torch_reserve=35 * KIB,
+        other=3 * KIB,
+    )
+    assert slept.left.total == bench.driver.memory().held
+    assert bench.memory.left == slept.left
+
+
+def test_without_a_figure_of_our_own_the_device_s_is_told_alone(bench: Bench) -> None:
+    bench.wake()
+    bench.driver.own_is_told = False
+    slept = bench.memory.unmap(1)
+    assert slept.own_released_bytes is None
+    assert slept.released_bytes == slept.mapped_before_bytes - kept_bytes(bench)
+    assert bench.memory.seen.own is None
+
+
+def test_deeper_sleep_releases_the_kept_layers(bench: Bench) -> None:
+    bench.wake()
+    bench.memory.unmap(1)
+    kept = kept_bytes(bench)
+    assert bench.memory.mapped_bytes == kept > 0
+    assert bench.memory.unmap(2).released_bytes == kept
+    assert bench.memory.mapped_bytes == 0
+
+
+def test_wake_that_does_not_fit_changes_nothing_and_can_be_tried_again(bench: Bench) -> None:
+    bench.wake()
+    bench.memory.unmap(1)
+    kept, left = bench.memory.mapped_bytes, bench.memory.left
+    bench.driver.room = kept + 5000
+    with pytest.raises(DeviceMemoryShort):
+        bench.memory.wake(lambda: None)
+    assert bench.memory.mapped_bytes == bench.driver.mapped == kept
+    assert bench.memory.left == left
+    bench.driver.room = 10**12
+    woke = bench.memory.wake(lambda: None)
+    bench.memory.settle()
+    assert woke.copied_bytes == bench.memory.weights_bytes - kept_payload(bench)
+    assert bench.memory.last_wake is not None
+    assert bench.memory.last_wake.intact
+
+
+def kept_payload(bench: Bench) -> int:
+    return sum(bench.image.layout.segments[i].size for i in bench.memory.kept)
+
+
+def test_kept_layers_can_be_chosen_anew_while_awake(bench: Bench) -> None:
+    for place in ("last", "middle", "first"):
+        bench.wake()
+        bench.memory.kept = kept_segments(bench.image.layout, 1, place)
+        bench.memory.unmap(1)
+        woke = bench.memory.wake(lambda: None)
+        bench.memory.settle()
+        assert woke.copied_bytes == bench.memory.weights_bytes - kept_payload(bench)
+        bench.memory.unmap(1)
+        bench.memory.unmap(2)
+
+
+def test_sleep_before_the_wake_was_settled_leaves_nothing_behind(bench: Bench) -> None:
+    bench.memory.wake(lambda: None)
+    bench.memory.unmap(2)
+    bench.memory.settle()  # of a wake that is no more
+    assert bench.memory.last_wake is None
+    bench.wake()
+    assert bench.memory.last_wake is not None
+
+
+def test_byte_that_differs_from_the_manifest_is_reported_with_what_was_checked(
+    bench: Bench,
+) -> None:
+    manifest = bench.image.manifest
+    wrong = (*manifest.checksums[:2], manifest.checksums[0], *manifest.checksums[3:])
+    bench.image.manifest = replace(manifest, checksums=wrong)
+    bench.memory.wake(lambda: None)
+    with pytest.raises(WeightsCorrupted, match=r"segment layer\.1 is not what was packed"):
+        bench.memory.settle()
+    report = bench.memory.last_wake
+    assert report is not None
+    assert not report.intact
+    assert report.checked_segments == 3
+    assert report.checked_bytes == sum(s.size for s in manifest.layout.segments[:3])
+    assert report.copied_bytes == bench.memory.weights_bytes
+
+
+def test_image_of_other_weights_is_refused(bench: Bench) -> None:
+    assert bench.memory.drop_image() == bench.image.manifest.key
+    assert bench.memory.image is None
+    other = replace(bench.image.manifest, digests=("another",))
+    with pytest.raises(LayoutMismatch, match="changed"):
+        bench.memory.take_image(
+            WeightImage(
+                other, [bench.image.segment(i) for i in range(len(other.layout.segments))], "disk"
+            )
+        )
+    assert bench.memory.drop_image() is None
+    bench.memory.take_image(bench.image)
+    bench.wake()
