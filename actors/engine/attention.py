@@ -164,7 +164,12 @@ def _flash(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """The flash kernel that comes with torch; causal from the last token backwards. [Q, H, D]."""
+    """The flash kernel that comes with torch; causal from the last token backwards.
+
+    Returns:
+        [Q, H, D], contiguous: compiled layers have been promised that, and the kernel keeps the strides
+        of the queries.
+    """
     out: Tensor = torch.ops.aten._flash_attention_forward(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -180,7 +185,7 @@ def _flash(
         window_size_left=None if window is None else window - 1,
         window_size_right=0,
     )[0]
-    return out
+    return out.contiguous()
 
 
 def _one_by_one(

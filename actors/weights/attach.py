@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from actors.errors import LayoutMismatch
 from actors.memory.arena import DeviceArena
 from actors.weights.layout import Layout, TensorSlot
+from actors.weights.packer import BUILDING
 
 
 def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -17,7 +18,7 @@ def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     Not accelerate's `init_empty_weights`, which leaves buffers on the CPU.
     """
     config = AutoConfig.from_pretrained(checkpoint)
-    with torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.eval()
     assert isinstance(model, PreTrainedModel)

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -50,6 +51,11 @@ def image_key(checkpoint: Path, dtype: torch.dtype) -> ImageKey:
     )
 
 
+# While it builds a model, transformers changes torch's default dtype for the whole process: whatever
+# another thread builds meanwhile comes out in the wrong one.
+BUILDING = threading.Lock()
+
+
 def load_reference(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The finished module on the CPU, its weights still in the page cache where dtypes agree.
 
@@ -57,7 +63,8 @@ def load_reference(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     reads nothing yet; the bytes come from disk when they are packed.
     """
     disable_progress_bar()  # it counts tensors that are only mapped; `pack` reports the bytes
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map="cpu")
+    with BUILDING:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map="cpu")
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model

@@ -145,6 +145,8 @@ class Harness:
         equal = total = 0
         worst = worst_error = 0.0
         for name in names or self.tokens:
+            if not self.tokens[name]:
+                continue  # cancelled before its first
             scores = self.scores(name)
             error = float((self.scores(name, self.plain) - scores).abs().max())
             chosen = torch.tensor(self.tokens[name], device="cuda")

@@ -1,6 +1,7 @@
 """Module -> layout -> packed bytes -> module on an arena, for several architectures."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,3 +205,25 @@ def test_dtype_conversion_happens_before_packing(qwen2: Path) -> None:
     layout = packer.plan(reference)
     kinds = {(slot.kind, slot.dtype) for slot in layout.tensors}
     assert kinds == {("parameter", "bfloat16"), ("buffer", "float32")}  # inv_freq is never rounded
+
+
+def test_models_that_are_loaded_at_the_same_time_come_out_right(tmp_path: Path) -> None:
+    """transformers builds with a default dtype that is everybody's."""
+    paths = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        config = Qwen2Config(**SMALL)
+        paths[dtype] = tmp_path / str(dtype)
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(paths[dtype])
+
+    def digests(dtype: torch.dtype) -> list[bytes]:
+        packer.load_reference(paths[dtype], dtype)
+        build_on_meta(paths[dtype], dtype)
+        model = packer.load_reference(paths[dtype], dtype)
+        return [bytes(t.contiguous().view(torch.uint8).numpy()) for t in model.buffers()]
+
+    alone = {dtype: digests(dtype) for dtype in paths}
+    with ThreadPoolExecutor(6) as pool:
+        together = [(dtype, pool.submit(digests, dtype)) for dtype in list(paths) * 12]
+        for dtype, found in together:
+            assert found.result() == alone[dtype]
+    assert torch.get_default_dtype() is torch.float32
