@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching.cache import (
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from actors.engine.compiled_layers import paged_arguments
@@ -55,6 +56,11 @@ def decodes_in_pages(model: PreTrainedModel) -> bool:
         return False
     kinds = group_layers_by_attn_type(model.config.get_text_config())
     return all(ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
+
+
+def wants_mask(model: PreTrainedModel) -> bool:
+    """Whether the chosen attention takes a dense mask over everything in the batch and the cache."""
+    return not is_flash_attention_requested(model.config)
 
 
 def _wanted(model: PreTrainedModel, page_size: int) -> str:

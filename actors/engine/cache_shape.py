@@ -19,9 +19,8 @@ from transformers.generation.continuous_batching.utils import (
     find_head_dim,
     find_num_key_value_heads,
 )
-from transformers.utils.generic import is_flash_attention_requested
 
-from actors.engine.attention import decodes_in_pages
+from actors.engine.attention import decodes_in_pages, wants_mask
 
 # Bytes per logit in float32 while top_k, top_p or min_p sort them: the logits, their adjusted copy
 # and the scores (logits.py: perturb; 4 each), sorted values and indices (12), and the sort's own two
@@ -119,7 +118,7 @@ def cache_shape(model: PreTrainedModel, page_size: int) -> CacheShape:
     # PagedAttentionMemoryHandler: attention without a mask reads K and V as they are; other kinds
     # repeat both for every query head while V is still there.
     masks = 1 + (SLIDING_ATTENTION in kinds)
-    if is_flash_attention_requested(model.config):
+    if not wants_mask(model):
         masks = 0
     read_heads = 2 * heads + kv_heads if masks else 2 * kv_heads
     writes_scores = masks > 0 and "eager" in model.config._attn_implementation

@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from actors.engine.architectures import decoder_layers
 from actors.engine.attention import NAME as OUR_ATTENTION
-from actors.engine.attention import choose_attention, decodes_in_pages
+from actors.engine.attention import choose_attention, decodes_in_pages, wants_mask
 from actors.engine.cache_shape import cache_shape
 from actors.engine.compiled_layers import CompiledLayers
 from actors.engine.config import EngineConfig
@@ -374,7 +374,8 @@ def _make_manager(
             max_memory_percent=1.0 if on_cuda else None,  # what fits has been planned
             max_blocks_per_request=pages if paged else 0,
             use_cuda_graph=(False, graphs),
-            use_async_batching=config.use_async_batching and on_cuda,
+            # Masks as large as batch and cache would have to travel in every step.
+            use_async_batching=config.use_async_batching and on_cuda and not wants_mask(model),
             auto_switch_to_flash=False,  # it would ask the hub for kernels
         ),
     )

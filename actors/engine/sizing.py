@@ -137,7 +137,7 @@ class _Planner:
         self._weights = weights_bytes
         graphs = config.use_cuda_graphs and shape.decodes_in_pages
         self._cuda = card.held - card.mapped + _KERNELS_BYTES + (_GRAPHS_BYTES if graphs else 0)
-        self._io_sets = 2 if config.use_async_batching else 1
+        self._io_sets = 2 if config.use_async_batching and not shape.bytes_per_mask else 1
 
         default = _BATCH_TOKENS_WITH_MASK if shape.bytes_per_mask else _BATCH_TOKENS
         requests, self._most_tokens = _largest_step(config, _REQUESTS, default)

@@ -52,9 +52,10 @@ STEPS = {
     "replica is up": "ServeReplica:llm:model.* load_model key:",
     "image mapped": "Loaded [0-9]+ tensors from ",
     "engine built": "attention .*CUDA graphs ",
-    "graphs captured": "captured [0-9]+ decode graphs",
+    "graphs captured": "captured [0-9]+ graphs",
     "wake begins": "asleep -> waking",
     "awake": "waking -> awake",
+    "compiled layers in use": "decoder layers run compiled",
 }
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 _RESTORED = re.compile(r"restored (\d+) bytes in ([0-9.]+) ms")

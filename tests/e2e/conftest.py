@@ -74,7 +74,7 @@ def _on_cuda(**changes: Any) -> str:
     # Compiled layers round in their own way, and take over at any moment after the start.
     engine = {"device": "cuda", "gpu_memory_utilization": 0.1, "use_torch_compile": False}
     sleep = {"idle_timeout_s": None}
-    return config_with("demo.yaml", engine=engine, sleep=sleep, **changes)
+    return config_with("demo.yaml", dtype="bfloat16", engine=engine, sleep=sleep, **changes)
 
 
 CONFIGS: dict[str, Callable[[], str]] = {

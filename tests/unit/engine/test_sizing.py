@@ -260,7 +260,8 @@ def test_the_share_that_is_advised_is_enough(max_model_len: int | None) -> None:
 
 def charged(limits: Limits, shape: CacheShape, config: EngineConfig) -> int:
     """The largest step and the cache, added up anew."""
-    sets, kinds = 1 + config.use_async_batching, len(shape.groups)
+    sets = 2 if config.use_async_batching and not shape.bytes_per_mask else 1
+    kinds = len(shape.groups)
     tokens, requests = limits.max_batch_tokens, limits.max_requests_per_batch
     cached = shape.sectors(limits.num_blocks) * shape.tokens_per_sector
     pairs = tokens * (cached + tokens) * (sets * shape.bytes_per_mask + shape.bytes_per_score)
