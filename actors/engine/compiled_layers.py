@@ -75,7 +75,8 @@ class CompiledLayers:
 
         def note(index: int) -> Callable[..., None]:
             def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                Q = args[0].shape[1]
+                hidden = args[0] if args else kwargs["hidden_states"]
+                Q = hidden.shape[1]
                 self._calls[index].setdefault(min(Q, 2), _Call(args, kwargs))
 
             return hook
@@ -122,6 +123,7 @@ class CompiledLayers:
         """
         for layer in self._layers:
             layer.forward = self._either(layer)
+        self._copies, self._calls = [], []
         torch.compiler.set_stance("eager_on_recompile")
 
     def _either(self, layer: nn.Module) -> Callable[..., Any]:

@@ -147,7 +147,8 @@ class GraphRunner(ModelRunner):
         for _ in range(pairs):
             self._run_fake_batch(model, room, decode=False)
             if self.use_cuda_graph_decode:
-                with self._layers.recording() if self._layers is not None else nullcontext():
+                layers = None if self._compiled else self._layers
+                with layers.recording() if layers is not None else nullcontext():
                     # The largest first: the others fit into the memory it leaves in the pool.
                     for size in reversed(self._decode_sizes()):
                         self._run_fake_batch(model, size, decode=True)

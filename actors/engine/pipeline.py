@@ -6,8 +6,11 @@ results stay unread until the next request, and a pause finds tokens that nobody
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
     ContinuousBatchingManager,
@@ -39,6 +42,13 @@ class PipelinedManager(ContinuousBatchingManager):
         self.background_thread_status = _StatusThatReads(self._read_newest)
         self._unread = False  # the newest batch
         self.complete_batch: Callable[[], None] = _nothing  # between preparing and launching
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        processor = super()._create_batch_processor()
+        io = processor.inputs_and_outputs
+        if isinstance(io, ContinuousBatchingAsyncIOs):
+            io.infer_carry_over_ids = partial(carry_over_ids, io)  # type: ignore[method-assign]
+        return processor
 
     def _generation_loop_body(
         self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool
@@ -106,6 +116,20 @@ class _StatusThatReads(BackgroundThreadStatus):
     def pause_and_wait(self) -> None:
         self._read()
         super().pause_and_wait()
+
+
+def carry_over_ids(io: ContinuousBatchingAsyncIOs) -> Tensor:
+    """Which token of the batch before each token of the prepared batch is, -1 for none.
+
+    Returns:
+        int32 [max_batch_tokens], as transformers' own method, which makes it of as many Python integers.
+    """
+    positions = io.io_pairs[io.current_pair].host_io.req_id_to_new_token_position
+    before = io.io_pairs[1 - io.current_pair].host_io.req_id_to_new_token_position
+    carried = {positions[name]: i for i, name in enumerate(before) if name in positions}
+    ids = torch.full((io.max_batch_tokens,), -1, dtype=torch.int32)
+    ids[list(carried)] = torch.tensor(list(carried.values()), dtype=torch.int32)
+    return ids
 
 
 def _nothing() -> None:

@@ -107,7 +107,10 @@ class ServeProcess:
             except (httpx.TransportError, httpx.HTTPStatusError):
                 return False
 
-        wait_until(ready, deadline_s, "the models answer", pause_s=0.2)
+        try:
+            wait_until(ready, deadline_s, "the models answer", pause_s=0.2)
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}\n{self.log_tail()}") from None
 
     # --- HTTP ---
 

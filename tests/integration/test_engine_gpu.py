@@ -45,6 +45,14 @@ MODELS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "gpt_neox, 80": lambda: tf.GPTNeoXConfig(**BASE, num_attention_heads=4, hidden_size=320),
     "phi3, 96": lambda: tf.Phi3Config(**BASE, **heads(4, 4, 96)),
     "qwen3, 256": lambda: tf.Qwen3Config(**BASE, **heads(4, 2, 64), head_dim=256),
+    "qwen3_moe, 64": lambda: tf.Qwen3MoeConfig(
+        **BASE,
+        **heads(4, 2, 64),
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    ),
     "gpt2, 64": lambda: tf.GPT2Config(
         vocab_size=VOCAB, n_embd=256, n_layer=3, n_head=4, n_positions=1024, pad_token_id=0
     ),

@@ -1,10 +1,12 @@
 """The order in which batches are launched and read."""
 
 from collections import deque
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 
@@ -127,3 +129,23 @@ def test_nothing_is_read_twice_when_the_loop_ends() -> None:
     assert log == ["launch 0", "launch 1", "read 0", "read 1"]
     pairs = processor.inputs_and_outputs.io_pairs
     assert [pair.host_io.requests_in_batch for pair in pairs] == [[], []]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_carried_over_are_the_tokens_that_transformers_carries_over(seed: int) -> None:
+    random = Random(seed)
+    io = ContinuousBatchingAsyncIOs.__new__(ContinuousBatchingAsyncIOs)
+    io.current_pair, io.max_batch_tokens = seed % 2, 300
+    names = [f"s{i}" for i in range(40)]
+
+    def batch() -> SimpleNamespace:
+        chosen = random.sample(names, random.choice([0, 1, 5, 40]))
+        positions = sorted(random.sample(range(300), len(chosen)))
+        found = dict(zip(chosen, positions, strict=True))
+        return SimpleNamespace(host_io=SimpleNamespace(req_id_to_new_token_position=found))
+
+    io.io_pairs = [batch(), batch()]
+    expected = io.infer_carry_over_ids()
+    found = pipeline.carry_over_ids(io)
+    assert torch.equal(found, expected)
+    assert found.dtype == expected.dtype
