@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Prefills of sequences that have nothing in the cache yet. Up to the longest, the host needs more time
 # to launch the kernels than the device to run them.
-_SHORTEST_PREFILL, _LONGEST_PREFILL = 16, 512  # tokens, powers of 2
+_SHORTEST_PREFILL, _LONGEST_PREFILL = 16, 256  # tokens, powers of 2
 # Tokens from which on a batch without a graph runs compiled. Below, the guards of a compiled layer take
 # the host longer than the launches that it saves.
 _MANY = 1024

@@ -283,13 +283,13 @@ def test_prompts_of_many_lengths_in_one_batch() -> None:
         h.engine.resume()
         h.submit((5, 6, 7), 1)
         h.finish()
-        for lengths in ((1,), (15,), (16,), (17,), (3, 4, 5), (100, 412), (512,), (513,), (900,)):
+        for lengths in ((1,), (15,), (16,), (17,), (3, 4, 5), (100, 156), (256,), (257,), (900,)):
             before = replays[0]
             for prompt in prompts(sum(lengths), lengths):
                 h.submit(prompt, 1)
             h.finish()
             if len(lengths) == 1:
-                assert replays[0] - before == (lengths[0] <= 512)
+                assert replays[0] - before == (lengths[0] <= 256)
         h.check_greedy()
 
 
