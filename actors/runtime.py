@@ -26,7 +26,7 @@ from actors.engine.output import OutputAssembler
 from actors.engine.sampling import SequenceSampling
 from actors.engine.stream import RequestStream
 from actors.engine.text import TextCodec
-from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed
+from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed, Unavailable
 from actors.lifecycle import MemoryChange, SleepConfig
 from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
@@ -79,6 +79,7 @@ class ModelRuntime:
             LayoutMismatch: image and architecture disagree.
         """
         self.codec = TextCodec.load(checkpoint)
+        self._module = module
         self.memory = ModelMemory(module, image, sleep.keep_layers, engine.device)
         # Beside a GPU, what little is done here takes longer shared out among threads than alone.
         threads = engine.cpu_threads or (None if self.memory.device.type == "cpu" else 1)
@@ -163,6 +164,7 @@ class ModelRuntime:
 
         Raises:
             ReplicaFailed: the generation loop ended underneath, or the weights are corrupted.
+            DeviceMemoryShort: other processes left too little memory for a step.
         """
         self.check_health()
         self._loop = asyncio.get_running_loop()
@@ -215,6 +217,19 @@ class ModelRuntime:
         """Return once nothing is compiled any more, and what was is in use."""
         await asyncio.to_thread(self._compiler.join)
         await self.settled()
+
+    async def with_model(self, work: Callable[[PreTrainedModel], T]) -> T:
+        """What `work` makes of the awake module, between two steps of the engine.
+
+        It runs on the control thread, so that no sleep comes in between, and finds the bytes of the
+        last wake there and checked. A replica that failed that check can be looked at, too; see
+        `check_health`. Requests in flight go on afterwards. `work` leaves the module as it found it;
+        the attention that the engine has set works inside continuous batching only.
+
+        Raises:
+            Unavailable: the model is asleep.
+        """
+        return await self._on_control(self._between_steps, work)
 
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
@@ -280,6 +295,16 @@ class ModelRuntime:
             self._engine.use_compiled()
         self._has_uncaptured = False
         logger.info("the decoder layers run compiled from now on")
+
+    def _between_steps(self, work: Callable[[PreTrainedModel], T]) -> T:
+        if self._engine.paused:
+            raise Unavailable("the model is asleep; wake it first")
+        self._settle()  # takes the gates out
+        self._engine.pause()
+        try:
+            return work(self._module)
+        finally:
+            self._engine.resume()
 
     def _wake_now(self) -> MemoryChange:
         """Map, begin the copies, and resume right behind them."""
@@ -365,6 +390,9 @@ class ModelRuntime:
             if found is None:
                 continue  # cancelled a moment ago
             stream, index = found
+            if isinstance(output.error, Unavailable):
+                stream.fail(output.error)
+                continue
             if output.error is not None:
                 logger.error("sequence %s failed", output.sequence_id, exc_info=output.error)
                 stream.fail(EngineDied(f"generation failed: {type(output.error).__name__}"))

@@ -222,6 +222,7 @@ class TransformersEngine:
         logger.info("%s", limits.describe())
         self._manager = _make_manager(model, config, limits, self._sampler)
         self._manager.output_router = _StepRouter(sink)  # type: ignore[assignment]  # the same duck
+        self._manager.start_over = self._start_over
         self._processor = self._manager._create_batch_processor()
         self._manager.batch_processor = self._processor
         self._runner: GraphRunner | None = None
@@ -292,6 +293,9 @@ class TransformersEngine:
 
     def drop_kv(self) -> None:
         assert self._pause is not None, "not paused"
+        self._start_over()
+
+    def _start_over(self) -> None:
         scheduler = self._processor.scheduler
         for state in list(scheduler.active_requests.values()):
             again = state.create_equivalent_initial_request()

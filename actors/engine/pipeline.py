@@ -5,6 +5,7 @@ batch in flight: a first token waits until the batch behind it was prepared and 
 results stay unread until the next request, and a pause finds tokens that nobody has seen.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,11 @@ from transformers.generation.continuous_batching.input_outputs import (
     ContinuousBatchingIOs,
 )
 
+from actors.errors import DeviceMemoryShort
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SHORT_AFTER_S = 5.0  # as for a wake that finds no memory
 # A batch of so many sequences has its first tokens read at once. In larger ones every other batch
 # brings first tokens, and the overlap is worth more to everybody.
 _FEW = 16
@@ -35,13 +41,20 @@ class PipelinedManager(ContinuousBatchingManager):
     The newest batch is read at once where somebody waits for it: if it brings the first tokens of a
     few sequences, if there is nothing left to compute, and before a pause. Without asynchronous
     batching every batch is.
+
+    Attributes:
+        complete_batch: called between preparing a batch and launching it.
+        start_over: called when the memory for a batch was missing; has all sequences begin again
+            from their tokens so far.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.background_thread_status = _StatusThatReads(self._read_newest)
         self._unread = False  # the newest batch
-        self.complete_batch: Callable[[], None] = _nothing  # between preparing and launching
+        self._is_short = False  # of memory: the last launch failed
+        self.complete_batch: Callable[[], None] = _nothing
+        self.start_over: Callable[[], None] = _nothing
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()
@@ -58,7 +71,12 @@ class PipelinedManager(ContinuousBatchingManager):
             return False  # transformers' own loop launches a first batch ahead
         if batch_processor.prepare_next_batch():
             self.complete_batch()
-            self._generation_step()
+            try:
+                self._generation_step()
+            except torch.OutOfMemoryError as exc:
+                self._survive(batch_processor, exc)
+                return True
+            self._is_short = False
             self.current_batch += 1
             before, self._unread = self._unread, True
             if before:
@@ -81,6 +99,25 @@ class PipelinedManager(ContinuousBatchingManager):
         self._wake_up_loop.wait(_NEW_REQUESTS_TIMEOUT_S)
         self._wake_up_loop.clear()
         return True
+
+    def _survive(self, processor: ContinuousBatchProcessor, reason: torch.OutOfMemoryError) -> None:
+        """A batch found no memory: somebody else has it. Try once more, then refuse its sequences."""
+        self._read_newest()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._is_short:
+            scheduler = processor.scheduler
+            for request in _prepared(processor).requests_in_batch:
+                state = request.state
+                if scheduler.active_requests.get(state.request_id) is state:
+                    refusal = DeviceMemoryShort(
+                        f"no memory for a step on {self.model.device}", _RETRY_SHORT_AFTER_S
+                    )
+                    processor.output_router.fail_and_deliver(state, refusal)
+                    scheduler.finish_request(state.request_id)
+        logger.warning("%s: %s", "refused" if self._is_short else "starting over", reason)
+        self._is_short = not self._is_short
+        self.start_over()
 
     def _is_awaited(self, processor: ContinuousBatchProcessor) -> bool:
         io = processor.inputs_and_outputs
@@ -134,6 +171,13 @@ def carry_over_ids(io: ContinuousBatchingAsyncIOs) -> Tensor:
 
 def _nothing() -> None:
     """The batch is complete as it is."""
+
+
+def _prepared(processor: ContinuousBatchProcessor) -> ContinuousBatchingIOs:
+    io = processor.inputs_and_outputs
+    return (
+        io.io_pairs[io.current_pair].host_io if isinstance(io, ContinuousBatchingAsyncIOs) else io
+    )
 
 
 def _host_tensors(processor: ContinuousBatchProcessor) -> list[ContinuousBatchingIOs]:

@@ -2,9 +2,11 @@
 
 import asyncio
 import ctypes
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from actors.errors import (
     ContextLengthExceeded,
     DeviceMemoryError,
+    DeviceMemoryShort,
     EngineDied,
     InvalidRequest,
     LayoutMismatch,
@@ -409,6 +412,51 @@ def test_checkpoint_that_changed_during_a_level_2_sleep_is_refused(
         assert h.runtime.image_origin == ""
 
     run(checkpoint, load(checkpoint), scenario)
+
+
+@contextmanager
+def memory_missing_at(h: Harness, *steps: int) -> Iterator[None]:
+    """The model's n-th forward from now on finds no memory, for each n in steps."""
+    count = itertools.count()
+
+    def fail(*_: object) -> None:
+        if next(count) in steps:
+            raise torch.OutOfMemoryError("another process has it all")
+
+    handle = h.runtime._engine._model.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_step_without_memory_is_tried_again(
+    tiny_checkpoint: Path, image: WeightImage, step: int
+) -> None:
+    async def scenario(h: Harness) -> None:
+        sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 40, "presence_penalty": 0.5}
+        expected = [await h.tokens(p, **sampled) for p in PROMPTS]
+        with memory_missing_at(h, step, step + 9):
+            assert await asyncio.gather(*(h.tokens(p, **sampled) for p in PROMPTS)) == expected
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_step_that_never_finds_memory_is_refused_and_the_engine_lives(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        expected = [await h.tokens(p) for p in PROMPTS]
+        with memory_missing_at(h, *range(5, 1000)):
+            found = await asyncio.gather(*(h.tokens(p) for p in PROMPTS), return_exceptions=True)
+        assert all(isinstance(refusal, DeviceMemoryShort) for refusal in found), found
+        await h.until_free()
+        h.runtime.check_health()
+        assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == expected
+
+    run(tiny_checkpoint, image, scenario)
 
 
 def test_engine_that_dies_fails_its_requests_and_the_health_check(
