@@ -297,7 +297,7 @@ def kept_segments(layout: Layout, keep_layers: int, place: KeptPlace = "first") 
     so with the first layers there it computes them while the others still arrive, and what is left
     to compute behind the last byte is the last layer's share and the head. Layers kept further back
     are computed only when everything in front of them has arrived, near the end or behind it.
-    docs/results/measure_keep.py measures all three.
+    `sleepserve bench wake` measures all three.
     """
     layers = [i for i, segment in enumerate(layout.segments) if segment.name.startswith("layer.")]
     count = min(keep_layers, len(layers))

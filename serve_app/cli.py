@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from serve_app.bench_cli import bench
 from serve_app.download_cli import download
+from serve_app.eval_cli import evaluate
 
 if TYPE_CHECKING:
     from actors.weights.checkpoint import DtypeName, ShapeName
@@ -28,6 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(download)
+app.command("eval")(evaluate)
+app.add_typer(bench, name="bench")
 
 
 class Shape(StrEnum):
@@ -147,3 +151,7 @@ def _say(line: str) -> None:
 
 def main() -> None:
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,8 @@ import time
 from typing import Any
 
 import httpx
-from report import spread
+
+from serve_app.bench.figures import spread
 
 PROMPT = [11, 22, 33, 44, 55, 66, 77]
 

@@ -33,8 +33,9 @@ import yaml
 from http_load import HttpLoad
 from measure_http import complete, sleep
 from measure_http import measure as measure_latency
-from report import environment, ms, say, spread, tell
+from report import say, tell
 
+from serve_app.bench.figures import environment, ms, spread
 from tests.e2e.card import full_card
 from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until
 

@@ -1,0 +1,1 @@
+"""What the project measures of itself, and of what it could have been instead."""

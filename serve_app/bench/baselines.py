@@ -1,0 +1,188 @@
+"""What one would do without us: a transformers model whose weights leave the device and come back."""
+
+import gc
+from collections.abc import Callable, Mapping
+from importlib import util
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from actors.weights.packer import BUILDING
+from serve_app.bench.local import Prompt
+
+DeviceMap = Literal["auto", "balanced", "balanced_low_0"]
+
+
+class Baseline(Protocol):
+    """One model in this process. Built awake; `wake` and `sleep` return when they are done."""
+
+    def first_token(self, prompt: Prompt) -> int: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+
+    def close(self) -> None:
+        """Give everything back, on the device and on the host."""
+
+
+class _Module:
+    """A transformers model and its greedy first token."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self._model: Any = model
+        self._device = device
+
+    def first_token(self, prompt: Prompt) -> int:
+        ids = torch.tensor([prompt], device=self._device)
+        with torch.inference_mode():
+            logits = self._model(ids, use_cache=True, logits_to_keep=1).logits
+        return int(logits[0, -1].argmax())
+
+    def close(self) -> None:
+        self._model = None
+        gc.collect()  # modules and hooks refer to each other
+        _trim(self._device)
+
+
+class ToHost(_Module):
+    """`model.to("cpu")`, and back with `.to` the device."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(_load(checkpoint, dtype, device), device)
+
+    def sleep(self) -> None:
+        self._model.to("cpu")
+        _trim(self._device)
+
+    def wake(self) -> None:
+        self._model.to(self._device)
+        _finish(self._device)
+
+
+class Dispatched(_Module):
+    """`model.to("cpu")`, and back with accelerate's `dispatch_model` and the map that it makes.
+
+    With one card, accelerate finds that everything fits there and moves the model as `.to` does; the
+    maps differ where there are several.
+    """
+
+    def __init__(
+        self, checkpoint: Path, dtype: torch.dtype, device: torch.device, device_map: DeviceMap
+    ) -> None:
+        super().__init__(_load(checkpoint, dtype, torch.device("cpu")), device)
+        self._device_map = device_map
+        self.wake()
+
+    def sleep(self) -> None:
+        from accelerate.hooks import remove_hook_from_submodules
+
+        remove_hook_from_submodules(self._model)  # with hooks on, accelerate refuses to move it
+        self._model.to("cpu")
+        _trim(self._device)
+
+    def wake(self) -> None:
+        from accelerate import dispatch_model, infer_auto_device_map
+        from accelerate.utils import get_balanced_memory
+
+        # As accelerate makes them of these words (big_modeling.py, load_checkpoint_and_dispatch).
+        whole = self._model._no_split_modules
+        memory = get_balanced_memory(
+            self._model,
+            no_split_module_classes=whole,
+            low_zero=self._device_map == "balanced_low_0",
+        )
+        places = infer_auto_device_map(
+            self._model, max_memory=memory, no_split_module_classes=whole
+        )
+        self._model = dispatch_model(self._model, device_map=places)
+        _finish(self._device)
+
+
+class SavedRegion(_Module):
+    """torch-memory-saver: pages unmapped behind stable addresses, their bytes kept in host memory."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
+        from torch_memory_saver import torch_memory_saver
+
+        self._saver = torch_memory_saver
+        # The other mode wants its library preloaded when the process starts.
+        self._saver.hook_mode = "torch"
+        with self._saver.region(enable_cpu_backup=True):
+            model = _load(checkpoint, dtype, device)
+        super().__init__(model, device)
+
+    def sleep(self) -> None:
+        _trim(self._device)
+        self._saver.pause()
+
+    def wake(self) -> None:
+        self._saver.resume()
+        _finish(self._device)
+
+
+class FreshLoad(_Module):
+    """Thrown away, and loaded again from its safetensors files."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(_load(checkpoint, dtype, device), device)
+        self._checkpoint, self._dtype = checkpoint, dtype
+
+    def sleep(self) -> None:
+        self._model = None
+        gc.collect()  # modules and hooks refer to each other
+        _trim(self._device)
+
+    def wake(self) -> None:
+        self._model = _load(self._checkpoint, self._dtype, self._device)
+        _finish(self._device)
+
+
+Make = Callable[[Path, torch.dtype, torch.device], Baseline]
+
+
+def _dispatched(device_map: DeviceMap) -> Make:
+    return lambda checkpoint, dtype, device: Dispatched(checkpoint, dtype, device, device_map)
+
+
+BASELINES: Mapping[str, Make] = {
+    "to": ToHost,
+    "dispatch-auto": _dispatched("auto"),
+    "dispatch-balanced": _dispatched("balanced"),
+    "dispatch-balanced_low_0": _dispatched("balanced_low_0"),
+    "memory-saver": SavedRegion,
+    "fresh-load": FreshLoad,
+}
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """Why a baseline makes no sense here; None when it does."""
+    if device.type == "cpu" and name != "fresh-load":
+        return "no CUDA device: the weights would go nowhere"
+    if name == "memory-saver" and util.find_spec("torch_memory_saver") is None:
+        return "torch-memory-saver is not installed"
+    return None
+
+
+def _load(checkpoint: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    disable_progress_bar()
+    with BUILDING:
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=dtype, device_map={"": device}
+        )
+    model.eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _trim(device: torch.device) -> None:
+    """What torch's allocator keeps without using it goes back to the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

@@ -1,0 +1,88 @@
+"""What every result has: hardware, versions, the command, and how its numbers are told. No torch here."""
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+_PACKAGES = ("sleepserve", "torch", "transformers", "accelerate", "ray", "triton")
+
+
+def environment() -> dict[str, str | int | None]:
+    """Hardware, versions and command."""
+    device, _, driver = _card().partition(", ")
+    return {
+        "device": device,
+        "driver": driver,
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "command": " ".join(sys.argv),
+    }
+
+
+def _card() -> str:
+    """Name and driver of the first card, without a CUDA context of ours on it."""
+    if shutil.which("nvidia-smi") is None:
+        return "CPU"
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return found.stdout.splitlines()[0] if found.returncode == 0 else "CPU"
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Smallest, largest, and what half, 90 and 99 of 100 do not exceed."""
+    return {
+        "min": min(values),
+        "median": statistics.median(values),
+        "p90": quantile(values, 0.90),
+        "p99": quantile(values, 0.99),
+        "max": max(values),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Between the two nearest values, on the line that joins them."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def ms(found: dict[str, float]) -> str:
+    """A spread of seconds."""
+    return f"{1e3 * found['median']:.1f} ms ({1e3 * found['min']:.1f}-{1e3 * found['max']:.1f})"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.3f} GiB"
+
+
+def lines(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Names and values in two columns."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as they must be; the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]

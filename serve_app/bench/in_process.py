@@ -1,0 +1,238 @@
+"""A model in this process, to be evaluated: what a replica has, without HTTP, Serve and lifecycle."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from actors.errors import ReplicaFailed, WeightsCorrupted
+from actors.protocol import GenerateRequest, SamplingParams
+from serve_app.bench.evaluate import Passage, Progress
+from serve_app.bench.perplexity import (
+    cut_into_windows,
+    greedy_choices,
+    log_likelihood,
+    perplexity_of,
+)
+from serve_app.bench.verdict import About, Answer, FirstToken, Left, Perplexity, Slept, Tokens, Woke
+from serve_app.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from actors.runtime import ModelRuntime
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    runtime: "ModelRuntime"
+    image_s: float
+    engine_s: float
+
+
+@asynccontextmanager
+async def in_process(
+    config: ModelConfig, on_progress: Progress = lambda what, done, total: None
+) -> AsyncIterator["InProcessTarget"]:
+    """A configured model, awake. Its image is loaded from disk, without a holder.
+
+    Raises:
+        Exception: whatever is wrong with checkpoint or configuration, as in a replica.
+    """
+    loaded = await _load(config, on_progress)
+    try:
+        on_progress("waking for the first time", 0, 0)
+        await loaded.runtime.wake()
+        await loaded.runtime.settled()
+        loaded.runtime.check_health()
+        yield InProcessTarget(config, loaded)
+    finally:
+        await loaded.runtime.close()
+
+
+async def _load(config: ModelConfig, on_progress: Progress) -> _Loaded:
+    on_progress("importing torch", 0, 0)
+    from actors.holder import ImageRequest
+    from actors.runtime import ModelRuntime, build_module
+    from actors.weights.download import ensure_checkpoint
+    from actors.weights.fastload import FastLoad
+
+    on_progress("loading the checkpoint", 0, 0)
+    checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
+    request = ImageRequest(config.model_id, config.source, config.dtype)
+    load = FastLoad(holder=None, request=request, checkpoint=checkpoint, lessee="eval")
+    module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
+    started_s = time.perf_counter()
+    image = await load.obtain()
+    image_s = time.perf_counter() - started_s
+    on_progress("building the engine", 0, 0)
+    started_s = time.perf_counter()
+    runtime = await asyncio.to_thread(
+        ModelRuntime,
+        module,
+        checkpoint,
+        image,
+        load.obtain,
+        load.release,
+        config.engine,
+        config.sleep,
+    )
+    return _Loaded(runtime, image_s, time.perf_counter() - started_s)
+
+
+class InProcessTarget:
+    """Target over a ModelRuntime that is awake."""
+
+    def __init__(self, config: ModelConfig, loaded: _Loaded) -> None:
+        self.runtime = runtime = loaded.runtime
+        seen = runtime.memory.seen
+        self._asleep_bytes = 0  # used at the end of the last sleep
+        self._about = About(
+            model=config.model_id,
+            where="in process",
+            device=_name_of_device(runtime),
+            memory_of="process" if runtime.memory.device.type == "cpu" else "card",
+            weights_bytes=runtime.weights_bytes,
+            kv_bytes=runtime.kv_bytes,
+            keep_layers=config.sleep.keep_layers,
+            used_bytes=seen.used,
+            total_bytes=seen.total,
+            image_s=loaded.image_s,
+            engine_s=loaded.engine_s,
+        )
+
+    @property
+    def about(self) -> About:
+        return self._about
+
+    async def ask(self, prompt: str, count: int) -> Answer:
+        return (await self._ask(prompt, count, asleep=False)).answer
+
+    async def steady(self) -> None:
+        """Layers that are compiled in the background take over at some moment."""
+        await self.runtime.compiled()
+        self.runtime.check_health()
+
+    async def sleep(self, level: Literal[1, 2]) -> Slept:
+        started_s = time.perf_counter()
+        change = await self.runtime.sleep(level)
+        seconds = time.perf_counter() - started_s
+        seen = self.runtime.memory.seen
+        assert change.released_bytes is not None
+        self._asleep_bytes = seen.used
+        return Slept(
+            seconds=seconds,
+            used_before_bytes=seen.used + change.released_bytes,
+            used_bytes=seen.used,
+            total_bytes=seen.total,
+            released_bytes=change.released_bytes,
+            left=None if change.left is None else Left(**asdict(change.left)),
+        )
+
+    async def wake_with(self, prompt: str, count: int) -> FirstToken:
+        return await self._ask(prompt, count, asleep=True)
+
+    async def settled(self) -> Woke:
+        memory = self.runtime.memory
+        await self.runtime.settled()
+        failure = None
+        try:
+            self.runtime.check_health()
+        except WeightsCorrupted as exc:
+            failure = str(exc)
+        report = memory.last_wake
+        if report is None:
+            raise ReplicaFailed("the wake was not settled")
+        return Woke(
+            used_bytes=memory.seen.used,
+            reloaded_bytes=memory.seen.used - self._asleep_bytes,
+            copied_bytes=report.copied_bytes,
+            link_s=report.link_s,
+            link_gb_per_s=report.link_gb_per_s,
+            checked_segments=report.checked_segments,
+            checked_bytes=report.checked_bytes,
+            check_s=report.check_s,
+            intact=report.intact,
+            failure=failure,
+        )
+
+    async def perplexity(self, passage: Passage, on_progress: Progress) -> Perplexity:
+        """Raises ValueError if the passage is too short, or the model finds it impossible."""
+        token_ids = self.runtime.codec.encode_prompt(passage.text)
+        windows = cut_into_windows(token_ids, self.runtime.max_model_len)
+        if not windows:
+            raise ValueError(f"{passage.name} has {len(token_ids)} tokens; two are needed at least")
+        started_s = time.perf_counter()
+        total = 0.0
+        for done, window in enumerate(windows):
+            on_progress(f"perplexity of {passage.name}", done, len(windows))
+            total += await self._log_likelihood(window)
+        predicted = sum(len(window) - 1 for window in windows)
+        perplexity = perplexity_of(total, predicted)
+        if not math.isfinite(perplexity):
+            raise ValueError(f"{self.about.model} finds {passage.name} impossible: {perplexity}")
+        return Perplexity(
+            passage=passage.name,
+            window_tokens=len(windows[0]),
+            predicted_tokens=predicted,
+            log_likelihood=total,
+            perplexity=perplexity,
+            seconds=time.perf_counter() - started_s,
+        )
+
+    async def choices(self, prompt: str, answer: Tokens) -> Tokens:
+        assert answer.ids is not None
+        prompt_ids, answer_ids = self.runtime.codec.encode_prompt(prompt), answer.ids
+
+        def choose(model: "PreTrainedModel") -> tuple[int, ...]:
+            return greedy_choices(model, prompt_ids, answer_ids)
+
+        return self._tokens(await self.runtime.with_model(choose))
+
+    async def _log_likelihood(self, window: Sequence[int]) -> float:
+        return await self.runtime.with_model(lambda model: log_likelihood(model, window))
+
+    async def _ask(self, prompt: str, count: int, *, asleep: bool) -> FirstToken:
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        runtime, now = self.runtime, time.perf_counter
+        text, token_ids = "", list[int]()
+        started_s = now()
+        prepared = runtime.prepare(GenerateRequest("eval", prompt, params))
+        tokenised_s = now()
+        if asleep:
+            await runtime.wake()
+        woke_s = now()
+        first_s = 0.0
+        async for event in runtime.generate(prepared):
+            if not token_ids:
+                first_s = now()
+            text += event.text
+            token_ids += event.token_ids
+        answer = Answer(
+            text=text,
+            tokens=self._tokens(token_ids),
+            prompt_tokens=len(prepared.prompt_ids),
+            first_s=first_s - started_s,
+            seconds=now() - started_s,
+        )
+        return FirstToken(
+            ttft_s=first_s - started_s,
+            tokenise_s=tokenised_s - started_s,
+            wake_call_s=woke_s - tokenised_s,
+            first_token_s=first_s - woke_s,
+            answer=answer,
+        )
+
+    def _tokens(self, token_ids: Sequence[int]) -> Tokens:
+        codec = self.runtime.codec
+        return Tokens(texts=tuple(map(codec.token_text, token_ids)), ids=tuple(token_ids))
+
+
+def _name_of_device(runtime: "ModelRuntime") -> str:
+    import torch
+
+    device = runtime.memory.device
+    return "cpu" if device.type == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}"

@@ -1,0 +1,147 @@
+"""A new replica's process, from nothing to its first token, stage by stage.
+
+    python -m serve_app.bench.instance REQUEST
+
+Prints one JSON object. Imports stand inside `main`, because they are one of the stages.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serve_app.bench.local import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRequest:
+    """What an instance is to be."""
+
+    checkpoint: str
+    source: dict[str, Any]
+    dtype: str
+    engine: dict[str, Any]
+    ray_address: str | None  # None: no holder, so that it loads from disk by itself
+    node_address: str
+    namespace: str
+    holder: str  # the actor's name
+    started_s: float  # when its process was asked for, by the machine's monotonic clock
+
+
+class Stages:
+    """Seconds from one mark to the next."""
+
+    def __init__(self, started_s: float) -> None:
+        self._last_s = started_s
+        self.seconds: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        now_s = time.monotonic()
+        self.seconds[name] = now_s - self._last_s
+        self._last_s = now_s
+
+
+def main() -> None:
+    request = InstanceRequest(**json.loads(sys.argv[1]))
+    stages = Stages(request.started_s)
+    stages.mark("process start")
+    result = asyncio.run(_start(request, stages))
+    print(json.dumps(result), flush=True)  # noqa: T201  # what the parent reads
+    os._exit(0)  # layers may still be compiled in the background, for nobody now
+
+
+async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
+    import ray
+
+    from actors.engine.config import EngineConfig
+    from actors.lifecycle import SleepConfig
+    from actors.runtime import ModelRuntime, build_module
+    from actors.weights.source import ModelSource
+    from serve_app.bench.local import HolderActor, LocalModel, Subject, load_of
+
+    stages.mark("imports")
+    checkpoint = Path(request.checkpoint)
+    engine = EngineConfig.model_validate(request.engine)
+    subject = Subject(checkpoint, ModelSource(**request.source), request.dtype, engine)
+    holder = None
+    if request.ray_address is not None:
+        ray.init(
+            address=request.ray_address,
+            namespace=request.namespace,
+            _node_ip_address=request.node_address,
+            log_to_driver=False,
+        )
+        holder = HolderActor(ray.get_actor(request.holder))
+    stages.mark("join Ray")
+    module = build_module(checkpoint, request.dtype)
+    stages.mark("module")
+    load = load_of(subject, holder)
+    read_before = read_from_disk()
+    image = await load.obtain()
+    read_bytes = read_from_disk() - read_before
+    stages.mark("bytes")
+    runtime = await asyncio.to_thread(
+        ModelRuntime,
+        module,
+        checkpoint,
+        image,
+        load.obtain,
+        load.release,
+        engine,
+        SleepConfig(),
+    )
+    stages.mark("warm-up")
+    model = LocalModel(runtime)
+    await runtime.wake()
+    answer = await model.ask(model.prompt(), 1)
+    stages.mark("first token")
+    await model.settled()
+    transfer = runtime.last_transfer
+    assert transfer is not None
+    return {
+        "stages": stages.seconds,
+        "token": answer.token_ids[0],
+        "image_from": image.origin,
+        "weights_bytes": runtime.weights_bytes,
+        "link_s": transfer.seconds,
+        "read_bytes": read_bytes,
+    }
+
+
+def read_from_disk() -> int:
+    """What this process has made storage deliver so far, in bytes (proc(5), io)."""
+    text = Path("/proc/self/io").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes"))
+
+
+def request_for(
+    subject: "Subject",
+    ray_address: str | None,
+    node_address: str,
+    namespace: str,
+    holder: str,
+) -> InstanceRequest:
+    return InstanceRequest(
+        checkpoint=str(subject.checkpoint),
+        source=subject.source.model_dump(mode="json"),
+        dtype=subject.dtype,
+        engine=subject.engine.model_dump(mode="json", exclude_unset=True),
+        ray_address=ray_address,
+        node_address=node_address,
+        namespace=namespace,
+        holder=holder,
+        started_s=time.monotonic(),
+    )
+
+
+def command_of(request: InstanceRequest) -> list[str]:
+    return [sys.executable, "-m", __name__, json.dumps(asdict(request))]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""What a new instance of a model takes: the first, from disk; the second, from the image in memory.
+
+Every instance is a fresh process. The page cache is dropped before whatever is to come from disk, and what
+storage really delivered is counted by the process that read, so that a result says what it is about.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.holder import WeightHolder, _Held
+from actors.weights.layout import ImageKey
+from actors.weights.packer import checkpoint_dtype, image_key
+from actors.weights.plasma import store_room
+from serve_app.bench.figures import environment, lines, spread, table
+from serve_app.bench.instance import command_of, read_from_disk, request_for
+from serve_app.bench.local import LESSEE, Progress, Subject
+
+STAGES = ("process start", "imports", "join Ray", "module", "bytes", "warm-up", "first token")
+_STARTED = 3  # the stages before a process is up
+_NAMESPACE = "bench"
+_HOLDER = "holder"
+_FREED_WITHIN_S = 30.0
+_COLD_SHARE = 0.9  # of the files' bytes, from storage: the page cache had none of them to speak of
+
+Instance = dict[str, Any]
+
+
+class InstanceFailed(Exception):
+    """A process did not get to its first token; the text is the end of what it said."""
+
+
+class CountingHolder(WeightHolder):
+    """Counts what it loads, and what storage delivered for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loads = 0
+
+    async def loads(self) -> tuple[int, int]:
+        """Loads so far, and bytes read from storage by this process."""
+        return self._loads, read_from_disk()
+
+    def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> _Held:
+        self._loads += 1
+        return super()._publish(model_id, checkpoint, key)
+
+
+class LoadBench:
+    """One run. `result` tells what has been measured, also of a run that was broken off."""
+
+    def __init__(self, subject: Subject, replicas: int, limit_s: float | None = None) -> None:
+        """Plan a run.
+
+        Args:
+            replicas: how many start at once, in the end; fewer than 2: none do.
+            limit_s: what has not begun by then is left out.
+        """
+        self._subject = subject
+        self._environment = environment()  # asks the card's tool: once
+        self._replicas = replicas
+        self._limit_s = limit_s
+        self._instances: dict[str, Instance] = {}
+        self._concurrent: dict[str, Any] = {}
+        self._holder: Any = None
+        self._skipped: dict[str, str] = {}
+        self.complete = False
+
+    async def run(self, progress: Progress) -> None:
+        """Start the instances. A Ray with room for the image must be up, in the namespace of all.
+
+        Raises:
+            InstanceFailed: one of them failed.
+        """
+        ends_s = None if self._limit_s is None else time.monotonic() + self._limit_s
+        steps = {
+            "first": self._first,
+            "second": self._second,
+            "without holder": self._alone,
+            "at once": self._at_once,
+        }
+        if self._replicas < 2:
+            del steps["at once"]
+        for number, (name, step) in enumerate(steps.items()):
+            progress(name, number, len(steps))
+            if ends_s is not None and time.monotonic() > ends_s:
+                self._skipped[name] = "the time was up"
+                continue
+            await step()
+        progress("done", len(steps), len(steps))
+        self.complete = not self._skipped
+
+    def result(self) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "checkpoint": self._subject.checkpoint.name,
+            **self._environment,
+            "engine": self._subject.engine.model_dump(exclude_none=True),
+            "complete": self.complete,
+            "file_bytes": self._subject.file_bytes,
+            "instances": self._instances,
+            "ratios": ratios(self._instances),
+            "skipped": self._skipped,
+        }
+        if self._concurrent:
+            result["concurrent"] = self._concurrent
+        return result
+
+    async def _first(self) -> None:
+        """The holder has nothing yet: it loads from disk when the instance asks."""
+        self._drop_page_cache()
+        self._holder = (
+            ray.remote(CountingHolder).options(name=_HOLDER, namespace=_NAMESPACE).remote()
+        )
+        _, read_before = await self._holder.loads.remote()
+        found = await self._instance(with_holder=True)
+        loads, read_after = await self._holder.loads.remote()
+        found |= {"loads": loads, "storage_bytes": read_after - read_before}
+        self._take("first", found)
+
+    async def _second(self) -> None:
+        loads_before, read_before = await self._holder.loads.remote()
+        found = await self._instance(with_holder=True)
+        loads, read_after = await self._holder.loads.remote()
+        found |= {"loads": loads - loads_before, "storage_bytes": read_after - read_before}
+        self._take("second", found)
+
+    async def _alone(self) -> None:
+        """As where there is no holder: the instance packs its own copy."""
+        self._drop_page_cache()
+        found = await self._instance(with_holder=False)
+        self._take("without holder", found | {"loads": 1, "storage_bytes": found["read_bytes"]})
+
+    async def _at_once(self) -> None:
+        """Several cold starts share one load."""
+        await self._forget_image()
+        self._drop_page_cache()
+        loads_before, read_before = await self._holder.loads.remote()
+        started_s = time.monotonic()
+        found = await asyncio.gather(*(self._instance(True) for _ in range(self._replicas)))
+        seconds = time.monotonic() - started_s
+        loads, read_after = await self._holder.loads.remote()
+        self._concurrent = {
+            "replicas": len(found),
+            "loads": loads - loads_before,
+            "storage_bytes": read_after - read_before,
+            "instances_storage_bytes": sum(each["read_bytes"] for each in found),
+            "seconds": seconds,
+            "first_token_s": spread([sum(each["stages"].values()) for each in found]),
+            "same_token": len({each["token"] for each in found}) == 1,
+            "image_from": sorted({each["image_from"] for each in found}),
+        }
+
+    async def _forget_image(self) -> None:
+        """Have the holder let go of it, and wait for the store to have its room again."""
+        checkpoint = self._subject.checkpoint
+        key = image_key(checkpoint, checkpoint_dtype(checkpoint, self._subject.dtype))
+        assert await self._holder.release.remote(key, LESSEE), "somebody else looks at the image"
+        await asyncio.to_thread(_wait_for_room, self._subject.file_bytes)
+
+    def _take(self, name: str, found: Instance) -> None:
+        found["cold"] = found["storage_bytes"] > _COLD_SHARE * self._subject.file_bytes
+        found["seconds"] = sum(found["stages"].values())
+        found["up_seconds"] = sum(found["stages"][stage] for stage in STAGES[_STARTED:])
+        self._instances[name] = found
+
+    async def _instance(self, with_holder: bool) -> Instance:
+        address = ray.get_runtime_context().gcs_address if with_holder else None
+        node = ray.util.get_node_ip_address()
+        request = request_for(self._subject, address, node, _NAMESPACE, _HOLDER)
+        with tempfile.TemporaryFile() as log:
+            process = await asyncio.create_subprocess_exec(
+                *command_of(request),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C is ours to answer
+            )
+            try:
+                out, _ = await process.communicate()
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    await process.wait()
+            if process.returncode != 0:
+                log.seek(0)
+                text = log.read().decode(errors="replace")[-2000:]
+                raise InstanceFailed(f"an instance ended with {process.returncode}: ...{text}")
+        found: Instance = json.loads(out.decode().splitlines()[-1])
+        return found
+
+    def _drop_page_cache(self) -> None:
+        """Ask the kernel to forget the files; it keeps what is mapped, and some file systems all.
+
+        Whether it did is not asked: what storage delivers afterwards tells.
+        """
+        for file in self._subject.checkpoint.glob("*.safetensors"):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # what was just written would stay
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def _wait_for_room(size: int) -> None:
+    """The store frees what nobody refers to a moment later."""
+    ends_s = time.monotonic() + _FREED_WITHIN_S
+    while store_room().available < size and time.monotonic() < ends_s:
+        time.sleep(0.1)
+
+
+def ratios(instances: Mapping[str, Instance]) -> dict[str, float]:
+    """How many times longer the first takes, and one without a holder, than the second.
+
+    "loading" is what openYuanrong's 15.8 s and 1.5 s are: the weights alone. "first token" is from a
+    process that is up, with its imports done.
+    """
+    found: dict[str, float] = {}
+    second = instances.get("second")
+    if second is None:
+        return found
+    for name in ("first", "without holder"):
+        if name in instances:
+            other = instances[name]
+            loading = other["stages"]["bytes"] / second["stages"]["bytes"]
+            found[f"{name}, loading"] = loading
+            found[f"{name}, first token"] = other["up_seconds"] / second["up_seconds"]
+            found[f"{name}, whole start"] = other["seconds"] / second["seconds"]
+    return found
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """A result as text."""
+    instances = result["instances"]
+    text = []
+    if instances:
+        rows = [
+            [stage, *(f"{i['stages'][stage]:.2f}" for i in instances.values())] for stage in STAGES
+        ]
+        rows.append(["whole", *(f"{i['seconds']:.2f}" for i in instances.values())])
+        rows.append(["weights from", *(_origin(i) for i in instances.values())])
+        text = [*table(["seconds", *instances], rows), ""]
+    facts = [(f"{name} / second", f"{value:.1f} x") for name, value in result["ratios"].items()]
+    for name, found in instances.items():
+        if name != "second" and not found["cold"]:
+            read = f"{found['storage_bytes'] / 1e9:.2f} of {result['file_bytes'] / 1e9:.2f} GB"
+            why = "the page cache, which could not be dropped, had the rest"
+            facts.append((f"{name}: not cold", f"{read} came from storage; {why}"))
+    if "concurrent" in result:
+        found = result["concurrent"]
+        text_of = f"{found['loads']} load, {found['storage_bytes'] / 1e9:.2f} GB from storage; "
+        slowest = found["first_token_s"]["max"]
+        text_of += f"the last first token after {slowest:.1f} s"
+        facts.append((f"{found['replicas']} at once", text_of))
+    facts += [(name, f"skipped, {reason}") for name, reason in result["skipped"].items()]
+    if not result["complete"]:
+        facts.append(("broken off", "this is what was measured"))
+    return text + lines(facts)
+
+
+def _origin(instance: Instance) -> str:
+    if instance["image_from"] == "disk":
+        return "disk" if instance["cold"] else "page cache"
+    if not instance["loads"]:
+        return "image"
+    return "disk, image" if instance["cold"] else "page cache, image"

@@ -1,0 +1,305 @@
+"""One model in this process, without HTTP, Serve and lifecycle, and the memory it stands on."""
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from actors.engine.config import EngineConfig
+from actors.holder import ImageGrant, ImageRequest, WeightHolder
+from actors.lifecycle import SleepConfig
+from actors.protocol import GenerateRequest, SamplingParams
+from actors.runtime import ModelRuntime, build_module
+from actors.weights.download import ensure_checkpoint
+from actors.weights.fastload import FastLoad, HolderClient
+from actors.weights.layout import ImageKey
+from actors.weights.source import ModelSource
+from serve_app.config import load_model_config
+
+PROMPT_TOKENS = 7  # "The future of artificial intelligence is", as real tokenizers cut it
+ANSWER_TOKENS = 50
+WARM_REQUESTS = 20
+LESSEE = "bench"  # what every model here is to a holder
+
+Prompt = tuple[int, ...]
+Progress = Callable[[str, int, int], None]  # what is being done; how many are done, of how many
+
+
+# --- which model ---
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to measure."""
+
+    checkpoint: Path
+    source: ModelSource
+    dtype: str
+    engine: EngineConfig
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the weights, on disk."""
+        return sum(file.stat().st_size for file in self.checkpoint.glob("*.safetensors"))
+
+    @property
+    def store_bytes(self) -> int:
+        """An object store that holds its image, in bytes: some room for alignment on top."""
+        return math.ceil(1.1 * self.file_bytes + 2**29)
+
+    def request(self) -> ImageRequest:
+        return ImageRequest("m", self.source, self.dtype)
+
+
+def subject_of(
+    target: Path, defaults: Mapping[str, object], changes: Mapping[str, object]
+) -> Subject:
+    """What a checkpoint directory or a file of configs/ stands for.
+
+    Args:
+        defaults: keys of `engine` for a directory, which says nothing of them itself.
+        changes: keys of `engine` that hold in any case.
+
+    Raises:
+        ValueError: no such checkpoint or file, or something in it is wrong.
+    """
+    if target.is_dir():
+        source = ModelSource(id=str(target.resolve()))
+        engine = EngineConfig.model_validate({**defaults, **changes})
+        return Subject(ensure_checkpoint(source), source, "auto", engine)
+    config = load_model_config(target)
+    keys = config.engine.model_dump(exclude_unset=True) | dict(changes)
+    return Subject(
+        ensure_checkpoint(config.source),
+        config.source,
+        config.dtype,
+        EngineConfig.model_validate(keys),
+    )
+
+
+# --- the model in this process ---
+
+
+@contextmanager
+def local_ray(store_bytes: int) -> Iterator[None]:
+    """A Ray of our own with an object store of that size; on loopback, if Ray's settings let it."""
+    ray.init(
+        address="local",
+        _node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        num_gpus=0,
+        object_store_memory=store_bytes,
+        log_to_driver=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class HolderActor:
+    """HolderClient over a plain actor."""
+
+    def __init__(self, actor: Any = None) -> None:
+        """Take an actor that is a WeightHolder, or start one."""
+        self.actor: Any = actor or ray.remote(WeightHolder).remote()
+
+    async def wait_while_starting(self) -> None:
+        await self.actor.ping.remote()
+
+    async def ping(self) -> None:
+        await self.actor.ping.remote()
+
+    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
+        grant: ImageGrant = await self.actor.acquire.remote(request, key, lessee)
+        return grant
+
+    async def release(self, key: ImageKey, lessee: str) -> bool:
+        return bool(await self.actor.release.remote(key, lessee))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One greedy answer. Seconds count from the request's arrival."""
+
+    token_ids: tuple[int, ...]
+    first_s: float
+    seconds: float
+
+    @property
+    def per_token_s(self) -> float:
+        """The mean time between later tokens: TPOT."""
+        return (self.seconds - self.first_s) / max(len(self.token_ids) - 1, 1)
+
+
+class LocalModel:
+    """What a replica has, without HTTP, Serve and lifecycle."""
+
+    def __init__(self, runtime: ModelRuntime) -> None:
+        self.runtime = runtime
+        self.vocab_size = runtime.codec.vocab_size
+
+    def prompt(self, number: int = 0, tokens: int = PROMPT_TOKENS) -> Prompt:
+        """One of many different prompts."""
+        half = self.vocab_size // 2
+        return tuple((7919 * (i + 31 * number)) % half + 5 for i in range(1, tokens + 1))
+
+    async def ask(self, prompt: Prompt, count: int) -> Answer:
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        started_s = time.perf_counter()
+        prepared = self.runtime.prepare(GenerateRequest("m", prompt, params))
+        tokens: list[int] = []
+        first_s = None
+        async for event in self.runtime.generate(prepared):
+            first_s = first_s or time.perf_counter() - started_s
+            tokens += event.token_ids
+        assert first_s is not None
+        assert len(tokens) == count
+        return Answer(tuple(tokens), first_s, time.perf_counter() - started_s)
+
+    async def wake_with(self, prompts: Sequence[Prompt], count: int) -> list[Answer]:
+        """Wake with all these requests waiting, so that they share every step in the same order.
+
+        Half precision rounds differently in batches of different sizes; this way they are the same
+        each time, and tokens can be compared.
+        """
+        tasks = [asyncio.create_task(self.ask(prompt, count)) for prompt in prompts]
+        while self.runtime.engine_stats().waiting < len(tasks):
+            await asyncio.sleep(0)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        await self.runtime.wake()
+        return list(await asyncio.gather(*tasks))
+
+    async def settled(self) -> None:
+        """Wait for the end of the last wake's transfer and of its verification.
+
+        Raises:
+            ReplicaFailed: a checksum was wrong.
+        """
+        await self.runtime.settled()
+        self.runtime.check_health()
+
+    async def warm(self) -> None:
+        """Return when later requests find everything as it will stay. The model must be awake."""
+        await self.runtime.compiled()
+        await self.ask(self.prompt(), ANSWER_TOKENS)
+        await self.settled()
+
+
+def load_of(subject: Subject, holder: HolderClient | None) -> FastLoad:
+    """How the image comes: by the holder, or without one from disk."""
+    return FastLoad(holder, subject.request(), subject.checkpoint, LESSEE, start_timeout_s=300)
+
+
+async def build_model(subject: Subject, load: FastLoad) -> LocalModel:
+    """Asleep, with the graphs captured."""
+    image = await load.obtain()
+    module = build_module(subject.checkpoint, subject.dtype)
+    runtime = await asyncio.to_thread(
+        ModelRuntime,
+        module,
+        subject.checkpoint,
+        image,
+        load.obtain,
+        load.release,
+        subject.engine,
+        SleepConfig(),
+    )
+    return LocalModel(runtime)
+
+
+# --- the device ---
+
+
+def device_bytes() -> int:
+    """Used on the card by everybody, as the driver says; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def context_bytes() -> int:
+    """Used on the card when this process has a CUDA context and nothing else yet.
+
+    To be called before anything else of CUDA. Counts what other processes have as well.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return device_bytes()
+
+
+def device_parts(context: int) -> dict[str, int]:
+    """What the used bytes of the card are: the context, torch's two kinds of pools, and the rest.
+
+    The rest is the driver's: loaded kernels, executable graphs, page tables of pinned memory. What
+    the arenas have mapped is in it, too; asleep that is nothing.
+    """
+    used = device_bytes()
+    pools = {"default": 0, "graphs": 0}
+    if torch.cuda.is_available():
+        for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+            private = tuple(segment["segment_pool_id"]) != (0, 0)
+            pools["graphs" if private else "default"] += int(segment["total_size"])
+    return {
+        "used_bytes": used,
+        "context_bytes": context,
+        "torch_default_pool_bytes": pools["default"],
+        "torch_graph_pool_bytes": pools["graphs"],
+        "driver_rest_bytes": used - context - sum(pools.values()),
+    }
+
+
+class LinkProbe:
+    """What the link carries from pinned memory, asked for again and again: what wakes are held against.
+
+    One buffer of this process, copied by a single call a time, without anything else under way. On a
+    CPU, where a wake copies within the machine's memory, that copy to pages nobody has touched yet.
+    """
+
+    def __init__(self, device: torch.device, size: int | None = None) -> None:
+        """Make the buffer: half a GiB for a card, an eighth of that for a CPU."""
+        self._device = device
+        on_cuda = device.type == "cuda"
+        size = size or (2**29 if on_cuda else 2**26)
+        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
+        self._host.fill_(1)  # real pages
+
+    def gb_per_s(self, copies: int = 4) -> float:
+        """10^9 bytes a second: the median of a few copies."""
+        copy = self._seconds_on_card if self._device.type == "cuda" else self._seconds_on_cpu
+        return float(self._host.nbytes / 1e9 / statistics.median(copy(copies)))
+
+    def _seconds_on_card(self, copies: int) -> list[float]:
+        """By the device's clock."""
+        target = torch.empty_like(self._host, device=self._device)
+        seconds = []
+        for _ in range(copies):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            target.copy_(self._host, non_blocking=True)
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        del target
+        torch.cuda.empty_cache()
+        return seconds
+
+    def _seconds_on_cpu(self, copies: int) -> list[float]:
+        seconds = []
+        for _ in range(copies):
+            target = torch.empty_like(self._host)
+            started_s = time.perf_counter()
+            target.copy_(self._host)
+            seconds.append(time.perf_counter() - started_s)
+        return seconds

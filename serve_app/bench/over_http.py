@@ -1,0 +1,281 @@
+"""A model behind a running server, to be evaluated: what its HTTP answers tell, and no more."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any, Literal, TypeVar
+
+import aiohttp
+from pydantic import TypeAdapter, ValidationError
+
+from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailable
+from actors.protocol import ReplicaState, ReplicaStatus
+from serve_app.bench.evaluate import Passage, Progress
+from serve_app.bench.verdict import About, Answer, FirstToken, Left, Perplexity, Slept, Tokens, Woke
+
+_TIMEOUT_S = 1800.0  # a level 2 wake loads from disk
+_STATUSES = TypeAdapter(tuple[ReplicaStatus, ...])
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def over_http(url: str, model: str | None) -> AsyncIterator["HttpTarget"]:
+    """A model of a server, awake.
+
+    Args:
+        url: of the server; a `/v1` at its end is taken off.
+        model: which one; without it the only one that is served.
+
+    Raises:
+        InvalidRequest: there is no such model, or it has no replica.
+        ServingError: the server cannot be reached, or refused.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        server = _Server(session, base)
+        name = await _choose(server, model)
+        replicas = await server.control("/wake_up", name)
+        if not replicas:
+            raise InvalidRequest(f"{name} has no replica at {base}; ask it for something first")
+        yield HttpTarget(server, name, replicas)
+
+
+async def _choose(server: "_Server", model: str | None) -> str:
+    cards = (await server.call("GET", "/v1/models")).get("data") or []
+    served = [str(card.get("id")) for card in cards]
+    if model is None and len(served) == 1:
+        return served[0]
+    if model is None or model not in served:
+        found = f"no model {model}" if model else "more than one model; choose with --model"
+        raise InvalidRequest(f"{server.url} serves {found}: {', '.join(served) or 'none'}")
+    return model
+
+
+class HttpTarget:
+    """Target over a server of ours. Of several replicas, figures of memory are summed."""
+
+    def __init__(self, server: "_Server", name: str, replicas: Sequence[ReplicaStatus]) -> None:
+        self._server = server
+        self._name = name
+        self._asleep_bytes = 0  # used at the end of the last sleep
+        self._about = About(
+            model=name,
+            where=server.url,
+            memory_of="process" if _own_is_known(replicas) else "card",
+            weights_bytes=replicas[0].weights_bytes,
+            kv_bytes=replicas[0].kv_bytes,
+            used_bytes=_used_bytes(replicas),
+            total_bytes=_total_bytes(replicas),
+        )
+
+    @property
+    def about(self) -> About:
+        return self._about
+
+    async def ask(self, prompt: str, count: int) -> Answer:
+        body = {
+            "model": self._name,
+            "prompt": prompt,
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 0,  # tells the tokens one by one
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        text, tokens, prompt_tokens = "", list[str](), 0
+        started_s = time.perf_counter()
+        first_s: float | None = None
+        async for chunk in self._server.stream("/v1/completions", body):
+            for choice in chunk.get("choices") or ():
+                if first_s is None:
+                    first_s = time.perf_counter() - started_s
+                text += choice.get("text") or ""
+                tokens += (choice.get("logprobs") or {}).get("tokens") or ()
+            prompt_tokens = (chunk.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+        if first_s is None:
+            raise ReplicaFailed(f"{self._server.url} ended the answer before its first token")
+        return Answer(
+            text=text,
+            tokens=Tokens(texts=tuple(tokens)),
+            prompt_tokens=prompt_tokens,
+            first_s=first_s,
+            seconds=time.perf_counter() - started_s,
+        )
+
+    async def steady(self) -> None:
+        """Whether the server still compiles in the background, it does not tell."""
+
+    async def sleep(self, level: Literal[1, 2]) -> Slept:
+        started_s = time.perf_counter()
+        replicas = await self._server.control("/sleep", self._name, level=str(level))
+        seconds = time.perf_counter() - started_s
+        states = {replica.state for replica in replicas}
+        if states != {ReplicaState.ASLEEP}:
+            found = ", ".join(sorted(states)) or "gone"
+            raise Unavailable(
+                f"{self._name} is {found} after POST /sleep; does it have other users?"
+            )
+        self._asleep_bytes = used = _used_bytes(replicas)
+        released = _released_bytes(replicas)
+        return Slept(
+            seconds=seconds,
+            used_before_bytes=used + released,
+            used_bytes=used,
+            total_bytes=_total_bytes(replicas),
+            released_bytes=released,
+            left=_left(replicas),
+        )
+
+    async def wake_with(self, prompt: str, count: int) -> FirstToken:
+        told = await self._server.call("GET", "/is_sleeping", model=self._name)
+        if not told.get("is_sleeping"):
+            raise Unavailable(f"{self._name} was woken by somebody else; it needs to be left alone")
+        answer = await self.ask(prompt, count)
+        return FirstToken(ttft_s=answer.first_s, answer=answer)
+
+    async def settled(self) -> Woke:
+        """Of several replicas, those that the request did not wake wake now."""
+        replicas = await self._server.control("/wake_up", self._name)
+        reports = [replica.last_wake for replica in replicas if replica.last_wake is not None]
+        if not reports:
+            raise ReplicaFailed(f"{self._name} told nothing of its wake")
+        slowest = max(reports, key=lambda report: report.link_s)
+        return Woke(
+            used_bytes=_used_bytes(replicas),
+            reloaded_bytes=_used_bytes(replicas) - self._asleep_bytes,
+            copied_bytes=_sum(reports, lambda report: report.copied_bytes),
+            link_s=slowest.link_s,
+            link_gb_per_s=slowest.link_gb_per_s,
+            checked_segments=_sum(reports, lambda report: report.checked_segments),
+            checked_bytes=_sum(reports, lambda report: report.checked_bytes),
+            check_s=max(report.check_s for report in reports),
+            intact=all(report.intact for report in reports),
+        )
+
+    async def perplexity(self, passage: Passage, on_progress: Progress) -> Perplexity | None:
+        """None: the server tells no log-probabilities of a prompt."""
+        return None
+
+    async def choices(self, prompt: str, answer: Tokens) -> Tokens | None:
+        """None, likewise."""
+        return None
+
+
+class _Server:
+    """Calls to one server; what it refuses is raised as the ServingError it stands for."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.url = url
+        self._session = session
+
+    async def call(
+        self, method: Literal["GET", "POST"], path: str, **query: str
+    ) -> Mapping[str, Any]:
+        try:
+            async with self._session.request(method, self.url + path, params=query) as response:
+                raw = await response.read()
+                _refuse(response.status, raw)
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise self._unreachable(exc) from exc
+        return _object(raw, f"{self.url}{path}")
+
+    async def control(self, path: str, model: str, **query: str) -> tuple[ReplicaStatus, ...]:
+        """The replicas of a model after POST /sleep or /wake_up."""
+        answer = await self.call("POST", path, model=model, **query)
+        try:
+            return _STATUSES.validate_python(answer["models"][model])
+        except (LookupError, TypeError, ValidationError) as exc:
+            raise ServingError(
+                f"{self.url}{path} did not answer as this version of sleepserve does"
+            ) from exc
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+        """The objects of an answer's events."""
+        finished = False
+        try:
+            async with self._session.post(self.url + path, json=body) as response:
+                if response.status != 200:
+                    _refuse(response.status, await response.read())
+                async for line in response.content:
+                    if not line.startswith(b"data:"):
+                        continue
+                    payload = line.removeprefix(b"data:").strip()
+                    if payload == b"[DONE]":
+                        finished = True
+                        break
+                    chunk = _object(payload, f"{self.url}{path}")
+                    if chunk.get("error"):
+                        raise ReplicaFailed(_message(payload))
+                    yield chunk
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise self._unreachable(exc) from exc
+        if not finished:
+            raise ReplicaFailed(f"{self.url}{path}: the stream ended before the answer did")
+
+    def _unreachable(self, exc: Exception) -> Unavailable:
+        return Unavailable(f"no answer from {self.url}: {exc or type(exc).__name__}")
+
+
+def _refuse(status: int, raw: bytes) -> None:
+    if status == 200:
+        return
+    told = f"HTTP {status}: {_message(raw)}"
+    if status in (429, 503):
+        raise Unavailable(told)
+    raise InvalidRequest(told) if status < 500 else ReplicaFailed(told)
+
+
+def _object(raw: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ServingError(f"{where} answered with something else than a JSON object")
+    return found
+
+
+def _message(raw: bytes) -> str:
+    try:
+        return str(json.loads(raw)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return raw.decode(errors="replace")[:300]
+
+
+# --- what replicas say of their memory ---
+
+
+def _own_is_known(replicas: Sequence[ReplicaStatus]) -> bool:
+    return all(replica.device_memory.own is not None for replica in replicas)
+
+
+def _used_bytes(replicas: Sequence[ReplicaStatus]) -> int:
+    if _own_is_known(replicas):
+        return _sum(replicas, lambda replica: replica.device_memory.own or 0)
+    return _sum(replicas, lambda replica: replica.device_memory.total - replica.device_memory.free)
+
+
+def _released_bytes(replicas: Sequence[ReplicaStatus]) -> int:
+    if _own_is_known(replicas):
+        return _sum(replicas, lambda r: r.device_memory.own_released_by_last_sleep or 0)
+    return _sum(replicas, lambda r: r.device_memory.released_by_last_sleep or 0)
+
+
+def _total_bytes(replicas: Sequence[ReplicaStatus]) -> int:
+    return _sum(replicas, lambda replica: replica.device_memory.total)
+
+
+def _left(replicas: Sequence[ReplicaStatus]) -> Left | None:
+    found = [asdict(left) for r in replicas if (left := r.device_memory.left) is not None]
+    if len(found) != len(replicas):
+        return None
+    return Left(**{name: sum(left[name] for left in found) for name in found[0]})
+
+
+def _sum(items: Sequence[T], value: Callable[[T], int]) -> int:
+    return sum(map(value, items))

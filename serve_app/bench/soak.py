@@ -1,0 +1,235 @@
+"""A thousand sleeps and wakes of one model in one process: does anything grow, is every token the same?
+
+Every cycle sleeps, wakes and answers one token; every wake's checksums are awaited. Every 20th wakes with
+16 requests waiting instead, whose 50 greedy tokens must be those of the first time. What could leak is
+sampled every 10 cycles, while the model sleeps.
+"""
+
+import csv
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.weights.plasma import store_room
+from serve_app.bench.figures import environment, lines, spread
+from serve_app.bench.local import (
+    ANSWER_TOKENS,
+    HolderActor,
+    LocalModel,
+    Progress,
+    Prompt,
+    Subject,
+    build_model,
+    context_bytes,
+    device_bytes,
+    load_of,
+)
+
+_COMPARE_EVERY = 20
+_SAMPLE_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long to go on.
+
+    Attributes:
+        limit_s: for the cycles; the one that has begun is finished.
+    """
+
+    cycles: int = 1000
+    requests: int = 16
+    limit_s: float | None = 420.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What could leak, while the model sleeps."""
+
+    cycle: int
+    seconds: float  # since the first cycle
+    device_bytes: int  # used on the card, by everybody
+    torch_reserved_bytes: int  # of these, torch's pools
+    rss_anon_bytes: int
+    rss_shared_bytes: int  # pages of the object store that this process looks at
+    store_bytes: int
+    file_descriptors: int
+    threads: int
+
+
+_WATCHED = [field.name for field in fields(Sample) if field.name not in ("cycle", "seconds")]
+
+
+def sample(cycle: int, seconds: float) -> Sample:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    room = store_room()
+    return Sample(
+        cycle=cycle,
+        seconds=seconds,
+        device_bytes=device_bytes(),
+        torch_reserved_bytes=torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,
+        rss_anon_bytes=1024 * int(status["RssAnon"].split()[0]),
+        rss_shared_bytes=1024 * int(status["RssShmem"].split()[0]),
+        store_bytes=room.capacity - room.available,
+        file_descriptors=sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        threads=int(status["Threads"]),
+    )
+
+
+class SoakBench:
+    """One run. `result` tells what has been measured, also of a run that was broken off."""
+
+    def __init__(self, subject: Subject, plan: Plan) -> None:
+        self._subject = subject
+        self._environment = environment()  # asks the card's tool: once
+        self._plan = plan
+        self._expected: list[tuple[int, ...]] = []
+        self._cycle_s: list[float] = []
+        self._compared = self._wrong = 0
+        self.samples: list[Sample] = []
+        self.complete = False
+
+    async def run(self, progress: Progress) -> None:
+        """As many cycles as the time allows. A Ray with room for the image must be up.
+
+        Raises:
+            ReplicaFailed: a checksum was wrong.
+        """
+        context_bytes()  # the context first: a fault of CUDA shows before the image is loaded
+        progress("image", 0, 0)
+        model = await build_model(self._subject, load_of(self._subject, HolderActor()))
+        try:
+            progress("warm-up", 0, 0)
+            crowd = [model.prompt(number) for number in range(self._plan.requests)]
+            await model.runtime.wake()
+            await model.warm()
+            await model.runtime.sleep(1)
+            self._expected = await self._crowd_answers(model, crowd)
+            await model.settled()
+            await self._cycles(model, crowd, progress)
+        finally:
+            await model.runtime.close()
+
+    def result(self) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "checkpoint": self._subject.checkpoint.name,
+            **self._environment,
+            "engine": self._subject.engine.model_dump(exclude_none=True),
+            "complete": self.complete,
+            "cycles": len(self._cycle_s),
+            "compared": self._compared,
+            "wrong": self._wrong,
+        }
+        if self._cycle_s:
+            result["cycle_s"] = spread(self._cycle_s)
+        if self.samples:
+            cycles = [float(s.cycle) for s in self.samples]
+            result["trends"] = {
+                name: trend(cycles, [float(getattr(s, name)) for s in self.samples])
+                for name in _WATCHED
+            }
+        return result
+
+    async def _cycles(self, model: LocalModel, crowd: list[Prompt], progress: Progress) -> None:
+        plan = self._plan
+        began_s = time.perf_counter()
+        for cycle in range(1, plan.cycles + 1):
+            started_s = time.perf_counter()
+            await model.runtime.sleep(1)
+            if cycle % _SAMPLE_EVERY == 0:
+                self.samples.append(sample(cycle, started_s - began_s))
+            if cycle % _COMPARE_EVERY == 0 and crowd:
+                found = await self._crowd_answers(model, crowd)
+                self._compared += len(found)
+                self._wrong += sum(a != b for a, b in zip(found, self._expected, strict=True))
+            else:
+                await model.runtime.wake()
+                await model.ask(model.prompt(), 1)
+            await model.settled()
+            now_s = time.perf_counter()
+            self._cycle_s.append(now_s - started_s)
+            progress(f"cycles, {self._wrong} wrong answers", cycle, plan.cycles)
+            if plan.limit_s is not None and now_s - began_s > plan.limit_s:
+                self.complete = cycle == plan.cycles
+                return
+        self.complete = True
+
+    async def _crowd_answers(
+        self, model: LocalModel, crowd: Sequence[Prompt]
+    ) -> list[tuple[int, ...]]:
+        return [answer.token_ids for answer in await model.wake_with(crowd, ANSWER_TOKENS)]
+
+
+def trend(cycles: Sequence[float], values: Sequence[float]) -> dict[str, float]:
+    """First, largest, last; and by how much 1000 cycles raise it, in its second half."""
+    half = len(values) // 2
+    slope = slope_of(cycles[half:], values[half:])
+    return {
+        "first": values[0],
+        "max": max(values),
+        "last": values[-1],
+        "per_1000_cycles": 1000 * slope,
+    }
+
+
+def slope_of(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Of the straight line with the least squares."""
+    middle_x, middle_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread_x = sum((x - middle_x) ** 2 for x in xs)
+    if not spread_x:
+        return 0.0
+    return sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True)) / spread_x
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """A result as text."""
+    each = f", {1e3 * result['cycle_s']['median']:.0f} ms each" if "cycle_s" in result else ""
+    rows = [
+        ("cycles", f"{result['cycles']}{each}"),
+        ("wrong answers", f"{result['wrong']} of {result['compared']}"),
+    ]
+    if "trends" in result:
+        rows.append(("", f"{'first':>12} {'max':>12} {'last':>12}  per 1000 cycles"))
+    for name, found in result.get("trends", {}).items():
+        in_mib = name.endswith("_bytes")
+        unit, shown = (2**20, name.removesuffix("_bytes") + ", MiB") if in_mib else (1, name)
+        first, most, last = (found[key] / unit for key in ("first", "max", "last"))
+        slope = found["per_1000_cycles"] / unit
+        rows.append((shown, f"{first:12.2f} {most:12.2f} {last:12.2f}  {slope:+.3f}"))
+    if not result["complete"]:
+        rows.append(("broken off", "before all cycles were done"))
+    return lines(rows)
+
+
+def write_csv(samples: Sequence[Sample], file: Path) -> None:
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, ["cycle", "seconds", *_WATCHED], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(s) for s in samples)
+
+
+def plot(samples: Sequence[Sample], file: Path) -> bool:
+    """Each as what it has grown by since the first sample; False without matplotlib."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(_WATCHED), 1, sharex=True, figsize=(8, 1.6 * len(_WATCHED)))
+    for axis, name in zip(axes, _WATCHED, strict=True):
+        unit = 2**20 if name.endswith("_bytes") else 1
+        values = [getattr(s, name) / unit for s in samples]
+        axis.plot([s.cycle for s in samples], [value - values[0] for value in values])
+        shown = name.removesuffix("_bytes") + ", MiB" * (unit > 1)
+        axis.set_title(f"{shown}: {values[0]:.1f} at first, and then", fontsize=8, loc="left")
+        axis.tick_params(labelsize=7)
+    axes[-1].set_xlabel("cycles", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=100)
+    return True

@@ -1,0 +1,194 @@
+"""Tokens per second of the engine, in one process without HTTP and Serve.
+
+Each round sends so many greedy requests with random prompts at once and waits for all of them.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from serve_app.bench.figures import environment, lines, ms, spread
+from serve_app.bench.local import (
+    WARM_REQUESTS,
+    Answer,
+    LocalModel,
+    Progress,
+    Prompt,
+    Subject,
+    build_model,
+    load_of,
+)
+
+_PROFILED_STEPS = 20
+_KERNELS = 15  # lines of a profile
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        profiles: directory for what the device does in some decode steps at each concurrency.
+        limit_s: for the rounds; what has begun is finished.
+    """
+
+    concurrency: tuple[int, ...] = (1, 16, 64, 256)
+    prompt_tokens: int = 128
+    answer_tokens: int = 128
+    profiles: Path | None = None
+    limit_s: float | None = None
+
+
+class ThroughputBench:
+    """One run. `result` tells what has been measured, also of a run that was broken off."""
+
+    def __init__(self, subject: Subject, plan: Plan) -> None:
+        self._subject = subject
+        self._environment = environment()  # asks the card's tool: once
+        self._plan = plan
+        self._found: dict[str, Any] = {"concurrency": {}}
+        self.complete = False
+
+    async def run(self, progress: Progress) -> None:
+        plan = self._plan
+        progress("warm-up", 0, 0)
+        started_s = time.perf_counter()
+        model = await build_model(self._subject, load_of(self._subject, None))
+        try:
+            await model.runtime.wake()
+            await model.warm()
+            self._found["build_s"] = time.perf_counter() - started_s
+            warm = [(await model.ask(model.prompt(), 1)).first_s for _ in range(WARM_REQUESTS)]
+            self._found["ttft_awake_s"] = spread(warm)
+            load = Load(model, plan.prompt_tokens, plan.answer_tokens)
+            if plan.profiles is not None and torch.cuda.is_available():
+                with profile(activities=[ProfilerActivity.CUDA]):  # CUPTI's start takes seconds
+                    torch.cuda.synchronize()
+            began_s = time.monotonic()
+            for number, concurrency in enumerate(plan.concurrency):
+                progress(f"{concurrency} requests", number, len(plan.concurrency))
+                if plan.limit_s is not None and time.monotonic() - began_s > plan.limit_s:
+                    return
+                await self._at(load, concurrency)
+            progress("done", len(plan.concurrency), len(plan.concurrency))
+            self.complete = True
+        finally:
+            await model.runtime.close()
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self._subject.checkpoint.name,
+            **self._environment,
+            "engine": self._subject.engine.model_dump(),
+            "complete": self.complete,
+            "prompt_tokens": self._plan.prompt_tokens,
+            "answer_tokens": self._plan.answer_tokens,
+            **self._found,
+        }
+
+    async def _at(self, load: "Load", concurrency: int) -> None:
+        await load.round(concurrency)
+        rounds = [await load.round(concurrency) for _ in range(rounds_of(concurrency))]
+        found = {name: spread([r[name] for r in rounds]) for name in rounds[0]}
+        self._found["concurrency"][str(concurrency)] = found
+        if self._plan.profiles is not None:
+            text = await load.profile(concurrency, found["tpot_p50_s"]["median"])
+            file = self._plan.profiles / f"profile_{concurrency}.txt"
+            await asyncio.to_thread(file.write_text, text, encoding="utf-8")
+
+
+def rounds_of(concurrency: int) -> int:
+    return 2 if concurrency > 64 else 3
+
+
+class Load:
+    """Rounds of random prompts, never the same twice."""
+
+    def __init__(self, model: LocalModel, prompt_tokens: int, answer_tokens: int) -> None:
+        self._model = model
+        self._random = random.Random(0)
+        self._prompt_tokens = prompt_tokens
+        self._answer_tokens = answer_tokens
+
+    async def round(self, concurrency: int) -> dict[str, float]:
+        started_s = time.perf_counter()
+        answers = await self._answers(concurrency, self._answer_tokens)
+        seconds = time.perf_counter() - started_s
+        return {
+            "tokens_per_s": sum(len(a.token_ids) for a in answers) / seconds,
+            "ttft_p50_s": statistics.median(a.first_s for a in answers),
+            "tpot_p50_s": statistics.median(a.per_token_s for a in answers),
+        }
+
+    async def profile(self, concurrency: int, step_s: float) -> str:
+        """What the device does in a few decode steps, as text; kernels are slower while watched."""
+        if not torch.cuda.is_available():
+            return "no device to profile\n"
+        # Long answers: to start profiling takes a while, the first time seconds.
+        work = asyncio.create_task(self._answers(concurrency, 8 * self._answer_tokens))
+        await asyncio.sleep(step_s * self._answer_tokens)  # past the prefills
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            await asyncio.sleep(_PROFILED_STEPS * step_s)
+        assert not work.done(), "it was over before the profile was"
+        work.cancel()
+        await asyncio.wait([work])
+        return profile_text(profiler, concurrency)
+
+    async def _answers(self, concurrency: int, count: int) -> list[Answer]:
+        prompts = [self._prompt() for _ in range(concurrency)]
+        return await asyncio.gather(*(self._model.ask(prompt, count) for prompt in prompts))
+
+    def _prompt(self) -> Prompt:
+        ids = range(5, self._model.vocab_size // 2)
+        return tuple(self._random.choices(ids, k=self._prompt_tokens))
+
+
+def profile_text(profiler: profile, concurrency: int) -> str:
+    seen: Any = profiler.events()  # type: ignore[no-untyped-call]
+    events = [event for event in seen or () if event.device_type.name == "CUDA"]
+    if not events:
+        return f"{concurrency} requests: no kernels were seen\n"
+    # One track: kernels of several streams may overlap.
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+    by_name: dict[str, list[float]] = {}
+    busy_us, reached_us = 0.0, spans[0][0]
+    for start_us, end_us, name in spans:
+        by_name.setdefault(name, []).append(end_us - start_us)
+        busy_us += max(0.0, end_us - max(start_us, reached_us))
+        reached_us = max(reached_us, end_us)
+    whole_us = reached_us - spans[0][0]
+    text = [
+        f"{concurrency} requests: {whole_us / 1e3:.1f} ms, device idle {1 - busy_us / whole_us:.1%}",
+        f"{'ms':>9} {'share':>6} {'calls':>6} {'us each':>8}  kernel",
+    ]
+    ranked = sorted(by_name.items(), key=lambda item: -sum(item[1]))
+    for name, times in ranked[:_KERNELS]:
+        total_us = sum(times)
+        text.append(
+            f"{total_us / 1e3:9.2f} {total_us / whole_us:6.1%} {len(times):6} "
+            f"{total_us / len(times):8.1f}  {name[:110]}"
+        )
+    return "\n".join(text) + "\n"
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """A result as text."""
+    rows: list[tuple[str, str]] = []
+    if "ttft_awake_s" in result:
+        rows.append(("TTFT awake, 7 tokens", ms(result["ttft_awake_s"])))
+    rows += [(f"{n} requests", _told(found)) for n, found in result["concurrency"].items()]
+    if not result["complete"]:
+        rows.append(("broken off", "this is what was measured"))
+    return lines(rows)
+
+
+def _told(found: dict[str, dict[str, float]]) -> str:
+    rate, ttft, tpot = (found[n]["median"] for n in ("tokens_per_s", "ttft_p50_s", "tpot_p50_s"))
+    return f"{rate:8.0f} tok/s, TTFT {1e3 * ttft:.1f} ms, TPOT {1e3 * tpot:.2f} ms"

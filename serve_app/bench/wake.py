@@ -1,0 +1,514 @@
+"""First token of a sleeping model: our ways beside what one would do without us, and the link's own rate.
+
+Everything is measured in one process and one run. Our ways take turns, round by round. Of the others each
+is built, takes turns with ours and is freed, while ours sleeps whenever they hold the device.
+"""
+
+import asyncio
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from actors.errors import DeviceMemoryError
+from actors.memory.driver import HostLink, MemoryDriver
+from actors.memory.pinned import HostRange
+from actors.model_memory import KeptPlace, ModelMemory, kept_segments, select_driver
+from actors.weights.layout import Layout
+from actors.weights.packer import checkpoint_dtype
+from serve_app.bench.baselines import BASELINES, Baseline, why_not
+from serve_app.bench.figures import environment, spread
+from serve_app.bench.local import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    WARM_REQUESTS,
+    HolderActor,
+    LinkProbe,
+    LocalModel,
+    Progress,
+    Prompt,
+    Subject,
+    build_model,
+    context_bytes,
+    device_bytes,
+    device_parts,
+    load_of,
+)
+
+OURS = ("pipelined", "serial", "unpinned", "kept")
+VARIANTS = (*OURS, *BASELINES)
+_KEPT = re.compile(r"kept-(\d+)(?:-(first|middle|last))?")
+_KEPT_STEPS = 4  # of all layers, up to all
+_OURS_SHARE = 0.5  # of a time limit, when there are baselines as well
+
+Cycle = dict[str, float]
+T = TypeVar("T")
+
+
+# --- what to measure ---
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure, and how often.
+
+    Attributes:
+        variants: of `VARIANTS`, or "kept-N", "kept-N-middle" and "kept-N-last" for N kept layers.
+        requests: how many wait for one further wake in every round, their answers compared; 0: none.
+        limit_s: for the cycles, once the model is warm; what has begun is finished.
+    """
+
+    variants: tuple[str, ...] = VARIANTS
+    cycles: int = 20
+    baseline_cycles: int = 3
+    prompt_tokens: tuple[int, ...] = (PROMPT_TOKENS,)
+    requests: int = 16
+    pause_s: float = 0.3  # asleep, as in a real sleep: the driver frees memory behind our back
+    limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [v for v in self.variants if v not in VARIANTS and not _KEPT.fullmatch(v)]
+        if unknown:
+            raise ValueError(
+                f"no variant {unknown[0]}; there are {', '.join(VARIANTS)} and kept-N[-middle|-last]"
+            )
+
+    @property
+    def baselines(self) -> list[str]:
+        return [name for name in self.variants if name in BASELINES]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How our model wakes: pipelined, unless something is said here."""
+
+    name: str
+    kept: frozenset[int] = frozenset()  # segments that stay on the device
+    waits: bool = False  # for all bytes, before the first forward
+    unpinned: bool = False  # through staging buffers, as where the image cannot be pinned
+
+
+def ways_of(variants: Sequence[str], layout: Layout) -> list[Way]:
+    """Our ways among the variants; "kept" becomes several, up to all layers."""
+    layers = sum(segment.name.startswith("layer.") for segment in layout.segments)
+    ways: list[Way] = []
+    for name in variants:
+        if name == "kept":
+            steps = (round(layers * i / _KEPT_STEPS) for i in range(1, _KEPT_STEPS + 1))
+            ways += [_kept(f"kept-{count}", layout) for count in steps]
+        elif _KEPT.fullmatch(name):
+            ways.append(_kept(name, layout))
+        elif name in OURS:
+            ways.append(Way(name, waits=name == "serial", unpinned=name == "unpinned"))
+    return list({way.name: way for way in ways}.values())
+
+
+def _kept(name: str, layout: Layout) -> Way:
+    found = _KEPT.fullmatch(name)
+    assert found is not None
+    place: KeptPlace = "first"
+    if found[2] in ("middle", "last"):
+        place = found[2]  # type: ignore[assignment]  # one of the two
+    return Way(name, kept_segments(layout, int(found[1]), place))
+
+
+# --- one variant ---
+
+
+@dataclass(slots=True)
+class Row:
+    """The cycles of one variant with prompts of one length."""
+
+    variant: str
+    prompt_tokens: int
+    cycles: list[Cycle] = field(default_factory=list)
+    wrong: int = 0
+    beside: list[float] = field(default_factory=list)  # TTFT of ours, in between
+
+    def result(self, link_gb_per_s: float) -> dict[str, Any]:
+        found: dict[str, Any] = {"variant": self.variant, "prompt_tokens": self.prompt_tokens}
+        found |= {"cycles": len(self.cycles), "wrong": self.wrong}
+        if not self.cycles:
+            return found
+        found |= {name: spread([c[name] for c in self.cycles]) for name in self.cycles[0]}
+        rates = [c["moved_bytes"] / 1e9 / c["move_s"] for c in self.cycles if c["move_s"]]
+        if rates:
+            found["gb_per_s"] = spread(rates)
+        if rates and link_gb_per_s:
+            found["share_of_link"] = statistics.median(rates) / link_gb_per_s
+            link_s = found["moved_bytes"]["median"] / 1e9 / link_gb_per_s
+            found["ttft_over_link"] = found["ttft_asleep_s"]["median"] / link_s
+        if self.beside:
+            ours_s = statistics.median(self.beside)
+            found["ours_ttft_s"] = spread(self.beside)
+            found["over_ours"] = found["ttft_asleep_s"]["median"] / ours_s
+        return found
+
+
+@contextmanager
+def _carried_by(memory: ModelMemory, link: HostLink | None) -> Iterator[None]:
+    """Have wakes of the body use another link to the same image; None: the one they have.
+
+    Nothing of ours chooses a link, so that this reaches into the memory; only while it sleeps.
+    """
+    if link is None:
+        yield
+        return
+    usual, memory._link = memory._link, link
+    try:
+        yield
+    finally:
+        memory._link = usual
+
+
+def open_unpinned(memory: ModelMemory) -> HostLink:
+    """The link that a process has which is not allowed to pin the image. Close it."""
+    from actors.memory.cuda import CudaDriver  # cuda-bindings are there where a GPU is
+
+    class Refusing(CudaDriver):
+        def register(self, pages: HostRange) -> None:
+            raise DeviceMemoryError("refused for the benchmark")
+
+    image = memory.image
+    assert image is not None
+    return Refusing().open_link([image.segment(i) for i in range(len(image.layout.segments))])
+
+
+class _Ours:
+    """Cycles of our model; each begins and ends awake."""
+
+    def __init__(self, model: LocalModel, pause_s: float) -> None:
+        self.model = model
+        self._pause_s = pause_s
+        self._expected: dict[Prompt, tuple[int, ...]] = {}
+        self.first_sleep_s: float | None = None
+        self.unpinned: HostLink | None = None
+
+    async def cycle(self, way: Way, prompt: Prompt) -> tuple[Cycle, bool]:
+        """Sleep, pause, wake, one token; then what the wake had still to do, and 50 tokens.
+
+        Returns:
+            The times, and whether the tokens are those of the prompt's first cycle.
+        """
+        runtime = self.model.runtime
+        runtime.memory.kept = way.kept
+        started_s = time.perf_counter()
+        slept = await runtime.sleep(1)
+        slept_s = time.perf_counter() - started_s
+        self.first_sleep_s = self.first_sleep_s or slept_s
+        asleep_bytes = device_bytes()
+        assert slept.left is not None
+        await asyncio.sleep(self._pause_s)
+        with _carried_by(runtime.memory, self.unpinned if way.unpinned else None):
+            started_s = time.perf_counter()
+            woke = await runtime.wake()
+            if way.waits:
+                await asyncio.to_thread(_finish_copies)
+            woke_s = time.perf_counter() - started_s
+            first = await self.model.ask(prompt, 1)
+            started_s = time.perf_counter()
+            await self.model.settled()
+        settled_s = time.perf_counter() - started_s
+        stats = runtime.last_transfer
+        assert stats is not None
+        assert stats.size == woke.copied_bytes
+        cycle = {
+            "ttft_asleep_s": woke_s + first.first_s,
+            "wake_s": woke_s,
+            "sleep_s": slept_s,
+            "settle_s": settled_s,
+            "link_s": stats.seconds,
+            "move_s": stats.seconds,
+            "moved_bytes": woke.copied_bytes,
+            "released_bytes": slept.released_bytes or 0,
+            "left_bytes": slept.left.total,
+            "context_bytes": slept.left.context,
+            "asleep_bytes": asleep_bytes,
+        }
+        rest = await self.model.ask(prompt, ANSWER_TOKENS)
+        tokens = first.token_ids + rest.token_ids
+        return cycle, tokens == self._expected.setdefault(prompt, tokens)
+
+
+def _finish_copies() -> None:
+    """Return when the device has what was sent to it. On a CPU it arrived with the call."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# --- the run ---
+
+
+class WakeBench:
+    """One run. `result` tells what has been measured, also of a run that was broken off."""
+
+    def __init__(self, subject: Subject, plan: Plan) -> None:
+        self._subject = subject
+        self._environment = environment()  # asks the card's tool: once
+        self._plan = plan
+        self._rows: dict[tuple[str, int], Row] = {}
+        self._facts: dict[str, Any] = {}
+        self._skipped: dict[str, str] = {}
+        self._stages: dict[str, dict[str, int]] = {}
+        self._rates: list[float] = []
+        self._warm: list[float] = []
+        self._crowd: list[tuple[int, ...]] = []
+        self._crowd_wrong = self._crowd_compared = 0
+        self._first_sleep_s: float | None = None
+        self._threads = 1  # torch's, as we found it
+        self._ends_s: float | None = None
+        self._cut_short = False  # by the time limit
+        self.complete = False
+
+    async def run(self, progress: Progress) -> None:
+        """Build the model and go through the plan. A Ray with room for the image must be up."""
+        self._threads = torch.get_num_threads()
+        # First of all that touches the device, so that it can tell how large the context is.
+        meter = select_driver(self._subject.engine.device)
+        context = context_bytes()
+        progress("image", 0, 0)
+        model = await self._build()
+        self._stages["built"] = device_parts(context)  # what is on the card while it sleeps
+        ours = _Ours(model, self._plan.pause_s)
+        try:
+            progress("warm-up", 0, 0)
+            await self._warm_up(ours)
+            probe = LinkProbe(model.runtime.memory.device)
+            limit_s, self._ends_s = self._plan.limit_s, None
+            if limit_s is not None:
+                self._ends_s = time.monotonic() + limit_s
+            self._rates.append(probe.gb_per_s())
+            await self._rounds(ours, probe, progress)
+            for name in self._plan.baselines:
+                await self._baseline(name, ours, meter, progress)
+            self._rates.append(probe.gb_per_s())
+            await model.runtime.sleep(1)
+            self._stages["end"] = device_parts(context)
+            self.complete = not self._cut_short
+        finally:
+            self._first_sleep_s = ours.first_sleep_s
+            if ours.unpinned is not None:
+                ours.unpinned.close()
+            await model.runtime.close()
+
+    def result(self) -> dict[str, Any]:
+        """With the keys of our own way at the top, as docs/results/table.py reads them."""
+        rate = statistics.median(self._rates) if self._rates else 0.0
+        rows = [row.result(rate) for row in self._rows.values()]
+        own = [row for row in self._rows.values() if row.variant not in BASELINES]
+        ours = next((r for r in rows if r["variant"] == "pipelined" and r["cycles"]), {})
+        result: dict[str, Any] = {
+            "checkpoint": self._subject.checkpoint.name,
+            **self._environment,
+            "engine": self._subject.engine.model_dump(exclude_none=True),
+            "complete": self.complete,
+            "requests": self._plan.requests,
+            **self._facts,
+            **{name: value for name, value in ours.items() if name not in ("variant", "wrong")},
+            "wrong": self._crowd_wrong + sum(row.wrong for row in own),
+            "compared": self._crowd_compared + sum(len(row.cycles) for row in own),
+            "asleep_parts": self._stages,
+            "rows": rows,
+            "skipped": self._skipped,
+        }
+        if self._rates:
+            result |= {"pinned_gb_per_s": rate, "pinned_rates_gb_per_s": spread(self._rates)}
+        if self._warm:
+            result["ttft_awake_s"] = spread(self._warm)
+        if self._first_sleep_s is not None:
+            result["first_sleep_s"] = self._first_sleep_s
+        if ours and rate:
+            seconds = result["weights_bytes"] / 1e9 / rate
+            result["ttft_over_pinned"] = ours["ttft_asleep_s"]["median"] / seconds
+        return result
+
+    async def _build(self) -> LocalModel:
+        load = load_of(self._subject, HolderActor())
+        started_s = time.perf_counter()
+        image = await load.obtain()
+        self._facts |= {"image_s": time.perf_counter() - started_s, "image_from": image.origin}
+        started_s = time.perf_counter()
+        again = await load.obtain()
+        self._facts["second_image_s"] = time.perf_counter() - started_s
+        del image, again
+        started_s = time.perf_counter()
+        model = await build_model(self._subject, load)
+        self._facts |= {
+            "build_s": time.perf_counter() - started_s,
+            "weights_bytes": model.runtime.weights_bytes,
+            "kv_bytes": model.runtime.kv_bytes,
+        }
+        return model
+
+    async def _warm_up(self, ours: _Ours) -> None:
+        model = ours.model
+        started_s = time.perf_counter()
+        await model.runtime.wake()
+        self._facts["first_wake_s"] = time.perf_counter() - started_s
+        await model.warm()
+        self._facts["warm_s"] = time.perf_counter() - started_s
+        tokens = self._plan.prompt_tokens[0]
+        for number in range(1, WARM_REQUESTS + 1):  # no two alike: a known prefix is not computed
+            self._warm.append((await model.ask(model.prompt(number, tokens), 1)).first_s)
+        self._facts["awake_bytes"] = device_bytes()
+
+    async def _rounds(self, ours: _Ours, probe: LinkProbe, progress: Progress) -> None:
+        plan, model = self._plan, ours.model
+        ways = self._ways(ours)
+        prompts = {tokens: model.prompt(0, tokens) for tokens in plan.prompt_tokens}
+        for prompt in prompts.values():  # what only the first of its length pays; and its tokens
+            await ours.cycle(Way("pipelined"), prompt)
+        crowd = [model.prompt(number) for number in range(plan.requests)]
+        share = _OURS_SHARE if plan.baselines else 1.0
+        total, done = plan.cycles * len(ways) * len(prompts), 0
+        for number in range(plan.cycles):
+            turn = number % max(len(ways), 1)
+            for tokens, prompt in prompts.items():
+                for way in ways[turn:] + ways[:turn]:
+                    if self._time_is_up(1 - share):
+                        return
+                    cycle, same = await ours.cycle(way, prompt)
+                    row = self._rows.setdefault((way.name, tokens), Row(way.name, tokens))
+                    row.cycles.append(cycle)
+                    row.wrong += not same
+                    done += 1
+                    progress(way.name, done, total)
+            if crowd:
+                await self._ask_crowd(ours, crowd)
+            self._rates.append(probe.gb_per_s())
+
+    def _ways(self, ours: _Ours) -> list[Way]:
+        memory = ours.model.runtime.memory
+        assert memory.image is not None
+        ways = ways_of(self._plan.variants, memory.image.layout)
+        if any(way.unpinned for way in ways):
+            if memory.device.type == "cpu":
+                self._skipped["unpinned"] = "no CUDA device: nothing is pinned"
+            else:
+                ours.unpinned = open_unpinned(memory)
+        return [way for way in ways if way.name not in self._skipped]
+
+    async def _ask_crowd(self, ours: _Ours, crowd: Sequence[Prompt]) -> None:
+        """Only waiting requests make the same batches every time, so that tokens can be compared."""
+        model = ours.model
+        model.runtime.memory.kept = frozenset()
+        await model.runtime.sleep(1)
+        found = [a.token_ids for a in await model.wake_with(crowd, ANSWER_TOKENS)]
+        await model.settled()
+        self._crowd = self._crowd or found
+        self._crowd_compared += len(found)
+        self._crowd_wrong += sum(a != b for a, b in zip(found, self._crowd, strict=True))
+
+    async def _baseline(
+        self, name: str, ours: _Ours, meter: MemoryDriver, progress: Progress
+    ) -> None:
+        model = ours.model
+        device = model.runtime.memory.device
+        reason = why_not(name, device) or ("the time was up" if self._time_is_up() else None)
+        if reason is not None:
+            self._skipped[name] = reason
+            return
+        progress(f"building {name}", 0, self._plan.baseline_cycles)
+        model.runtime.memory.kept = frozenset()
+        await model.runtime.sleep(1)
+        used_before = meter.memory().used
+        checkpoint = self._subject.checkpoint
+        dtype = checkpoint_dtype(checkpoint, self._subject.dtype)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)  # beside a GPU, ours leaves only one
+        try:
+            baseline = _tried(BASELINES[name], checkpoint, dtype, device)
+            try:
+                await self._baseline_cycles(name, baseline, ours, meter, used_before, progress)
+            finally:
+                baseline.close()
+        except BaselineFailed as exc:
+            self._skipped[name] = str(exc)
+        torch.set_num_threads(threads)
+        await model.runtime.wake()
+        await model.settled()
+
+    async def _baseline_cycles(
+        self,
+        name: str,
+        baseline: Baseline,
+        ours: _Ours,
+        meter: MemoryDriver,
+        used_before: int,
+        progress: Progress,
+    ) -> None:
+        """Begins and ends with ours asleep, as it is whenever the baseline is at work."""
+        plan, model = self._plan, ours.model
+        prompts = {tokens: model.prompt(0, tokens) for tokens in plan.prompt_tokens}
+        expected = {n: _tried(baseline.first_token, prompt) for n, prompt in prompts.items()}
+        _tried(baseline.sleep)
+        left = model.runtime.memory.left
+        assert left is not None
+        for number in range(plan.baseline_cycles):
+            for tokens, prompt in prompts.items():
+                if self._time_is_up():
+                    return
+                await asyncio.sleep(plan.pause_s)
+                cycle, token = _tried(_baseline_cycle, baseline, prompt, meter)
+                cycle["left_bytes"] = cycle["asleep_used_bytes"] - used_before + left.context
+                cycle["moved_bytes"] = model.runtime.weights_bytes
+                row = self._rows.setdefault((name, tokens), Row(name, tokens))
+                row.cycles.append(cycle)
+                row.wrong += token != expected[tokens]
+                await model.runtime.wake()
+                await model.settled()
+                found, _ = await ours.cycle(Way("pipelined"), prompt)
+                row.beside.append(found["ttft_asleep_s"])
+                await model.runtime.sleep(1)
+            progress(name, number + 1, plan.baseline_cycles)
+
+    def _time_is_up(self, reserve: float = 0.0) -> bool:
+        """Whether to begin nothing more.
+
+        Args:
+            reserve: the share of the limit that others are to have.
+        """
+        if self._ends_s is None or self._plan.limit_s is None:
+            return False
+        is_up = time.monotonic() > self._ends_s - reserve * self._plan.limit_s
+        self._cut_short |= is_up
+        return is_up
+
+
+class BaselineFailed(Exception):
+    """Told in the result; ours and the other baselines go on."""
+
+
+def _tried(work: Callable[..., T], *args: object) -> T:
+    try:
+        return work(*args)
+    except Exception as exc:
+        raise BaselineFailed(f"failed: {type(exc).__name__}: {exc}") from exc
+
+
+def _baseline_cycle(baseline: Baseline, prompt: Prompt, meter: MemoryDriver) -> tuple[Cycle, int]:
+    """Wake, one token, sleep. Blocks."""
+    started_s = time.perf_counter()
+    baseline.wake()
+    woke_s = time.perf_counter() - started_s
+    token = baseline.first_token(prompt)
+    ttft_s = time.perf_counter() - started_s
+    awake_used = meter.memory().used
+    started_s = time.perf_counter()
+    baseline.sleep()
+    slept_s = time.perf_counter() - started_s
+    asleep_used = meter.memory().used
+    cycle = {
+        "ttft_asleep_s": ttft_s,
+        "wake_s": woke_s,
+        "sleep_s": slept_s,
+        "move_s": woke_s,
+        "released_bytes": awake_used - asleep_used,
+        "asleep_used_bytes": asleep_used,
+    }
+    return cycle, token

@@ -1,0 +1,14 @@
+"""`sleepserve bench`: measurements, one command each."""
+
+import typer
+
+from serve_app.bench_http_cli import ManyValues, http
+from serve_app.bench_local_cli import register
+
+bench = typer.Typer(
+    help="Measure: a server under load; a model on this machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+bench.command("http", cls=ManyValues)(http)
+register(bench)

@@ -1,0 +1,428 @@
+"""`sleepserve bench wake | load | throughput | soak`: one model on this machine, without a server.
+
+Figures on stdout, progress on stderr, everything as JSON in a file on request. Exit codes: 0 measured;
+1 something failed, an answer was wrong, or a limit of --assert was passed; 2 usage; 130 interrupted. What
+was measured until then is told in any case.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+import yaml
+from rich import progress as rich
+from rich.console import Console
+
+from actors.weights.download_errors import DownloadError
+from serve_app.bench_http_cli import ManyValues
+
+if TYPE_CHECKING:
+    from serve_app.bench.local import Progress, Subject
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_LOG_INTERVAL_S = 5.0
+_SAVE_INTERVAL_S = 10.0
+_REFRESHES_PER_S = 2.0  # drawing takes milliseconds of the measuring process
+# For a directory, which has no settings of its own; a file of configs/ has.
+_SMALL_ENGINE = {"num_blocks": 64, "max_requests_per_batch": 64, "max_batch_tokens": 2048}
+_LARGE_ENGINE = {"num_blocks": 2048, "max_requests_per_batch": 256, "max_batch_tokens": 8192}
+
+Target = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT|CONFIG", help="A checkpoint directory, or a file of configs/."
+    ),
+]
+Engine = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine", metavar="KEY=VALUE...", help="Keys of `engine`, as a file of configs/ has them."
+    ),
+]
+StoreGib = Annotated[
+    float | None,
+    typer.Option(
+        "--store-gib", min=0.1, help="The object store; what the image needs when absent."
+    ),
+]
+LimitS = Annotated[
+    float | None,
+    typer.Option(
+        "--limit-s",
+        metavar="SECONDS",
+        min=0,
+        help="End early, and tell how many were done: once warm, begin nothing after this time.",
+    ),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the whole result there, too.")
+]
+
+
+class _Bench(Protocol):
+    complete: bool
+
+    async def run(self, progress: "Progress") -> None: ...
+    def result(self) -> dict[str, Any]: ...
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `sleepserve bench`."""
+    for command in (wake, load, throughput, soak):
+        app.command(cls=ManyValues)(command)
+
+
+def wake(
+    target: Target,
+    variants: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Ours: pipelined, serial, unpinned, kept, kept-N[-middle|-last]. Others: to, "
+            "dispatch-auto, dispatch-balanced, dispatch-balanced_low_0, memory-saver, fresh-load. "
+            "`all`, `ours` and `others` stand for their kind.",
+        ),
+    ] = "all",
+    cycles: Annotated[int, typer.Option(min=1, metavar="N", help="Of each of our ways.")] = 20,
+    other_cycles: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of each of the others, which take seconds.")
+    ] = 3,
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N...", help="Lengths of the prompt; 7 when absent."),
+    ] = None,
+    requests: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="That wait for one more wake a round; answers are compared."
+        ),
+    ] = 16,
+    pause_s: Annotated[
+        float, typer.Option("--pause-s", min=0, metavar="SECONDS", help="Asleep in each cycle.")
+    ] = 0.3,
+    asserted: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--assert",
+            metavar="goals|NAME=MAX...",
+            help="Exit 1 if a figure is larger: ttft_over_link, sleep_ms, first_sleep_ms, left_gib, "
+            "warm_ttft_ms, wrong. `goals` stands for the project's own limit of each.",
+        ),
+    ] = None,
+    engine: Engine = None,
+    store_gib: StoreGib = None,
+    limit_s: LimitS = None,
+    json_file: JsonFile = None,
+) -> None:
+    """First token of a sleeping model: ours, and what one would do without us, in one run.
+
+    Our ways take turns, and each of the others takes turns with ours; whoever does not wake has left
+    the device. The link's own rate is measured in between. 50 greedy tokens are compared after every
+    wake of ours.
+    """
+    with _usage_errors():
+        limits = _limits(asserted or [])
+        _check_writable(json_file)
+        _prepare_imports()
+        from serve_app.bench.wake import OURS, VARIANTS, Plan, WakeBench
+
+        others = tuple(name for name in VARIANTS if name not in OURS)
+        kinds = {"all": VARIANTS, "ours": OURS, "others": ("pipelined", *others)}
+        named = [part for name in variants.split(",") for part in kinds.get(name, (name,))]
+        plan = Plan(
+            variants=tuple(dict.fromkeys(named)),
+            cycles=cycles,
+            baseline_cycles=other_cycles,
+            prompt_tokens=tuple(prompt_tokens or Plan().prompt_tokens),
+            requests=requests,
+            pause_s=pause_s,
+            limit_s=limit_s,
+        )
+        subject = _subject(target, _SMALL_ENGINE, engine)
+        bench = WakeBench(subject, plan)
+    from serve_app.bench.wake_report import judge, report
+
+    code = _run(bench, _ray(subject, store_gib), json_file)
+    result = bench.result()
+    verdicts = judge(result, limits)
+    result["verdicts"] = [
+        {"name": v.name, "found": v.found, "limit": v.limit, "kept": v.kept} for v in verdicts
+    ]
+    text = report(result)
+    failed = result["wrong"] > 0 or not all(verdict.kept for verdict in verdicts)
+    _tell(result, [*text, *([""] if verdicts else []), *map(str, verdicts)], json_file)
+    raise typer.Exit(code or (EXIT_FAILED if failed else 0))
+
+
+def load(
+    target: Target,
+    replicas: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Start so many at once in the end; 1: leave it out."),
+    ] = 4,
+    engine: Engine = None,
+    store_gib: StoreGib = None,
+    limit_s: LimitS = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What a new instance takes: from disk, and from the image in the object store.
+
+    Each instance is a fresh process. The page cache is dropped first, where the file system lets us;
+    what storage really delivered is told.
+    """
+    with _usage_errors():
+        _check_writable(json_file)
+        _prepare_imports()
+        from serve_app.bench.load import LoadBench, report
+
+        subject = _subject(target, _SMALL_ENGINE, engine)
+        bench = LoadBench(subject, replicas, limit_s)
+    code = _run(bench, _ray(subject, store_gib), json_file)
+    result = bench.result()
+    _tell(result, report(result), json_file)
+    raise typer.Exit(code)
+
+
+def throughput(
+    target: Target,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N...", help="Requests at once; 1 16 64 256 when absent."),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a prompt.")] = 128,
+    answer_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Of an answer.")] = 128,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile", metavar="DIR", help="Write there what the device does in 20 decode steps."
+        ),
+    ] = None,
+    engine: Engine = None,
+    limit_s: LimitS = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokens per second of the engine, in this process, without HTTP and Serve."""
+    with _usage_errors():
+        _check_writable(json_file)
+        if profiles is not None:
+            profiles.mkdir(parents=True, exist_ok=True)
+        _prepare_imports()
+        from serve_app.bench.throughput import Plan, ThroughputBench, report
+
+        plan = Plan(
+            concurrency=tuple(concurrency or Plan().concurrency),
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
+            profiles=profiles,
+            limit_s=limit_s,
+        )
+        bench = ThroughputBench(_subject(target, _LARGE_ENGINE, engine), plan)
+    code = _run(bench, nullcontext(), json_file)
+    result = bench.result()
+    _tell(result, report(result), json_file)
+    raise typer.Exit(code)
+
+
+def soak(
+    target: Target,
+    cycles: Annotated[int, typer.Option(min=1, metavar="N", help="Sleeps and wakes.")] = 1000,
+    requests: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="That wait for every 20th wake; answers are compared."
+        ),
+    ] = 16,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write soak.json, soak.csv and soak.png there."),
+    ] = None,
+    engine: Engine = None,
+    store_gib: StoreGib = None,
+    limit_s: LimitS = 420.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Sleep and wake a thousand times: does anything grow, is every token the same?"""
+    with _usage_errors():
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            json_file = json_file or out / "soak.json"
+        _check_writable(json_file)
+        _prepare_imports()
+        from serve_app.bench.soak import Plan, SoakBench, plot, report, write_csv
+
+        subject = _subject(target, _SMALL_ENGINE, engine)
+        bench = SoakBench(subject, Plan(cycles, requests, limit_s))
+    code = _run(bench, _ray(subject, store_gib), json_file)
+    result = bench.result()
+    _tell(result, report(result), json_file)
+    if out is not None and bench.samples:
+        write_csv(bench.samples, out / "soak.csv")
+        if not plot(bench.samples, out / "soak.png"):
+            _say("no plot: matplotlib is not here")
+    raise typer.Exit(code or (EXIT_FAILED if result["wrong"] else 0))
+
+
+# --- arguments ---
+
+
+def _prepare_imports() -> None:
+    # Our Ray is for this process and its children. Ray 2.60 opens its own ports on every interface
+    # unless this is 0 when it is imported (ray/_private/ray_constants.py, services.py).
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    _say("importing torch")
+
+
+def _subject(
+    target: Path, defaults: Mapping[str, object], changes: Sequence[str] | None
+) -> "Subject":
+    from serve_app.bench.local import subject_of
+
+    keys = {}
+    for pair in changes or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--engine takes KEY=VALUE, found {pair}")
+        keys[key] = yaml.safe_load(value)
+    return subject_of(target, defaults, keys)
+
+
+def _limits(asserted: Sequence[str]) -> dict[str, float]:
+    """Name of a figure -> the largest it may be."""
+    from serve_app.bench.wake_report import GOALS
+
+    limits: dict[str, float] = {}
+    for text in asserted:
+        if text == "goals":
+            limits |= {name: goal.limit for name, goal in GOALS.items()}
+            continue
+        name, equals, value = text.partition("=")
+        if name not in GOALS or not equals:
+            known = ", ".join(GOALS)
+            raise ValueError(f"--assert takes goals or NAME=MAX, found {text}; names are {known}")
+        limits[name] = float(value)
+    return limits
+
+
+def _ray(subject: "Subject", store_gib: float | None) -> AbstractContextManager[None]:
+    from serve_app.bench.local import local_ray
+
+    return local_ray(subject.store_bytes if store_gib is None else int(store_gib * 2**30))
+
+
+def _check_writable(file: Path | None) -> None:
+    """Before the work, not after it."""
+    if file is not None:
+        file.touch()
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, DownloadError) as error:
+        _say(f"error: {error}")
+        raise typer.Exit(EXIT_USAGE) from error
+
+
+# --- running ---
+
+
+def _run(bench: _Bench, around: AbstractContextManager[None], json_file: Path | None) -> int:
+    """The exit code. However it ends, the bench keeps what it has measured."""
+    # A shell starts what runs in its background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _progress() as show, around:
+            # Whoever limits our time wants the figures, too. Only now: Ray has its own handler.
+            signal.signal(signal.SIGTERM, _as_interrupt)
+            asyncio.run(bench.run(_saving(bench, show, json_file)))
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return EXIT_INTERRUPTED
+    except Exception:  # noqa: BLE001  # shown, and what was measured before is still to be told
+        traceback.print_exc()
+        return EXIT_FAILED
+    return 0
+
+
+def _as_interrupt(signum: int, frame: FrameType | None) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def _saving(bench: _Bench, show: "Progress", json_file: Path | None) -> "Progress":
+    """Shows progress, and now and then writes what there is, in case that we are killed."""
+    if json_file is None:
+        return show
+    next_s = time.monotonic() + _SAVE_INTERVAL_S
+
+    def save(what: str, done: int, total: int) -> None:
+        nonlocal next_s
+        show(what, done, total)
+        if time.monotonic() >= next_s:
+            _write(bench.result(), json_file)
+            next_s = time.monotonic() + _SAVE_INTERVAL_S
+
+    return save
+
+
+@contextmanager
+def _progress() -> Iterator["Progress"]:
+    """A bar on a terminal, a line every few seconds elsewhere."""
+    if not sys.stderr.isatty():
+        yield _logged()
+        return
+    columns = (
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with rich.Progress(*columns, console=console, refresh_per_second=_REFRESHES_PER_S) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        yield show
+
+
+def _logged() -> Callable[[str, int, int], None]:
+    next_s = time.monotonic()
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s or not total:
+            next_s = time.monotonic() + _LOG_INTERVAL_S
+            _say(f"{what}: {done} of {total}" if total else what)
+
+    return show
+
+
+def _tell(result: dict[str, Any], text: Sequence[str], json_file: Path | None) -> None:
+    for line in text:
+        print(line)
+    if json_file is not None:
+        _write(result, json_file)
+
+
+def _write(result: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,390 @@
+"""`sleepserve eval`: arguments in; a table, and a JSON file if asked for, out.
+
+Exit codes: 0 every check passed; 1 one did not, or the model failed; 2 what was asked for is wrong;
+130 interrupted, after showing what was measured until then.
+"""
+
+import asyncio
+import statistics
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich import progress as rich
+from rich.console import Console
+from rich.table import Table
+
+from actors.errors import InvalidRequest, ServingError
+from actors.weights.download_errors import DownloadError, WrongRequest
+from actors.weights.source import ModelSource
+from serve_app.bench import evaluate as bench
+from serve_app.bench.figures import gib
+from serve_app.bench.verdict import Difference, Left, Plan, Report
+from serve_app.config_errors import ConfigError
+from serve_app.schemas import SEED_PROMPT
+
+if TYPE_CHECKING:
+    from serve_app.config import ModelConfig
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_PLAIN_WIDTH = 120  # where nobody says how wide it may be
+_TEXT_CHARS = 300  # of an answer, shown
+
+
+def evaluate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A file of configs/, or a checkpoint directory: it is run in this process.",
+            show_default=False,
+        ),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A running server, instead of MODEL.", metavar="URL")
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Which of the server's models; with --url."),
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="The test input.")] = SEED_PROMPT,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Greedy tokens to generate and compare.")
+    ] = 50,
+    ttft_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of the request that finds it asleep.")
+    ] = 1,
+    cycles: Annotated[int, typer.Option(min=1, metavar="N", help="Sleeps and wakes.")] = 1,
+    level: Annotated[
+        Literal["1", "2"] | None,
+        typer.Option(help="Of the sleep; `sleep.level` of the configuration, or 1, when absent."),
+    ] = None,
+    keep_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="First layers that stay on the device; `sleep.keep_layers` when absent.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+            help="UTF-8 text whose perplexity is compared; a chapter that is shipped when absent. "
+            "Not with --url: a server does not tell it.",
+        ),
+    ] = None,
+    assert_ttft: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Fail if a first token from sleep takes longer."),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            dir_okay=False,
+            writable=True,
+            help="Write the report there, too.",
+        ),
+    ] = None,
+) -> None:
+    """Sleep, wake and compare: memory released, first token from sleep, the same output.
+
+    Runs MODEL in this process, or speaks to a server with --url. A baseline is generated, then each
+    cycle sleeps, times the first token of a request that finds the model asleep, generates the
+    baseline's tokens again and compares them one by one, and so the perplexity of a text.
+    """
+    with _usage_errors():
+        _check_combination(model, url, name, keep_layers, text)
+        if json_file is not None and not json_file.parent.is_dir():
+            raise ValueError(f"--json {json_file}: there is no directory {json_file.parent}")
+        if assert_ttft is not None and assert_ttft <= 0:
+            raise ValueError(f"--assert-ttft must be above 0, found {assert_ttft:g}")
+        config = None if model is None else _config_of(model, keep_layers)
+        chosen = int(level) if level else (config.sleep.level if config else 1)
+        plan = Plan(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            ttft_tokens=ttft_tokens,
+            cycles=cycles,
+            level=2 if chosen == 2 else 1,
+            ttft_limit_s=assert_ttft,
+        )
+        passage = None
+        if config is not None:
+            passage = bench.Passage.read(text) if text else bench.Passage.shipped()
+
+    @asynccontextmanager
+    async def opened(on_progress: bench.Progress) -> AsyncIterator[bench.Target]:
+        if config is not None:
+            from serve_app.bench.in_process import in_process
+
+            async with in_process(config, on_progress) as local:
+                yield local
+        else:
+            from serve_app.bench.over_http import over_http
+
+            assert url is not None, "checked above"
+            async with over_http(url, name) as remote:
+                yield remote
+
+    raise typer.Exit(_run(opened, plan, passage, json_file))
+
+
+# --- what is asked ---
+
+
+def _check_combination(
+    model: str | None,
+    url: str | None,
+    name: str | None,
+    keep_layers: int | None,
+    text: Path | None,
+) -> None:
+    if (model is None) == (url is None):
+        raise ValueError("name either a MODEL to run in this process, or a server with --url")
+    if url is None and name is not None:
+        raise ValueError("--model goes with --url; in this process MODEL says which")
+    if url is not None and keep_layers is not None:
+        raise ValueError("--keep-layers is for a MODEL; a server has it in sleep.keep_layers")
+    if url is not None and text is not None:
+        raise ValueError("--text is for a MODEL; a server does not tell the perplexity of a text")
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ValueError(f"--url begins with http:// or https://, found {url!r}")
+
+
+def _config_of(model: str, keep_layers: int | None) -> "ModelConfig":
+    from serve_app.config import ModelConfig, load_model_config, missing_checkpoint
+
+    path = Path(model)
+    if path.is_dir():
+        config = ModelConfig(model_id="model", source=ModelSource(id=str(path.resolve())))
+        # Any directory's name will do, also one that could not be a model's.
+        config = config.model_copy(update={"model_id": path.resolve().name})
+    else:
+        config = load_model_config(path)
+    if (problem := missing_checkpoint(config)) is not None:
+        raise ConfigError([problem])
+    if keep_layers is None:
+        return config
+    sleep = config.sleep.model_copy(update={"keep_layers": keep_layers})
+    return config.model_copy(update={"sleep": sleep})
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _say(str(error))
+        raise typer.Exit(EXIT_USAGE) from error
+
+
+# --- running ---
+
+_Opened = Callable[[bench.Progress], AbstractAsyncContextManager[bench.Target]]
+
+
+def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: Path | None) -> int:
+    """Evaluate, show what was measured, however it ended, and tell the exit code."""
+    report: Report | None = None
+
+    async def session(on_progress: bench.Progress) -> None:
+        nonlocal report
+        async with opened(on_progress) as target:
+            report = bench.start(target, plan)
+            await bench.evaluate(target, plan, passage, on_progress, report)
+
+    code = 0
+    try:
+        with _progress() as on_progress:
+            asyncio.run(session(on_progress))
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except (InvalidRequest, WrongRequest, ValueError, OSError) as error:
+        code = _failed(error, EXIT_USAGE)
+    except (ServingError, DownloadError) as error:
+        code = _failed(error, EXIT_FAILED)
+    if report is not None:
+        report.interrupted = code == EXIT_INTERRUPTED
+        report.judge()
+        if json_file is not None:
+            json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        _show(report)
+        code = code or (0 if report.passed else EXIT_FAILED)
+    if code == EXIT_INTERRUPTED:
+        _say("interrupted")
+    return code
+
+
+def _failed(error: Exception, code: int) -> int:
+    _say(f"error: {error}")
+    return code
+
+
+@contextmanager
+def _progress() -> Iterator[bench.Progress]:
+    """One line that moves on a terminal, a line per step elsewhere."""
+    if not sys.stderr.isatty():
+        yield _logged()
+        return
+    columns = (
+        rich.SpinnerColumn(),
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.TimeElapsedColumn(),
+    )
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total or None
+        )
+
+
+def _logged() -> bench.Progress:
+    last = ""
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if what != last:
+            last = what
+            _say(what)
+
+    return tell
+
+
+# --- what is shown ---
+
+
+def _show(report: Report) -> None:
+    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    out = Console(width=width, markup=False, highlight=False, emoji=False)
+    out.print(_columns(_head(report)))
+    out.print(_table(_figures(report)))
+    for cycle in report.cycles:
+        if cycle.difference is not None:
+            out.print(_columns(_difference(cycle.number, cycle.difference)))
+            break  # what comes after the first wrong token follows from it
+    marks = {True: "ok", False: "FAILED", None: "-"}
+    out.print(_columns((marks[c.passed], f"{c.name}: {c.told}") for c in report.checks))
+
+
+def _head(report: Report) -> Iterator[tuple[str, str]]:
+    about, plan, baseline = report.about, report.plan, report.baseline
+    sizes = []
+    if about.weights_bytes is not None and about.kv_bytes is not None:
+        sizes = [f"weights {gib(about.weights_bytes)}", f"KV cache {gib(about.kv_bytes)}"]
+    if about.image_s is not None and about.engine_s is not None:
+        sizes.append(f"loaded in {_seconds(about.image_s)}, engine in {_seconds(about.engine_s)}")
+    yield "model", ", ".join([about.model, about.where, *filter(None, [about.device])])
+    if sizes:
+        yield "", ", ".join(sizes)
+    if about.memory_of is not None and about.total_bytes is not None:
+        whose = {"card": "used on the card", "process": "held by the process"}[about.memory_of]
+        yield "memory", f"{whose}, of {gib(about.total_bytes)}"
+    kept = f", the first {about.keep_layers} layers kept" if about.keep_layers else ""
+    yield "sleep", f"level {plan.level}{kept}"
+    yield "prompt", _printable(plan.prompt)
+    if baseline.answer is not None:
+        yield "baseline", _printable(baseline.answer.text)[:_TEXT_CHARS]
+    answers = [cycle.answer for cycle in report.cycles if cycle.answer is not None]
+    if answers:
+        yield "after the wake", _printable(answers[-1].text)[:_TEXT_CHARS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A figure: one value per cycle, or one for all."""
+
+    name: str
+    values: Sequence[float | None]
+    shown: Callable[[float], str]
+
+
+def _figures(report: Report) -> Iterator[_Row]:
+    baseline = report.baseline
+    slept = [cycle.slept for cycle in report.cycles if cycle.slept is not None]
+    first = [cycle.first for cycle in report.cycles if cycle.first is not None]
+    woke = [cycle.woke for cycle in report.cycles if cycle.woke is not None]
+    yield _Row("memory before the sleep", [each.used_before_bytes for each in slept], gib)
+    yield _Row("  asleep", [each.used_bytes for each in slept], gib)
+    yield _Row("  released", [each.released_bytes for each in slept], gib)
+    for part in Left.model_fields:
+        left = [getattr(each.left, part) for each in slept if each.left is not None]
+        if any(left):
+            yield _Row(f"  left: {part.replace('_', ' ')}", left, gib)
+    yield _Row("  after the wake", [each.used_bytes for each in woke], gib)
+    yield _Row("  reloaded", [each.reloaded_bytes for each in woke], gib)
+    yield _Row("sleep", [each.seconds for each in slept], _seconds)
+    yield _Row("TTFT from sleep", [each.ttft_s for each in first], _seconds)
+    yield _Row("  tokenise", [each.tokenise_s for each in first], _seconds)
+    yield _Row("  wake call", [each.wake_call_s for each in first], _seconds)
+    yield _Row("  first token", [each.first_token_s for each in first], _seconds)
+    yield _Row("  the link's own time", [each.link_s for each in woke], _seconds)
+    yield _Row("  the link's rate", [each.link_gb_per_s for each in woke], "{:.2f} GB/s".format)
+    if baseline.answer is not None:
+        yield _Row("TTFT awake, before the sleep", [baseline.answer.first_s], _seconds)
+    if baseline.perplexity is not None:
+        found = [cycle.perplexity for cycle in report.cycles if cycle.perplexity is not None]
+        passage = baseline.perplexity.passage
+        yield _Row(f"perplexity of {passage}", [baseline.perplexity.perplexity], repr)
+        yield _Row("  after the wake", [each.perplexity for each in found], repr)
+
+
+def _table(figures: Iterable[_Row]) -> Table:
+    """A column, or three where there are several cycles; figures without values are left out."""
+    rows = [(f, known) for f in figures if (known := [v for v in f.values if v is not None])]
+    table = Table(box=None, pad_edge=False, show_header=any(len(known) > 1 for _, known in rows))
+    for name in ("", "median", "min", "max") if table.show_header else ("", ""):
+        table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
+    for figure, known in rows:
+        values = [statistics.median_low(known)]
+        if len(known) > 1:
+            values += [min(known), max(known)]
+        table.add_row(figure.name, *map(figure.shown, values))
+    return table
+
+
+def _difference(cycle: int, found: Difference) -> Iterator[tuple[str, str]]:
+    def token(text: str | None, number: int | None) -> str:
+        shown = "nothing" if text is None else f"'{_printable(text)}'"
+        return shown if number is None else f"{shown} (id {number})"
+
+    yield "first wrong", f"token {found.position + 1}, cycle {cycle}, seen in: {found.seen_in}"
+    yield "  behind", f"...{_printable(found.before)}"
+    expected, came = token(found.expected, found.expected_id), token(found.found, found.found_id)
+    yield "  expected", f"{expected}, then {_printable(found.expected_after)}..."
+    yield "  found", f"{came}, then {_printable(found.found_after)}..."
+
+
+def _columns(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _printable(text: str) -> str:
+    """On one line, and of no effect on a terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

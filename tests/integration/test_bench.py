@@ -1,0 +1,246 @@
+"""The benchmarks of one model, on a CPU: what their numbers must be to each other, not how large."""
+
+import asyncio
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from serve_app.bench import baselines
+from serve_app.bench.baselines import BASELINES, Make
+from serve_app.bench.load import STAGES, LoadBench
+from serve_app.bench.local import LinkProbe, Subject, subject_of
+from serve_app.bench.soak import Plan as SoakPlan
+from serve_app.bench.soak import SoakBench, write_csv
+from serve_app.bench.soak import report as soak_report
+from serve_app.bench.throughput import Plan as ThroughputPlan
+from serve_app.bench.throughput import ThroughputBench
+from serve_app.bench.throughput import report as throughput_report
+from serve_app.bench.wake import Plan, WakeBench
+from serve_app.bench.wake_report import report
+from serve_app.cli import app
+
+ENGINE = {
+    "device": "cpu",
+    "num_blocks": 32,
+    "max_batch_tokens": 256,
+    "max_requests_per_batch": 8,
+    "cpu_threads": 1,
+}
+STORE = pytest.mark.parametrize("ray_store", [2**28], indirect=True)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def subject(tiny_checkpoint: Path) -> Subject:
+    return subject_of(tiny_checkpoint, ENGINE, {"page_size": 32})
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """No progress."""
+
+
+def by_name(result: dict[str, Any], prompt_tokens: int = 7) -> dict[str, dict[str, Any]]:
+    rows = (row for row in result["rows"] if row["prompt_tokens"] == prompt_tokens)
+    return {row["variant"]: row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def results_table(project: Path) -> Callable[..., str]:
+    """What writes the README's table."""
+    spec = importlib.util.spec_from_file_location("t", project / "docs" / "results" / "table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[..., str] = module.table
+    return found
+
+
+@STORE
+def test_wake_measures_each_variant_as_often_as_asked(
+    ray_store: int, subject: Subject, results_table: Callable[..., str]
+) -> None:
+    plan = Plan(
+        variants=("pipelined", "serial", "unpinned", "kept", "kept-2-last", "to", "fresh-load"),
+        cycles=2,
+        baseline_cycles=1,
+        prompt_tokens=(7, 40),
+        requests=2,
+        pause_s=0,
+    )
+    bench = WakeBench(subject, plan)
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert result["complete"]
+    assert result["wrong"] == 0
+    assert result["compared"] == 2 * 2 * 7 + 2 * 2
+    assert set(result["skipped"]) == {"unpinned", "to"}
+    rows = by_name(result)
+    kept = [f"kept-{n}" for n in (1, 2, 3, 4)]
+    assert set(rows) == {"pipelined", "serial", *kept, "kept-2-last", "fresh-load"}
+    assert set(by_name(result, 40)) == set(rows)
+    assert {row["cycles"] for name, row in rows.items() if name != "fresh-load"} == {2}
+    assert rows["fresh-load"]["cycles"] == 1
+    assert rows["fresh-load"]["wrong"] == 0
+    assert rows["pipelined"]["moved_bytes"]["median"] == result["weights_bytes"]
+    moved = [rows[name]["moved_bytes"]["median"] for name in ("pipelined", *kept)]
+    assert moved == sorted(moved, reverse=True)
+    assert len(set(moved)) == 5
+    assert moved[2] == rows["kept-2-last"]["moved_bytes"]["median"]
+    for row in rows.values():
+        times = row["ttft_asleep_s"]
+        assert times["min"] <= times["median"] <= times["p90"] <= times["p99"] <= times["max"]
+        assert row["share_of_link"] == pytest.approx(
+            row["gb_per_s"]["median"] / result["pinned_gb_per_s"]
+        )
+    assert all(result[name] for name in ("device", "cpus", "torch", "ray", "command"))
+    assert json.loads(json.dumps(result)) == result
+    assert "unpinned: skipped, no CUDA device" in "\n".join(report(result))
+    over_http = {
+        name: result[name] for name in ("ttft_asleep_s", "ttft_awake_s", "cycles", "wrong")
+    }
+    assert "first token of a sleeping replica" in results_table(result, over_http)
+
+
+@STORE
+def test_wake_that_runs_out_of_time_tells_so(ray_store: int, subject: Subject) -> None:
+    plan = Plan(variants=("pipelined", "fresh-load"), requests=0, pause_s=0, limit_s=0)
+    bench = WakeBench(subject, plan)
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert not result["complete"]
+    assert result["rows"] == []
+    assert result["skipped"] == {"fresh-load": "the time was up"}
+    assert "broken off" in "\n".join(report(result))
+
+
+@STORE
+def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject, tmp_path: Path) -> None:
+    bench = SoakBench(subject, SoakPlan(cycles=40, requests=2))
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert (result["complete"], result["cycles"], result["wrong"]) == (True, 40, 0)
+    assert result["compared"] == 2 * 2
+    assert [sample.cycle for sample in bench.samples] == [10, 20, 30, 40]
+    assert result["trends"]["store_bytes"]["last"] >= 3_000_000
+    write_csv(bench.samples, tmp_path / "soak.csv")
+    assert len((tmp_path / "soak.csv").read_text().splitlines()) == 1 + 4
+    assert "file_descriptors" in "\n".join(soak_report(result))
+
+
+@STORE
+def test_second_instance_loads_nothing(ray_store: int, subject: Subject) -> None:
+    bench = LoadBench(subject, replicas=2)
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    first, second, alone = (result["instances"][n] for n in ("first", "second", "without holder"))
+    assert (first["loads"], second["loads"]) == (1, 0)
+    assert second["storage_bytes"] == 0
+    assert [i["image_from"] for i in (first, second, alone)] == ["image", "image", "disk"]
+    assert first["token"] == second["token"] == alone["token"]
+    for found in (first, second, alone):
+        assert list(found["stages"]) == list(STAGES)
+        assert found["seconds"] == pytest.approx(sum(found["stages"].values()))
+        assert found["up_seconds"] < found["seconds"]
+    assert second["stages"]["bytes"] < first["stages"]["bytes"]
+    concurrent = result["concurrent"]
+    assert (concurrent["replicas"], concurrent["loads"]) == (2, 1)
+    assert concurrent["instances_storage_bytes"] <= 0.5 * result["file_bytes"]
+    assert concurrent["image_from"] == ["image"]
+    assert concurrent["same_token"]
+
+
+def test_throughput_has_a_row_for_each_concurrency(subject: Subject) -> None:
+    plan = ThroughputPlan(concurrency=(1, 4), prompt_tokens=8, answer_tokens=8)
+    bench = ThroughputBench(subject, plan)
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert list(result["concurrency"]) == ["1", "4"]
+    assert all(found["tokens_per_s"]["min"] > 0 for found in result["concurrency"].values())
+    assert "4 requests" in "\n".join(throughput_report(result))
+
+
+@pytest.mark.parametrize("name", ["to", "dispatch-auto", "dispatch-balanced_low_0", "fresh-load"])
+def test_baseline_gives_the_same_token_after_its_sleep(name: str, tiny_checkpoint: Path) -> None:
+    make: Make = BASELINES[name]
+    baseline = make(tiny_checkpoint, torch.float32, CPU)
+    token = baseline.first_token((11, 22, 33))
+    for _ in range(2):
+        baseline.sleep()
+        baseline.wake()
+        assert baseline.first_token((11, 22, 33)) == token
+    baseline.close()
+
+
+def test_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines.util, "find_spec", lambda name: None)
+    card = torch.device("cuda")
+    assert baselines.why_not("memory-saver", card) == "torch-memory-saver is not installed"
+    assert baselines.why_not("to", card) is None
+
+
+def test_link_probe_measures_something() -> None:
+    assert LinkProbe(CPU, size=2**20).gb_per_s() > 0
+
+
+def test_subject_takes_settings_of_a_configuration(project: Path, tiny_checkpoint: Path) -> None:
+    subject = subject_of(project / "configs" / "tiny_cpu.yaml", ENGINE, {"num_blocks": 7})
+    assert subject.checkpoint == tiny_checkpoint
+    assert (subject.engine.num_blocks, subject.engine.max_requests_per_batch) == (7, 8)
+    assert subject.store_bytes > subject.file_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variants", "faster"], "no variant faster"),
+        (["--assert", "speed=1"], "--assert takes goals or NAME=MAX"),
+        (["--engine", "num_blocks"], "--engine takes KEY=VALUE"),
+        (["--engine", "blocks=1"], "blocks"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_starts(
+    arguments: list[str], message: str, tiny_checkpoint: Path
+) -> None:
+    result = CliRunner().invoke(app, ["bench", "wake", str(tiny_checkpoint), *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_directory_without_checkpoint_is_told(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "soak", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "config.json" in result.output
+
+
+def test_broken_off_run_tells_what_it_has(
+    tiny_checkpoint: Path, project: Path, tmp_path: Path
+) -> None:
+    """By SIGTERM, which is turned into what Ctrl-C sends."""
+    file = tmp_path / "wake.json"
+    command = [sys.executable, "-m", "serve_app.cli", "bench", "wake", str(tiny_checkpoint)]
+    command += ["--cycles", "100000", "--variants", "pipelined", "--pause-s", "0.01"]
+    command += ["--requests", "0"]
+    command += ["--json", str(file)]
+    with subprocess.Popen(
+        command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        next(line for line in lines if "pipelined: " in line)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "broken off" in out
+    result = json.loads(file.read_text())
+    assert not result["complete"]
+    assert result["rows"][0]["cycles"] >= 1
