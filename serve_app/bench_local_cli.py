@@ -137,7 +137,8 @@ def wake(
         limits = _limits(asserted or [])
         _check_writable(json_file)
         _prepare_imports()
-        from serve_app.bench.wake import OURS, VARIANTS, Plan, WakeBench
+        from serve_app.bench.wake import VARIANTS, Plan, WakeBench
+        from serve_app.bench.ways import OURS
 
         others = tuple(name for name in VARIANTS if name not in OURS)
         kinds = {"all": VARIANTS, "ours": OURS, "others": ("pipelined", *others)}

@@ -5,21 +5,16 @@ is built, takes turns with ours and is freed, while ours sleeps whenever they ho
 """
 
 import asyncio
-import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from actors.errors import DeviceMemoryError
-from actors.memory.driver import HostLink, MemoryDriver
-from actors.memory.pinned import HostRange
-from actors.model_memory import KeptPlace, ModelMemory, kept_segments, select_driver
-from actors.weights.layout import Layout
+from actors.memory.driver import MemoryDriver
+from actors.model_memory import select_driver
 from actors.weights.packer import checkpoint_dtype
 from serve_app.bench.baselines import BASELINES, Baseline, why_not
 from serve_app.bench.figures import environment, spread
@@ -39,14 +34,11 @@ from serve_app.bench.local import (
     device_parts,
     load_of,
 )
+from serve_app.bench.ways import KEPT, OURS, Cycle, OurCycles, Way, open_unpinned, ways_of
 
-OURS = ("pipelined", "serial", "unpinned", "kept")
 VARIANTS = (*OURS, *BASELINES)
-_KEPT = re.compile(r"kept-(\d+)(?:-(first|middle|last))?")
-_KEPT_STEPS = 4  # of all layers, up to all
 _OURS_SHARE = 0.5  # of a time limit, when there are baselines as well
 
-Cycle = dict[str, float]
 T = TypeVar("T")
 
 
@@ -72,7 +64,7 @@ class Plan:
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        unknown = [v for v in self.variants if v not in VARIANTS and not _KEPT.fullmatch(v)]
+        unknown = [v for v in self.variants if v not in VARIANTS and not KEPT.fullmatch(v)]
         if unknown:
             raise ValueError(
                 f"no variant {unknown[0]}; there are {', '.join(VARIANTS)} and kept-N[-middle|-last]"
@@ -81,40 +73,6 @@ class Plan:
     @property
     def baselines(self) -> list[str]:
         return [name for name in self.variants if name in BASELINES]
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How our model wakes: pipelined, unless something is said here."""
-
-    name: str
-    kept: frozenset[int] = frozenset()  # segments that stay on the device
-    waits: bool = False  # for all bytes, before the first forward
-    unpinned: bool = False  # through staging buffers, as where the image cannot be pinned
-
-
-def ways_of(variants: Sequence[str], layout: Layout) -> list[Way]:
-    """Our ways among the variants; "kept" becomes several, up to all layers."""
-    layers = sum(segment.name.startswith("layer.") for segment in layout.segments)
-    ways: list[Way] = []
-    for name in variants:
-        if name == "kept":
-            steps = (round(layers * i / _KEPT_STEPS) for i in range(1, _KEPT_STEPS + 1))
-            ways += [_kept(f"kept-{count}", layout) for count in steps]
-        elif _KEPT.fullmatch(name):
-            ways.append(_kept(name, layout))
-        elif name in OURS:
-            ways.append(Way(name, waits=name == "serial", unpinned=name == "unpinned"))
-    return list({way.name: way for way in ways}.values())
-
-
-def _kept(name: str, layout: Layout) -> Way:
-    found = _KEPT.fullmatch(name)
-    assert found is not None
-    place: KeptPlace = "first"
-    if found[2] in ("middle", "last"):
-        place = found[2]  # type: ignore[assignment]  # one of the two
-    return Way(name, kept_segments(layout, int(found[1]), place))
 
 
 # --- one variant ---
@@ -150,97 +108,6 @@ class Row:
         return found
 
 
-@contextmanager
-def _carried_by(memory: ModelMemory, link: HostLink | None) -> Iterator[None]:
-    """Have wakes of the body use another link to the same image; None: the one they have.
-
-    Nothing of ours chooses a link, so that this reaches into the memory; only while it sleeps.
-    """
-    if link is None:
-        yield
-        return
-    usual, memory._link = memory._link, link
-    try:
-        yield
-    finally:
-        memory._link = usual
-
-
-def open_unpinned(memory: ModelMemory) -> HostLink:
-    """The link that a process has which is not allowed to pin the image. Close it."""
-    from actors.memory.cuda import CudaDriver  # cuda-bindings are there where a GPU is
-
-    class Refusing(CudaDriver):
-        def register(self, pages: HostRange) -> None:
-            raise DeviceMemoryError("refused for the benchmark")
-
-    image = memory.image
-    assert image is not None
-    return Refusing().open_link([image.segment(i) for i in range(len(image.layout.segments))])
-
-
-class _Ours:
-    """Cycles of our model; each begins and ends awake."""
-
-    def __init__(self, model: LocalModel, pause_s: float) -> None:
-        self.model = model
-        self._pause_s = pause_s
-        self._expected: dict[Prompt, tuple[int, ...]] = {}
-        self.first_sleep_s: float | None = None
-        self.unpinned: HostLink | None = None
-
-    async def cycle(self, way: Way, prompt: Prompt) -> tuple[Cycle, bool]:
-        """Sleep, pause, wake, one token; then what the wake had still to do, and 50 tokens.
-
-        Returns:
-            The times, and whether the tokens are those of the prompt's first cycle.
-        """
-        runtime = self.model.runtime
-        runtime.memory.kept = way.kept
-        started_s = time.perf_counter()
-        slept = await runtime.sleep(1)
-        slept_s = time.perf_counter() - started_s
-        self.first_sleep_s = self.first_sleep_s or slept_s
-        asleep_bytes = device_bytes()
-        assert slept.left is not None
-        await asyncio.sleep(self._pause_s)
-        with _carried_by(runtime.memory, self.unpinned if way.unpinned else None):
-            started_s = time.perf_counter()
-            woke = await runtime.wake()
-            if way.waits:
-                await asyncio.to_thread(_finish_copies)
-            woke_s = time.perf_counter() - started_s
-            first = await self.model.ask(prompt, 1)
-            started_s = time.perf_counter()
-            await self.model.settled()
-        settled_s = time.perf_counter() - started_s
-        stats = runtime.last_transfer
-        assert stats is not None
-        assert stats.size == woke.copied_bytes
-        cycle = {
-            "ttft_asleep_s": woke_s + first.first_s,
-            "wake_s": woke_s,
-            "sleep_s": slept_s,
-            "settle_s": settled_s,
-            "link_s": stats.seconds,
-            "move_s": stats.seconds,
-            "moved_bytes": woke.copied_bytes,
-            "released_bytes": slept.released_bytes or 0,
-            "left_bytes": slept.left.total,
-            "context_bytes": slept.left.context,
-            "asleep_bytes": asleep_bytes,
-        }
-        rest = await self.model.ask(prompt, ANSWER_TOKENS)
-        tokens = first.token_ids + rest.token_ids
-        return cycle, tokens == self._expected.setdefault(prompt, tokens)
-
-
-def _finish_copies() -> None:
-    """Return when the device has what was sent to it. On a CPU it arrived with the call."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 # --- the run ---
 
 
@@ -274,7 +141,7 @@ class WakeBench:
         progress("image", 0, 0)
         model = await self._build()
         self._stages["built"] = device_parts(context)  # what is on the card while it sleeps
-        ours = _Ours(model, self._plan.pause_s)
+        ours = OurCycles(model, self._plan.pause_s)
         try:
             progress("warm-up", 0, 0)
             await self._warm_up(ours)
@@ -345,7 +212,7 @@ class WakeBench:
         }
         return model
 
-    async def _warm_up(self, ours: _Ours) -> None:
+    async def _warm_up(self, ours: OurCycles) -> None:
         model = ours.model
         started_s = time.perf_counter()
         await model.runtime.wake()
@@ -357,7 +224,7 @@ class WakeBench:
             self._warm.append((await model.ask(model.prompt(number, tokens), 1)).first_s)
         self._facts["awake_bytes"] = device_bytes()
 
-    async def _rounds(self, ours: _Ours, probe: LinkProbe, progress: Progress) -> None:
+    async def _rounds(self, ours: OurCycles, probe: LinkProbe, progress: Progress) -> None:
         plan, model = self._plan, ours.model
         ways = self._ways(ours)
         prompts = {tokens: model.prompt(0, tokens) for tokens in plan.prompt_tokens}
@@ -382,7 +249,7 @@ class WakeBench:
                 await self._ask_crowd(ours, crowd)
             self._rates.append(probe.gb_per_s())
 
-    def _ways(self, ours: _Ours) -> list[Way]:
+    def _ways(self, ours: OurCycles) -> list[Way]:
         memory = ours.model.runtime.memory
         assert memory.image is not None
         ways = ways_of(self._plan.variants, memory.image.layout)
@@ -393,7 +260,7 @@ class WakeBench:
                 ours.unpinned = open_unpinned(memory)
         return [way for way in ways if way.name not in self._skipped]
 
-    async def _ask_crowd(self, ours: _Ours, crowd: Sequence[Prompt]) -> None:
+    async def _ask_crowd(self, ours: OurCycles, crowd: Sequence[Prompt]) -> None:
         """Only waiting requests make the same batches every time, so that tokens can be compared."""
         model = ours.model
         model.runtime.memory.kept = frozenset()
@@ -405,7 +272,7 @@ class WakeBench:
         self._crowd_wrong += sum(a != b for a, b in zip(found, self._crowd, strict=True))
 
     async def _baseline(
-        self, name: str, ours: _Ours, meter: MemoryDriver, progress: Progress
+        self, name: str, ours: OurCycles, meter: MemoryDriver, progress: Progress
     ) -> None:
         model = ours.model
         device = model.runtime.memory.device
@@ -437,7 +304,7 @@ class WakeBench:
         self,
         name: str,
         baseline: Baseline,
-        ours: _Ours,
+        ours: OurCycles,
         meter: MemoryDriver,
         used_before: int,
         progress: Progress,
