@@ -6,8 +6,8 @@ import pytest
 from actors.weights.layout import Layout, Segment
 from serve_app.bench.figures import quantile, spread, table
 from serve_app.bench.wake import VARIANTS, Plan, Row
-from serve_app.bench.ways import OURS, Way, ways_of
 from serve_app.bench.wake_report import GOALS, judge, report
+from serve_app.bench.ways import OURS, Way, ways_of
 
 
 def layout(layers: int) -> Layout:
