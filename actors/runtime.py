@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -35,6 +35,9 @@ from actors.weights import packer
 from actors.weights.attach import build_on_meta
 from actors.weights.image import WeightImage
 from actors.weights.layout import ImageKey
+
+if TYPE_CHECKING:
+    from actors.weights.fastload import FastLoad
 
 logger = logging.getLogger(__name__)
 
@@ -283,12 +286,15 @@ class ModelRuntime:
         except DeviceMemoryShort as exc:
             logger.info("graphs are captured at the next sleep: %s", exc)
             self._has_uncaptured = True
-        if asleep:
-            # Not level 1: what was mapped just now must not pass for layers that were kept.
-            self.memory.unmap(2)
-        else:
-            self._engine.prepare_wake()
-            self._engine.resume()
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; the replica must not hang
+            self._fail(exc, "capturing the compiled layers")
+        finally:
+            if asleep:
+                # Not level 1: what was mapped just now must not pass for layers that were kept.
+                self.memory.unmap(2)
+            elif self._engine.paused:
+                self._engine.prepare_wake()
+                self._engine.resume()
 
     def _capture_compiled(self) -> None:
         with self.memory.counting_graphs():
@@ -325,13 +331,17 @@ class ModelRuntime:
         """Have a wake that went wrong fail the replica, instead of serving rubbish."""
         try:
             self.memory.settle()
-        except Exception as exc:
-            logger.exception("this replica has failed")
-            if not isinstance(exc, ReplicaFailed):
-                exc = ReplicaFailed(f"a wake went wrong: {type(exc).__name__}")
-            self._failure = exc
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._fail_streams, exc)
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
+            self._fail(exc, "a wake")
+
+    def _fail(self, reason: Exception, what: str) -> None:
+        """Nothing is served any more; the health check has the replica replaced."""
+        logger.error("this replica has failed: %s went wrong", what, exc_info=reason)
+        if not isinstance(reason, ReplicaFailed):
+            reason = ReplicaFailed(f"{what} went wrong: {type(reason).__name__}")
+        self._failure = reason
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._fail_streams, reason)
 
     def _fail_streams(self, failure: ReplicaFailed) -> None:
         for stream, _ in self._streams.values():
@@ -423,6 +433,23 @@ def build_module(checkpoint: Path, dtype: str) -> PreTrainedModel:
     module = build_on_meta(checkpoint, packer.checkpoint_dtype(checkpoint, dtype))
     check_architecture(module)
     return module
+
+
+async def build_runtime(
+    module: PreTrainedModel,
+    image: WeightImage,
+    load: "FastLoad",
+    engine: EngineConfig,
+    sleep: SleepConfig,
+) -> ModelRuntime:
+    """A runtime whose image came from `load`; off the event loop, because it takes seconds.
+
+    Raises:
+        ValueError, LayoutMismatch: as ModelRuntime.
+    """
+    return await asyncio.to_thread(
+        ModelRuntime, module, load.checkpoint, image, load.obtain, load.release, engine, sleep
+    )
 
 
 def _wrap_int64(value: int) -> int:

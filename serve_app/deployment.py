@@ -87,7 +87,7 @@ class ModelReplica:
         """
         adopt_serve_handlers()
         from actors.holder import ImageRequest
-        from actors.runtime import ModelRuntime, build_module
+        from actors.runtime import build_module, build_runtime
         from actors.weights.download import ensure_checkpoint
         from actors.weights.fastload import FastLoad
 
@@ -105,16 +105,7 @@ class ModelReplica:
         # First what needs no weights: a model that cannot be served is refused in a second.
         module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
         image = await load.obtain()
-        self._runtime = await asyncio.to_thread(
-            ModelRuntime,
-            module,
-            checkpoint,
-            image,
-            load.obtain,
-            load.release,
-            config.engine,
-            config.sleep,
-        )
+        self._runtime = await build_runtime(module, image, load, config.engine, config.sleep)
         self._lifecycle = Lifecycle(
             self._runtime,
             config.sleep,

@@ -31,6 +31,7 @@ from transformers.generation.continuous_batching.requests import (
 from transformers.generation.continuous_batching.utils import pad_to_pow2
 
 from actors.engine.compiled_layers import CompiledLayers
+from actors.engine.pipeline import prepared_on_host
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,7 @@ class GraphRunner(ModelRunner):
 
     def complete_batch(self) -> None:
         """Write the prepared batch's block tables; before its inputs are asked for."""
-        io = self.inputs_and_outputs
-        if isinstance(io, ContinuousBatchingAsyncIOs):
-            io = io.io_pairs[io.current_pair].host_io
+        io = prepared_on_host(self.inputs_and_outputs)
         if io.use_block_table:
             fill_block_tables(self.cache, io.requests_in_batch, io.block_table)
 

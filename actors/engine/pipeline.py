@@ -107,7 +107,7 @@ class PipelinedManager(ContinuousBatchingManager):
             torch.cuda.empty_cache()
         if self._is_short:
             scheduler = processor.scheduler
-            for request in _prepared(processor).requests_in_batch:
+            for request in prepared_on_host(processor.inputs_and_outputs).requests_in_batch:
                 state = request.state
                 if scheduler.active_requests.get(state.request_id) is state:
                     refusal = DeviceMemoryShort(
@@ -173,8 +173,10 @@ def _nothing() -> None:
     """The batch is complete as it is."""
 
 
-def _prepared(processor: ContinuousBatchProcessor) -> ContinuousBatchingIOs:
-    io = processor.inputs_and_outputs
+def prepared_on_host(
+    io: ContinuousBatchingIOs | ContinuousBatchingAsyncIOs,
+) -> ContinuousBatchingIOs:
+    """The tensors that the host has prepared the next batch in; asynchronous batching has pairs."""
     return (
         io.io_pairs[io.current_pair].host_io if isinstance(io, ContinuousBatchingAsyncIOs) else io
     )

@@ -56,7 +56,7 @@ async def in_process(
 async def _load(config: ModelConfig, on_progress: Progress) -> _Loaded:
     on_progress("importing torch", 0, 0)
     from actors.holder import ImageRequest
-    from actors.runtime import ModelRuntime, build_module
+    from actors.runtime import build_module, build_runtime
     from actors.weights.download import ensure_checkpoint
     from actors.weights.fastload import FastLoad
 
@@ -70,16 +70,7 @@ async def _load(config: ModelConfig, on_progress: Progress) -> _Loaded:
     image_s = time.perf_counter() - started_s
     on_progress("building the engine", 0, 0)
     started_s = time.perf_counter()
-    runtime = await asyncio.to_thread(
-        ModelRuntime,
-        module,
-        checkpoint,
-        image,
-        load.obtain,
-        load.release,
-        config.engine,
-        config.sleep,
-    )
+    runtime = await build_runtime(module, image, load, config.engine, config.sleep)
     return _Loaded(runtime, image_s, time.perf_counter() - started_s)
 
 

@@ -60,7 +60,7 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
 
     from actors.engine.config import EngineConfig
     from actors.lifecycle import SleepConfig
-    from actors.runtime import ModelRuntime, build_module
+    from actors.runtime import build_module, build_runtime
     from actors.weights.source import ModelSource
     from serve_app.bench.local import HolderActor, LocalModel, Subject, load_of
 
@@ -85,16 +85,7 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     image = await load.obtain()
     read_bytes = read_from_disk() - read_before
     stages.mark("bytes")
-    runtime = await asyncio.to_thread(
-        ModelRuntime,
-        module,
-        checkpoint,
-        image,
-        load.obtain,
-        load.release,
-        engine,
-        SleepConfig(),
-    )
+    runtime = await build_runtime(module, image, load, engine, SleepConfig())
     stages.mark("warm-up")
     model = LocalModel(runtime)
     await runtime.wake()

@@ -17,7 +17,7 @@ from actors.engine.config import EngineConfig
 from actors.holder import ImageGrant, ImageRequest, WeightHolder
 from actors.lifecycle import SleepConfig
 from actors.protocol import GenerateRequest, SamplingParams
-from actors.runtime import ModelRuntime, build_module
+from actors.runtime import ModelRuntime, build_module, build_runtime
 from actors.weights.download import ensure_checkpoint
 from actors.weights.fastload import FastLoad, HolderClient
 from actors.weights.layout import ImageKey
@@ -205,16 +205,7 @@ async def build_model(subject: Subject, load: FastLoad) -> LocalModel:
     """Asleep, with the graphs captured."""
     image = await load.obtain()
     module = build_module(subject.checkpoint, subject.dtype)
-    runtime = await asyncio.to_thread(
-        ModelRuntime,
-        module,
-        subject.checkpoint,
-        image,
-        load.obtain,
-        load.release,
-        subject.engine,
-        SleepConfig(),
-    )
+    runtime = await build_runtime(module, image, load, subject.engine, SleepConfig())
     return LocalModel(runtime)
 
 

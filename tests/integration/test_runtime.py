@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.engine.engine import TransformersEngine
 from actors.errors import (
     ContextLengthExceeded,
     DeviceMemoryError,
@@ -21,6 +23,7 @@ from actors.errors import (
     EngineDied,
     InvalidRequest,
     LayoutMismatch,
+    ReplicaFailed,
     WeightsCorrupted,
 )
 from actors.lifecycle import SleepConfig
@@ -412,6 +415,40 @@ def test_checkpoint_that_changed_during_a_level_2_sleep_is_refused(
         assert h.runtime.image_origin == ""
 
     run(checkpoint, load(checkpoint), scenario)
+
+
+@pytest.mark.parametrize("awake", [True, False], ids=["awake", "asleep"])
+def test_capture_that_fails_in_the_background_fails_the_replica(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, awake: bool
+) -> None:
+    may_compile = threading.Event()
+
+    def compile_later(engine: TransformersEngine) -> bool:
+        may_compile.wait()
+        return True
+
+    def explode(engine: TransformersEngine) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(TransformersEngine, "compile", compile_later)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", explode)
+
+    async def scenario(h: Harness) -> None:
+        pending = None
+        if awake:
+            pending = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
+            await anext(pending)
+        may_compile.set()
+        await h.runtime.compiled()
+        with pytest.raises(ReplicaFailed, match="capturing the compiled layers"):
+            h.runtime.check_health()
+        if pending is not None:
+            with pytest.raises(ReplicaFailed, match="capturing"):
+                async for _ in pending:
+                    pass
+        assert (h.runtime.mapped_bytes > 0) == awake
+
+    run(tiny_checkpoint, image, scenario, awake=awake)
 
 
 @contextmanager
