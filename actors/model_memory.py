@@ -1,6 +1,6 @@
 """ModelMemory: one model's weights and KV cache on one device, mapped and unmapped, and accounted for.
 
-Knows nothing of requests, and of the engine only that it wants a KV arena and that graphs cost memory.
+Knows nothing of requests, and of the engine only that it wants a KV arena, and a pool for graphs.
 """
 
 import logging
@@ -18,7 +18,7 @@ from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.lifecycle import MemoryChange
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
-from actors.memory.driver import DeviceMemory, HostLink, MemoryDriver, describe
+from actors.memory.driver import AllocatorPool, DeviceMemory, HostLink, MemoryDriver, describe
 from actors.memory.transfer import Transfer, TransferStats
 from actors.protocol import MemoryLeft, WakeReport
 from actors.weights.attach import attach
@@ -56,6 +56,7 @@ class ModelMemory:
     Attributes:
         kept: segments that a level 1 sleep leaves mapped; it may be changed while awake.
         image: None while a level 2 sleep has dropped it.
+        pool: what the engine's graphs compute in, mapped and unmapped with the rest; None on a CPU.
         last_transfer: of the last settled wake.
         last_wake: the same wake's report, with the outcome of the check.
         seen: what the device said at the end of the last sleep or settled wake.
@@ -81,6 +82,7 @@ class ModelMemory:
         self._driver = select_driver(device)
         self._weights = DeviceArena(self._driver, [s.size for s in layout.segments])
         self._kv: DeviceArena | None = None
+        self.pool = self._driver.make_pool()
         attach(module, layout, self._weights)
         self._gates = SegmentGates(module, layout)
         self._link: HostLink | None = None  # of `image`, and only while there is one
@@ -103,7 +105,7 @@ class ModelMemory:
 
     @property
     def mapped_bytes(self) -> int:
-        return self._weights.mapped_bytes + (self._kv.mapped_bytes if self._kv is not None else 0)
+        return self._weights.mapped_bytes + sum(part.mapped_bytes for part in self._scratch())
 
     @property
     def kv_bytes(self) -> int:
@@ -124,8 +126,8 @@ class ModelMemory:
             DeviceMemoryError: the driver refused; likewise.
         """
         self._weights.map()
-        if self._kv is not None:
-            self._kv.map()
+        for part in self._scratch():
+            part.map()
 
     def wake(self, prepare_kv: Callable[[], None]) -> MemoryChange:
         """Map everything, and begin to copy what the weights lack. All or nothing.
@@ -148,8 +150,8 @@ class ModelMemory:
                 self._link = self._driver.open_link(everything)
             self._weights.map()
             transfer = self._weights.restore(self._link, payloads)
-            if self._kv is not None:  # while the bytes travel: 100 GiB take 30 ms to map
-                self._kv.map()
+            for part in self._scratch():  # while the bytes travel: 100 GiB take 30 ms to map
+                part.map()
             prepare_kv()
         except BaseException:  # half a model must never be resumed
             self._unmap(missing)
@@ -211,14 +213,15 @@ class ModelMemory:
     def counting_graphs(self) -> Iterator[None]:
         """Count what the body leaves on the device as the engine's graphs, besides those it has.
 
-        Nothing may be mapped or unmapped meanwhile, and nothing else may run on the device.
+        Without what their pool grows by, which a sleep unmaps. Nothing else may be mapped or unmapped
+        meanwhile, and nothing else may run on the device.
         """
-        before = self._trimmed()
+        before, pool_before = self._trimmed(), self._pool_bytes
         yield
-        after = self._trimmed()
+        after, grown = self._trimmed(), self._pool_bytes - pool_before
         self._graphs = _GraphCost(
-            self._graphs.held + after.held - before.held,
-            self._graphs.torch_reserved + after.torch_reserved - before.torch_reserved,
+            self._graphs.held + after.held - before.held - grown,
+            self._graphs.torch_reserved + after.torch_reserved - before.torch_reserved - grown,
         )
 
     def take_image(self, image: WeightImage) -> None:
@@ -242,6 +245,17 @@ class ModelMemory:
             self._link.close()
             self._link = None
 
+    def _scratch(self) -> Iterator[DeviceArena | AllocatorPool]:
+        """What may hold anything after a wake."""
+        if self._kv is not None:
+            yield self._kv
+        if self.pool is not None:
+            yield self.pool
+
+    @property
+    def _pool_bytes(self) -> int:
+        return self.pool.size if self.pool is not None else 0
+
     def _trimmed(self) -> DeviceMemory:
         """What the device says without what the last steps' activations left in torch's hands."""
         self._driver.trim()
@@ -249,8 +263,8 @@ class ModelMemory:
 
     def _unmap(self, weights: Iterable[int]) -> None:
         self._weights.unmap(weights)
-        if self._kv is not None:
-            self._kv.unmap()
+        for part in self._scratch():
+            part.unmap()
 
     def _check(self, stats: TransferStats, manifest: Manifest) -> tuple[WakeReport, str | None]:
         """Compare what arrived, where it landed, up to the first segment that differs."""
@@ -275,7 +289,8 @@ class ModelMemory:
         return report, corrupted
 
     def _left_of(self, asleep: DeviceMemory) -> MemoryLeft:
-        reserve = asleep.torch_reserved - self._graphs.torch_reserved
+        # torch counts the pool as its own, mapped or not.
+        reserve = asleep.torch_reserved - self._graphs.torch_reserved - self._pool_bytes
         known = self._driver.context_bytes + self._graphs.held + self.mapped_bytes + reserve
         return MemoryLeft(
             context=self._driver.context_bytes,

@@ -126,7 +126,7 @@ class MemoryLeft:
     """
 
     context: int  # the CUDA context
-    graphs: int  # the engine's graphs: their pool, and the kernels that came with them
+    graphs: int  # the engine's graphs without their pool, and the kernels that came with them
     kept_layers: int  # weights that stay mapped
     torch_reserve: int  # what torch's allocator still holds, graphs apart
     other: int  # the rest: kernels loaded since, page tables of pinned memory
@@ -187,7 +187,7 @@ class ReplicaStatus:
     last_sleep_s: float | None
     last_wake_s: float | None
     weights_bytes: int  # size of the packed image
-    mapped_bytes: int  # device memory mapped now, weights and KV
+    mapped_bytes: int  # device memory mapped now: weights, KV, the graphs' pool
     kv_bytes: int
     weights_from: str  # "image", "disk" or "" while the image is released
     reason: str  # why it is in this state, in words

@@ -98,7 +98,11 @@ class ModelRuntime:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
         self._engine = self._control.submit(self._build_engine, module, engine).result()
-        self._control.submit(self._warm_up).result()
+        try:
+            self._control.submit(self._warm_up).result()
+        except BaseException:
+            self._control.submit(self._engine.stop)  # its thread would keep the process from ending
+            raise
         self._has_uncaptured = False  # compiled layers that no graph holds yet
         self._compiler = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._compiler.start()
@@ -251,6 +255,7 @@ class ModelRuntime:
             self._deliver,
             self.memory.card(),
             self.memory.weights_bytes,
+            self.memory.pool,
         )
 
     def _warm_up(self) -> None:

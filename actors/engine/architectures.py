@@ -1,5 +1,6 @@
 """Which architectures this engine serves right; the others are refused by name at start."""
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.cache import (
@@ -42,3 +43,17 @@ def decoder_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
     return []
+
+
+def experts_need_host(model: PreTrainedModel) -> bool:
+    """Whether the host has to see which experts a step's tokens go to, so that no graph can hold it.
+
+    torch multiplies the experts of bfloat16 on the device alone, those of other types one by one
+    (2.11, aten/src/ATen/native/cuda/GroupedBlas.cpp).
+    """
+    return any(
+        isinstance(weights := getattr(module, "down_proj", None), nn.Parameter)
+        and weights.dim() == 3
+        and weights.dtype != torch.bfloat16
+        for module in model.modules()
+    )

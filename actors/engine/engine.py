@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.model_runner import (
 )
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from actors.engine.architectures import decoder_layers
+from actors.engine.architectures import decoder_layers, experts_need_host
 from actors.engine.attention import NAME as OUR_ATTENTION
 from actors.engine.attention import choose_attention, decodes_in_pages, wants_mask
 from actors.engine.cache_shape import cache_shape
@@ -33,7 +33,9 @@ from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
 from actors.engine.sizing import CardMemory, Limits, plan_limits
 from actors.engine.validation import check_token_ids, validate
 from actors.errors import ContextLengthExceeded, EngineDied, InvalidRequest
+from actors.memory import workspaces
 from actors.memory.arena import DeviceArena
+from actors.memory.driver import AllocatorPool
 from actors.protocol import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -202,6 +204,7 @@ class TransformersEngine:
         sink: Sink,
         card: CardMemory | None = None,
         weights_bytes: int = 0,
+        pool: AllocatorPool | None = None,
     ) -> None:
         """Build the manager and move its KV cache into an arena.
 
@@ -209,6 +212,7 @@ class TransformersEngine:
             model: accepted by `check_architecture`, its tensors on an arena.
             make_kv_arena: bytes -> a mapped arena of one segment.
             card: what `plan_limits` makes the limits from, and `weights_bytes` likewise.
+            pool: what CUDA graphs compute in; mapped and unmapped with the KV arena.
 
         Raises:
             ValueError: the limits contradict each other or the model.
@@ -228,12 +232,14 @@ class TransformersEngine:
         self._runner: GraphRunner | None = None
         if model.device.type == "cuda":
             layers = _layers_to_compile(model) if config.use_torch_compile else None
-            self._processor.model_runner = self._runner = GraphRunner(self._processor, layers)
+            self._processor.model_runner = self._runner = GraphRunner(self._processor, layers, pool)
             self._manager.complete_batch = self._runner.complete_batch
         self._cache: PagedAttentionCache = self._processor.cache
         self.kv_arena = _move_kv_cache(self._cache, make_kv_arena)
         self.max_model_len = _resolve_max_model_len(model, config, self._cache)
         self._pause: AbstractContextManager[None] | None = None
+        if self._runner is not None:
+            workspaces.begin_use()
         self._manager.start()
 
     @property
@@ -284,10 +290,13 @@ class TransformersEngine:
             raise EngineDied("the generation loop has ended") from exc
         if self._runner is not None:
             torch.cuda.synchronize()  # the manager waits for its compute stream only
+            workspaces.end_use()
         self._pause = pause
 
     def resume(self) -> None:
         assert self._pause is not None, "not paused"
+        if self._runner is not None:
+            workspaces.begin_use()
         pause, self._pause = self._pause, None
         pause.__exit__(None, None, None)
 
@@ -353,6 +362,8 @@ class TransformersEngine:
         if self._pause is not None:
             self.resume()
         self._manager.stop(timeout=_STOP_TIMEOUT_S, hard_stop=True)
+        if self._runner is not None:
+            workspaces.end_use()
 
 
 def _make_manager(
@@ -362,6 +373,9 @@ def _make_manager(
     attention = model.config._attn_implementation
     paged = decodes_in_pages(model)
     graphs = paged and config.use_cuda_graphs
+    if graphs and experts_need_host(model):
+        logger.info("no CUDA graphs: torch multiplies experts on the device in bfloat16 only")
+        graphs = False
     logger.info("attention %s, decode in pages %s, CUDA graphs %s", attention, paged, graphs)
     # Of default size, the block table would send sequences of more than 32 pages, and with them
     # their whole batch, back to the path that gathers K and V.

@@ -31,7 +31,10 @@ from transformers.generation.continuous_batching.requests import (
 from transformers.generation.continuous_batching.utils import pad_to_pow2
 
 from actors.engine.compiled_layers import CompiledLayers
+from actors.engine.fetch import InputFetcher
 from actors.engine.pipeline import prepared_on_host
+from actors.memory import workspaces
+from actors.memory.driver import AllocatorPool
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,10 @@ _SHORTEST_PREFILL, _LONGEST_PREFILL = 16, 256  # tokens, powers of 2
 # Tokens from which on a batch without a graph runs compiled. Below, the guards of a compiled layer take
 # the host longer than the launches that it saves.
 _MANY = 1024
+
+_WORKSPACE = (
+    2**26
+)  # bytes for cuBLAS, which takes 32 MiB on Hopper and less before (torch's CUDABlas)
 
 _Key = tuple[int, int, bool]  # of a graph: its inputs' address, tokens, whether it is a decode step
 
@@ -58,11 +65,18 @@ class GraphRunner(ModelRunner):
     eagerly, with the same result.
     """
 
-    def __init__(self, processor: ContinuousBatchProcessor, layers: CompiledLayers | None) -> None:
+    def __init__(
+        self,
+        processor: ContinuousBatchProcessor,
+        layers: CompiledLayers | None,
+        pool: AllocatorPool | None,
+    ) -> None:
         """Make a runner.
 
         Args:
             layers: of the model, to be compiled later on.
+            pool: what the graphs compute in; torch's own when None. To be mapped whenever one of them
+                runs, and while they are captured.
         """
         super().__init__(
             logit_processor=processor.logit_processor,
@@ -75,9 +89,16 @@ class GraphRunner(ModelRunner):
         assert self.cb_config.max_requests_per_batch is not None, "resolved by the manager"
         self._largest_B = self.cb_config.max_requests_per_batch
         self._layers = layers if self.use_cuda_graph_decode else None
+        self._pool = pool
+        # One for nothing else: cuBLAS's workspace of a thread on it comes out of the graphs' pool, with
+        # the first of them, and not from where it would be given back.
+        self._capture_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._compiled = False  # the layers, for the graphs that there are
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._next_is_gated = False
+        io = self.inputs_and_outputs
+        pairs = io.io_pairs if isinstance(io, ContinuousBatchingAsyncIOs) else []
+        self._fetchers = [InputFetcher(pair) for pair in pairs]
         self._longest_prefill = 0  # that has a graph
         # One request at a time, as everything else is, costs a copy for each.
         self.cache.fill_block_table = _leave_to_runner  # type: ignore[method-assign,assignment]
@@ -109,7 +130,12 @@ class GraphRunner(ModelRunner):
 
     def expect_gates(self) -> None:
         """Run the next batch module by module: hooks hold it until its weights are there."""
-        self._next_is_gated = True
+        self._gate_next(True)
+
+    def _gate_next(self, gated: bool) -> None:
+        self._next_is_gated = gated
+        for fetcher in self._fetchers:
+            fetcher.fetches = gated  # the weights' copies are under way
 
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
         """Enqueue the prepared batch on the compute stream; its tokens land in the outputs."""
@@ -128,19 +154,22 @@ class GraphRunner(ModelRunner):
                 graph.replay()
                 logits_BV = self._logits_BV
             self._sample_tokens(logits_BV[: io.num_request_in_batch], batch_data, output_ids)
-        self._next_is_gated = False
+        self._gate_next(False)
 
-    @torch.no_grad()
     def capture(self, model: nn.Module) -> None:
         """Capture decode graphs for every batch size, and load what prefills need.
 
-        Those of an earlier capture go. Weights and KV cache must be mapped; their contents do not
-        matter. The cache must be empty, and no batch may be prepared or running.
+        Those of an earlier capture go. Weights, KV cache and pool must be mapped; their contents do
+        not matter. The cache must be empty, and no batch may be prepared or running.
         """
+        with workspaces.in_use(), torch.no_grad():
+            self._capture(model)
+
+    def _capture(self, model: nn.Module) -> None:
         started_s = time.perf_counter()
         self._graphs.clear()
         self._logits_BV = None
-        self._next_is_gated = False
+        self._gate_next(False)
         room = min(self.cache.num_blocks * self.cb_config.page_size, self.cache.max_batch_tokens)
         pairs = 2 if isinstance(self.inputs_and_outputs, ContinuousBatchingAsyncIOs) else 1
         for _ in range(pairs):
@@ -168,7 +197,8 @@ class GraphRunner(ModelRunner):
     def compile(self) -> None:
         """See CompiledLayers.compile; after a `capture`."""
         assert self._layers is not None, "nothing to compile"
-        self._layers.compile()
+        with workspaces.in_use():
+            self._layers.compile()
 
     def use_compiled(self, model: nn.Module) -> None:
         """Run the layers compiled from now on; under the conditions of `capture`."""
@@ -207,21 +237,31 @@ class GraphRunner(ModelRunner):
             self.complete_batch()
             inputs = self.inputs_and_outputs.get_model_kwargs(use_padding=self.pad_inputs)
             # First without a graph: nothing may compile or load while one is captured.
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             self.compute_batch(model, dict(inputs))
             if self.pad_inputs:
+                self._reserve(torch.cuda.max_memory_allocated() - before)
                 self._capture_batch(model, dict(inputs))
         finally:
             torch.cuda.synchronize()
             for state in states:
                 self.cache.free_blocks(state.state.request_id)
 
+    def _reserve(self, size: int) -> None:
+        """Have the pool hold what a batch took that ran without a graph, sampling included."""
+        if self._pool is not None:
+            with torch.cuda.stream(self._capture_stream):
+                self._pool.reserve(size + _WORKSPACE)
+
     def _capture_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
         carry_over_ids, previous_ids, _ = self.inputs_and_outputs.get_cb_kwargs()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph,
-            pool=self.graph_pool_id,  # type: ignore[arg-type]  # annotated int, is a handle
-            stream=self.inputs_and_outputs.compute_stream,
+            # Annotated int, is a handle.
+            pool=self.graph_pool_id if self._pool is None else self._pool.id,  # type: ignore[arg-type]
+            stream=self._capture_stream,
             capture_error_mode="thread_local",  # other threads may use the device meanwhile
         ):
             logits_BV = self._forward(model, batch_data, carry_over_ids, previous_ids)

@@ -94,6 +94,9 @@ class CpuDriver:
     def open_link(self, buffers: Sequence[memoryview]) -> CpuLink:
         return CpuLink(self._copy)
 
+    def make_pool(self) -> None:
+        """There are no graphs here."""
+
     def trim(self) -> None:
         """Nothing to do: torch keeps no host memory back."""
 

@@ -12,8 +12,9 @@ import torch
 from cuda.bindings import driver as cu
 
 from actors.errors import DeviceMemoryError, DeviceMemoryShort
-from actors.memory import nvml
+from actors.memory import nvml, workspaces
 from actors.memory.cuda_link import CudaLink
+from actors.memory.cuda_pool import CudaPool
 from actors.memory.dlpack import bytes_at
 from actors.memory.driver import DeviceMemory, MemoryHolder, gib
 from actors.memory.pinned import HostRange
@@ -119,7 +120,11 @@ class CudaDriver:
         """
         return CudaLink(self, buffers)
 
+    def make_pool(self) -> CudaPool:
+        return CudaPool(self)
+
     def trim(self) -> None:
+        workspaces.give_back_unused()
         torch.cuda.empty_cache()
 
     def memory(self) -> DeviceMemory:

@@ -80,6 +80,43 @@ class HostLink(Protocol):
         """Wait for all copies and let go of the buffers. They must still be there."""
 
 
+class AllocatorPool(Protocol):
+    """Memory that torch's allocator hands out, and that can be unmapped under its hands.
+
+    For scratch only: over an unmap and a map what is in it is lost. Nothing may be allocated from it
+    while it is unmapped. One thread makes all calls.
+    """
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """By which torch knows it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that torch has got, mapped or not."""
+
+    @property
+    def mapped_bytes(self) -> int: ...
+
+    def reserve(self, size: int) -> None:
+        """See to it that torch has had a piece of `size` bytes, and some small ones; mapped.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much.
+        """
+
+    def map(self) -> None:
+        """Give all of it memory, whose contents are undefined. All or nothing.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much.
+            DeviceMemoryError: the driver refused.
+        """
+
+    def unmap(self) -> None:
+        """Give the memory back. Waits first for whatever the device still does with it."""
+
+
 class MemoryDriver(Protocol):
     """Reserves address ranges and puts physical memory behind them.
 
@@ -131,6 +168,9 @@ class MemoryDriver(Protocol):
 
     def open_link(self, buffers: Sequence[memoryview]) -> HostLink:
         """Prepare host buffers to be copied many times; close it before they go."""
+
+    def make_pool(self) -> AllocatorPool | None:
+        """A pool of its own for what captures graphs; None where nothing does."""
 
     def trim(self) -> None:
         """Make torch give back what its allocator keeps without using it."""

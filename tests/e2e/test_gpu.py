@@ -92,8 +92,8 @@ from actors.weights import packer
 from actors.weights.source import ModelSource
 
 model, checkpoint = sys.argv[1], Path(sys.argv[2])
-key = packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
-request = ImageRequest(model, ModelSource(id=str(checkpoint)), "auto")
+key = packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "bfloat16"))
+request = ImageRequest(model, ModelSource(id=str(checkpoint)), "bfloat16")
 holder = serve.get_deployment_handle("WeightHolder", "weights")
 grant = holder.acquire.remote(request, key, "somebody").result()
 segment = len(grant.refs) // 2

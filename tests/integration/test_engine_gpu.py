@@ -64,6 +64,8 @@ MODELS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
         **BASE, **heads(4, 2, 64), head_dim=64, sliding_window=48
     ),
 }
+# Experts of float16 cannot be captured.
+DTYPES = {"qwen3_moe, 64": torch.bfloat16}
 IN_PAGES = [name for name in MODELS if name.split(",")[0] not in ("mistral", "gemma3", "gemma2")]
 LIMITS = EngineConfig(page_size=16, num_blocks=256, max_batch_tokens=128, max_requests_per_batch=5)
 LENGTHS = (1, 7, 40, 150, 300, 16, 33)
@@ -148,23 +150,30 @@ class Harness:
 
         Whoever takes the best of scores that are wrong by e at most takes one that is 2e behind at
         most. e is what half precision costs transformers' own forward over the same tokens; twice
-        that is granted, because kernels that sum in another order round differently.
+        that is granted, because kernels that sum in another order round differently. So is twice as
+        often another token as that forward's, where it is not the reference's in 3 of 200.
         """
-        equal = total = 0
+        equal = plain_equal = total = 0
         worst = worst_error = 0.0
         for name in names or self.tokens:
             if not self.tokens[name]:
                 continue  # cancelled before its first
             scores = self.scores(name)
-            error = float((self.scores(name, self.plain) - scores).abs().max())
+            plain = self.scores(name, self.plain)
+            error = float((plain - scores).abs().max())
+            plain_equal += int((plain.argmax(-1) == scores.argmax(-1)).sum())
             chosen = torch.tensor(self.tokens[name], device="cuda")
             behind = scores.amax(-1) - scores.gather(1, chosen[:, None])[:, 0]
             assert float(behind.max()) <= 2 * (2 * error), name
             equal += int((behind == 0).sum())
             total += len(chosen)
             worst, worst_error = max(worst, float(behind.max())), max(worst_error, error)
-        print(f"{equal}/{total} equal; behind by {worst:.4f}, rounding {worst_error:.4f}")
-        assert total - equal <= max(1, 0.03 * total), f"{equal} of {total} tokens equal"
+        print(
+            f"{equal}/{total} equal, transformers' own {plain_equal}; "
+            f"behind by {worst:.4f}, rounding {worst_error:.4f}"
+        )
+        granted = max(1, 0.03 * total, 2 * (total - plain_equal))
+        assert total - equal <= granted, f"{equal} of {total} tokens equal, {plain_equal} by then"
 
     def compile(self) -> None:
         """Compiled in the background, put to use between two steps."""
@@ -269,10 +278,42 @@ def counted_replays() -> Iterator[list[int]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_that_of_a_plain_forward(name: str, use_graphs: bool) -> None:
     limits = LIMITS.model_copy(update={"use_cuda_graphs": use_graphs})
-    with running(MODELS[name](), limits) as h, counted_replays() as replays:
+    dtype = DTYPES.get(name, torch.float16)
+    with running(MODELS[name](), limits, dtype) as h, counted_replays() as replays:
         come_and_go(h)
         h.check_greedy()
         assert (replays[0] > 0) == (use_graphs and name in IN_PAGES)
+
+
+def test_experts_that_cannot_be_captured_run_without_graphs() -> None:
+    with running(MODELS["qwen3_moe, 64"](), LIMITS) as h, counted_replays() as replays:
+        come_and_go(h)
+        h.check_greedy()
+        assert replays[0] == 0
+
+
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_first_batch_after_a_wake_does_not_queue_behind_the_weights(use_async: bool) -> None:
+    """What the device copies from pinned memory arrives in order; the batch's inputs come last."""
+    host = torch.empty(2**32, dtype=torch.uint8, pin_memory=True)  # 80 ms of a fast link
+    target, beside = torch.empty_like(host, device="cuda"), torch.cuda.Stream()
+    limits = LIMITS.model_copy(update={"use_async_batching": use_async})
+    with running(MODELS["qwen2, 64"](), limits) as h:
+        h.submit((5, 6, 7), 4)
+        h.finish()
+        for number in range(3):
+            h.engine.pause()
+            h.engine.prepare_wake()
+            copied = torch.cuda.Event()
+            with torch.cuda.stream(beside):
+                target.copy_(host, non_blocking=True)
+                copied.record(beside)
+            h.submit((8 + number, 9, 10), 1)
+            h.engine.resume()
+            h.finish()
+            assert not copied.query()
+            copied.synchronize()
+        h.check_greedy()
 
 
 def test_prompts_of_many_lengths_in_one_batch() -> None:
@@ -346,7 +387,8 @@ def test_compiled_layers_take_over_in_the_middle(
 ) -> None:
     monkeypatch.setattr(graphs, "_MANY", 100)  # so that prefills without a graph are compiled, too
     limits = LIMITS.model_copy(update={"use_async_batching": use_async})
-    with running(MODELS[name](), limits) as h, counted_replays() as replays:
+    dtype = DTYPES.get(name, torch.float16)
+    with running(MODELS[name](), limits, dtype) as h, counted_replays() as replays:
         for prompt in prompts(0):
             h.submit(prompt, 60)
         for _ in range(50):

@@ -19,6 +19,7 @@ from actors.weights.packer import checkpoint_dtype, image_key
 
 KIB = 1024
 KV_BYTES = 64 * KIB
+POOL_BYTES = 40 * KIB
 CONTEXT_BYTES = 500 * KIB
 NEIGHBOURS_BYTES = 7000 * KIB
 
@@ -56,8 +57,33 @@ class Beside:
     not_of_torch: int = 0
 
 
+class CountingPool:
+    """AllocatorPool that is as large as we say."""
+
+    id = (0, 1)
+
+    def __init__(self, driver: "CountingDriver") -> None:
+        self.size = self.mapped_bytes = 0
+        self._driver = driver
+
+    def reserve(self, size: int) -> None:
+        self._driver.map(0, size)
+        self.size += size
+        self.mapped_bytes += size
+
+    def map(self) -> None:
+        self._driver.map(0, self.size - self.mapped_bytes)
+        self.mapped_bytes = self.size
+
+    def unmap(self) -> None:
+        self._driver.mapped -= self.mapped_bytes
+        self.mapped_bytes = 0
+
+
 class CountingDriver(CpuDriver):
     """A card that holds what is mapped, the context, and `beside`."""
+
+    pool: CountingPool
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,12 +103,17 @@ class CountingDriver(CpuDriver):
         super().unmap(address, size)
         self.mapped -= size
 
+    def make_pool(self) -> CountingPool:  # type: ignore[override]
+        self.pool = CountingPool(self)
+        return self.pool
+
     def trim(self) -> None:
         self.cached = 0
 
     def memory(self) -> DeviceMemory:
         reserved = self.beside.torch_reserved + self.cached
         own = CONTEXT_BYTES + self.beside.not_of_torch + reserved + self.mapped
+        reserved += self.pool.size  # mapped or not
         total, used = 10**12, own + NEIGHBOURS_BYTES
         told = own if self.own_is_told else None
         return DeviceMemory(total, total - used, used, own, told, reserved)
@@ -113,6 +144,7 @@ def bench(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     driver.cached = 7 * KIB
     with memory.counting_graphs():
         driver.beside = Beside(torch_reserved=130 * KIB, not_of_torch=22 * KIB)
+        driver.pool.reserve(POOL_BYTES)
         driver.cached = 500 * KIB  # what capturing took for a while
     memory.unmap(2)
     return Bench(memory, driver, image)
@@ -135,6 +167,7 @@ def test_graphs_are_told_from_what_was_there_before_them(bench: Bench) -> None:
 def test_graphs_captured_later_count_as_well(bench: Bench) -> None:
     bench.wake()
     with bench.memory.counting_graphs():
+        bench.driver.pool.reserve(5 * KIB)
         bench.driver.beside.torch_reserved += 10 * KIB
         bench.driver.beside.not_of_torch += 3 * KIB
     left = bench.memory.unmap(1).left
@@ -172,6 +205,16 @@ def test_without_a_figure_of_our_own_the_device_s_is_told_alone(bench: Bench) ->
     assert bench.memory.seen.own is None
 
 
+def test_the_graphs_pool_comes_and_goes_with_the_weights(bench: Bench) -> None:
+    pool = bench.driver.pool
+    assert pool.mapped_bytes == 0
+    bench.wake()
+    assert pool.mapped_bytes == POOL_BYTES
+    assert bench.memory.mapped_bytes == bench.driver.mapped
+    bench.memory.unmap(1)
+    assert pool.mapped_bytes == 0
+
+
 def test_deeper_sleep_releases_the_kept_layers(bench: Bench) -> None:
     bench.wake()
     bench.memory.unmap(1)
@@ -185,10 +228,12 @@ def test_wake_that_does_not_fit_changes_nothing_and_can_be_tried_again(bench: Be
     bench.wake()
     bench.memory.unmap(1)
     kept, left = bench.memory.mapped_bytes, bench.memory.left
-    bench.driver.room = kept + 5000
-    with pytest.raises(DeviceMemoryShort):
-        bench.memory.wake(lambda: None)
-    assert bench.memory.mapped_bytes == bench.driver.mapped == kept
+    whole = bench.memory.weights_bytes + KV_BYTES
+    for room in (kept + 5000, whole + POOL_BYTES // 2):  # not even the weights; all but the pool
+        bench.driver.room = room
+        with pytest.raises(DeviceMemoryShort):
+            bench.memory.wake(lambda: None)
+        assert bench.memory.mapped_bytes == bench.driver.mapped == kept
     assert bench.memory.left == left
     bench.driver.room = 10**12
     woke = bench.memory.wake(lambda: None)

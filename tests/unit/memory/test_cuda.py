@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from actors.errors import DeviceMemoryError, DeviceMemoryShort
+from actors.memory import workspaces
 from actors.memory.arena import DeviceArena
 from actors.memory.pinned import ByteArray, HostRange, host_range
 
@@ -23,6 +24,7 @@ if not torch.cuda.is_available():
 
 from actors.memory.cuda import CudaDriver
 from actors.memory.cuda_link import CudaLink
+from actors.memory.cuda_pool import CudaPool
 
 pytestmark = pytest.mark.gpu
 
@@ -231,6 +233,92 @@ def test_captured_graph_replays_right_after_unmap_map_and_copy(driver: CudaDrive
     del weights
     link.close()
     arena.release()
+
+
+def matrix_graph(
+    pool: CudaPool, size: int, stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph that multiplies twice, on memory of the pool, and where its result is."""
+    x = torch.eye(size, dtype=torch.bfloat16, device="cuda") * 3
+    x @ x
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        pool.reserve(4 * x.nbytes + 64 * MIB)
+    with torch.cuda.graph(graph, pool=pool.id, stream=stream):  # type: ignore[arg-type]
+        result = x @ x @ x
+    graph.keep = x  # type: ignore[attr-defined]
+    return graph, result
+
+
+def test_graph_computes_right_after_its_pool_was_unmapped_and_mapped(driver: CudaDriver) -> None:
+    pool = driver.make_pool()
+    graph, result = matrix_graph(pool, 2048, torch.cuda.Stream())
+    size, arenas = pool.size, len(pool._arenas)
+    assert pool.mapped_bytes == size > 4 * 2048**2 * 2
+    for _ in range(3):
+        driver.synchronize()
+        free = driver.memory().free
+        pool.unmap()
+        assert driver.memory().free == free + size
+        assert pool.mapped_bytes == 0
+        neighbour = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")  # gets the memory
+        pool.map()
+        del neighbour
+        graph.replay()
+        assert torch.equal(result, 27 * torch.eye(2048, dtype=torch.bfloat16, device="cuda"))
+    assert (pool.size, len(pool._arenas)) == (size, arenas)
+
+
+def test_captures_find_room_in_what_was_reserved_and_ask_for_no_more(driver: CudaDriver) -> None:
+    pool = driver.make_pool()
+    stream = torch.cuda.Stream()  # torch keeps what one has used from the others
+    first = matrix_graph(pool, 2048, stream)
+    size = pool.size
+    assert size > 0
+    second = matrix_graph(pool, 1024, stream)
+    assert pool.size == size
+    del first, second
+
+
+def test_reserving_waits_for_no_thread_that_frees_tensors(project: Path) -> None:
+    """Each would wait for the other: for the lock of torch's allocator, and for the GIL."""
+    script = """
+import sys, threading, torch
+from actors.memory.cuda import CudaDriver
+driver, stop = CudaDriver(0), threading.Event()
+sys.setswitchinterval(1e-6)
+def hammer():
+    while not stop.is_set():
+        for tensor in [torch.empty(1000, device="cuda") for _ in range(20)]:
+            del tensor
+threads = [threading.Thread(target=hammer) for _ in range(4)]
+for thread in threads:
+    thread.start()
+pools = [driver.make_pool() for _ in range(40)]
+for pool in pools:
+    pool.reserve(2**25)
+stop.set()
+for thread in threads:
+    thread.join()
+print(min(pool.mapped_bytes for pool in pools))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=project, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 2**25
+
+
+def test_workspaces_are_given_back_when_nobody_computes(driver: CudaDriver) -> None:
+    x = torch.eye(512, device="cuda")
+    x @ x
+    torch.cuda.synchronize()
+    with workspaces.in_use():
+        driver.trim()
+        before = driver.memory().torch_reserved
+    driver.trim()
+    assert driver.memory().torch_reserved < before
+    assert torch.equal(x @ x, x)
 
 
 def test_neighbouring_buffers_are_pinned_as_one_range(
