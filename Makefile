@@ -54,7 +54,7 @@ fmt: $(STAMP)
 	$(PY) -m ruff check --fix
 
 clean:
-	rm -rf $(VENV) checkpoints/demo checkpoints/tiny .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) checkpoints/demo checkpoints/tiny .mypy_cache .hypothesis .pytest_cache .ruff_cache
 	find actors serve_app tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A Python that has a CUDA build of torch keeps it (a GPU image brings its own). Without any torch

@@ -2,8 +2,10 @@
 
 import typer
 
+from serve_app.bench_autoscaling_cli import autoscaling
 from serve_app.bench_http_cli import ManyValues, http
 from serve_app.bench_local_cli import register
+from serve_app.bench_report_cli import report
 
 bench = typer.Typer(
     help="Measure: a server under load; a model on this machine.",
@@ -12,3 +14,5 @@ bench = typer.Typer(
 )
 bench.command("http", cls=ManyValues)(http)
 register(bench)
+bench.command()(autoscaling)
+bench.command()(report)

@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from serve_app.bench.workload import Gap, Lengths, Load, Workload, default_requests
+from serve_app.bench_report_cli import ReportDir, check_report, write_report
 
 if TYPE_CHECKING:
     from serve_app.bench.http import Target
@@ -126,6 +127,7 @@ def http(
         Path | None,
         typer.Option("--sqlite", metavar="FILE", help="A row per request, added to the file."),
     ] = None,
+    report_dir: ReportDir = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Send load to an OpenAI-compatible server and measure the answers.
@@ -150,9 +152,10 @@ def http(
             seed=seed,
         )
         _check_files(json_file, sqlite_file)
+        check_report(report_dir)
     started_at = time.time()
     bench, error, exit_code = _run(target, workload, loads, workers, quiet=quiet)
-    _report(bench, started_at, error, json_file, sqlite_file)
+    _report(bench, started_at, error, json_file, sqlite_file, report_dir)
     if error is not None:
         _say(f"error: {error}" if exit_code == EXIT_FAILED else error)
     if exit_code:
@@ -192,6 +195,7 @@ def _report(
     ended: str | None,
     json_file: Path | None,
     sqlite_file: Path | None,
+    report_dir: Path | None,
 ) -> None:
     from serve_app.bench.http_report import Report, append_rows, as_json, show
     from serve_app.bench.http_summary import summarize
@@ -211,6 +215,8 @@ def _report(
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
     if sqlite_file is not None:
         append_rows(sqlite_file, report)
+    if report_dir is not None:
+        write_report([as_json(report)], report_dir)
 
 
 # --- arguments ---

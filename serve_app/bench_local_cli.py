@@ -5,37 +5,22 @@ Figures on stdout, progress on stderr, everything as JSON in a file on request. 
 was measured until then is told in any case.
 """
 
-import asyncio
-import json
 import os
-import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
-from rich import progress as rich
-from rich.console import Console
 
-from actors.weights.download_errors import DownloadError
 from serve_app.bench_http_cli import ManyValues
+from serve_app.bench_report_cli import ReportDir, check_report, write_plot
+from serve_app.bench_run_cli import EXIT_FAILED, check_writable, run, say, tell, usage_errors
 
 if TYPE_CHECKING:
-    from serve_app.bench.local import Progress, Subject
+    from serve_app.bench.local import Subject
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-
-_LOG_INTERVAL_S = 5.0
-_SAVE_INTERVAL_S = 10.0
-_REFRESHES_PER_S = 2.0  # drawing takes milliseconds of the measuring process
 # For a directory, which has no settings of its own; a file of configs/ has.
 _SMALL_ENGINE = {"num_blocks": 64, "max_requests_per_batch": 64, "max_batch_tokens": 2048}
 _LARGE_ENGINE = {"num_blocks": 2048, "max_requests_per_batch": 256, "max_batch_tokens": 8192}
@@ -72,13 +57,6 @@ JsonFile = Annotated[
 ]
 
 
-class _Bench(Protocol):
-    complete: bool
-
-    async def run(self, progress: "Progress") -> None: ...
-    def result(self) -> dict[str, Any]: ...
-
-
 def register(app: typer.Typer) -> None:
     """Add the commands to `sleepserve bench`."""
     for command in (wake, load, throughput, soak):
@@ -91,7 +69,8 @@ def wake(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Ours: pipelined, serial, unpinned, kept, kept-N[-middle|-last]. Others: to, "
+            help="Ours: pipelined, serial, unpinned, kept, kept-N[-middle|-last], kept-sweep (several "
+            "N from 0 to all layers). Others: to, "
             "dispatch-auto, dispatch-balanced, dispatch-balanced_low_0, memory-saver, fresh-load. "
             "`all`, `ours` and `others` stand for their kind.",
         ),
@@ -126,6 +105,7 @@ def wake(
     store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
+    report_dir: ReportDir = None,
 ) -> None:
     """First token of a sleeping model: ours, and what one would do without us, in one run.
 
@@ -133,9 +113,10 @@ def wake(
     the device. The link's own rate is measured in between. 50 greedy tokens are compared after every
     wake of ours.
     """
-    with _usage_errors():
+    with usage_errors():
         limits = _limits(asserted or [])
-        _check_writable(json_file)
+        check_writable(json_file)
+        check_report(report_dir)
         _prepare_imports()
         from serve_app.bench.wake import VARIANTS, Plan, WakeBench
         from serve_app.bench.ways import OURS
@@ -156,7 +137,7 @@ def wake(
         bench = WakeBench(subject, plan)
     from serve_app.bench.wake_report import judge, report
 
-    code = _run(bench, _ray(subject, store_gib), json_file)
+    code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
     verdicts = judge(result, limits)
     result["verdicts"] = [
@@ -164,7 +145,7 @@ def wake(
     ]
     text = report(result)
     failed = result["wrong"] > 0 or not all(verdict.kept for verdict in verdicts)
-    _tell(result, [*text, *([""] if verdicts else []), *map(str, verdicts)], json_file)
+    tell(result, [*text, *([""] if verdicts else []), *map(str, verdicts)], json_file, report_dir)
     raise typer.Exit(code or (EXIT_FAILED if failed else 0))
 
 
@@ -178,22 +159,24 @@ def load(
     store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
+    report_dir: ReportDir = None,
 ) -> None:
     """What a new instance takes: from disk, and from the image in the object store.
 
     Each instance is a fresh process. The page cache is dropped first, where the file system lets us;
     what storage really delivered is told.
     """
-    with _usage_errors():
-        _check_writable(json_file)
+    with usage_errors():
+        check_writable(json_file)
+        check_report(report_dir)
         _prepare_imports()
         from serve_app.bench.load import LoadBench, report
 
         subject = _subject(target, _SMALL_ENGINE, engine)
         bench = LoadBench(subject, replicas, limit_s)
-    code = _run(bench, _ray(subject, store_gib), json_file)
+    code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
-    _tell(result, report(result), json_file)
+    tell(result, report(result), json_file, report_dir)
     raise typer.Exit(code)
 
 
@@ -214,10 +197,12 @@ def throughput(
     engine: Engine = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
+    report_dir: ReportDir = None,
 ) -> None:
     """Tokens per second of the engine, in this process, without HTTP and Serve."""
-    with _usage_errors():
-        _check_writable(json_file)
+    with usage_errors():
+        check_writable(json_file)
+        check_report(report_dir)
         if profiles is not None:
             profiles.mkdir(parents=True, exist_ok=True)
         _prepare_imports()
@@ -231,9 +216,9 @@ def throughput(
             limit_s=limit_s,
         )
         bench = ThroughputBench(_subject(target, _LARGE_ENGINE, engine), plan)
-    code = _run(bench, nullcontext(), json_file)
+    code = run(bench, nullcontext(), json_file)
     result = bench.result()
-    _tell(result, report(result), json_file)
+    tell(result, report(result), json_file, report_dir)
     raise typer.Exit(code)
 
 
@@ -254,25 +239,26 @@ def soak(
     store_gib: StoreGib = None,
     limit_s: LimitS = 420.0,
     json_file: JsonFile = None,
+    report_dir: ReportDir = None,
 ) -> None:
     """Sleep and wake a thousand times: does anything grow, is every token the same?"""
-    with _usage_errors():
+    with usage_errors():
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             json_file = json_file or out / "soak.json"
-        _check_writable(json_file)
+        check_writable(json_file)
+        check_report(report_dir)
         _prepare_imports()
-        from serve_app.bench.soak import Plan, SoakBench, plot, report, write_csv
+        from serve_app.bench.soak import Plan, SoakBench, report, write_csv
 
         subject = _subject(target, _SMALL_ENGINE, engine)
         bench = SoakBench(subject, Plan(cycles, requests, limit_s))
-    code = _run(bench, _ray(subject, store_gib), json_file)
+    code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
-    _tell(result, report(result), json_file)
+    tell(result, report(result), json_file, report_dir)
     if out is not None and bench.samples:
         write_csv(bench.samples, out / "soak.csv")
-        if not plot(bench.samples, out / "soak.png"):
-            _say("no plot: matplotlib is not here")
+        write_plot("growth", result, out / "soak.png")
     raise typer.Exit(code or (EXIT_FAILED if result["wrong"] else 0))
 
 
@@ -283,7 +269,7 @@ def _prepare_imports() -> None:
     # Our Ray is for this process and its children. Ray 2.60 opens its own ports on every interface
     # unless this is 0 when it is imported (ray/_private/ray_constants.py, services.py).
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    _say("importing torch")
+    say("importing torch")
 
 
 def _subject(
@@ -321,109 +307,3 @@ def _ray(subject: "Subject", store_gib: float | None) -> AbstractContextManager[
     from serve_app.bench.local import local_ray
 
     return local_ray(subject.store_bytes if store_gib is None else int(store_gib * 2**30))
-
-
-def _check_writable(file: Path | None) -> None:
-    """Before the work, not after it."""
-    if file is not None:
-        file.touch()
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError, DownloadError) as error:
-        _say(f"error: {error}")
-        raise typer.Exit(EXIT_USAGE) from error
-
-
-# --- running ---
-
-
-def _run(bench: _Bench, around: AbstractContextManager[None], json_file: Path | None) -> int:
-    """The exit code. However it ends, the bench keeps what it has measured."""
-    # A shell starts what runs in its background with SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with _progress() as show, around:
-            # Whoever limits our time wants the figures, too. Only now: Ray has its own handler.
-            signal.signal(signal.SIGTERM, _as_interrupt)
-            asyncio.run(bench.run(_saving(bench, show, json_file)))
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return EXIT_INTERRUPTED
-    except Exception:  # noqa: BLE001  # shown, and what was measured before is still to be told
-        traceback.print_exc()
-        return EXIT_FAILED
-    return 0
-
-
-def _as_interrupt(signum: int, frame: FrameType | None) -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
-def _saving(bench: _Bench, show: "Progress", json_file: Path | None) -> "Progress":
-    """Shows progress, and now and then writes what there is, in case that we are killed."""
-    if json_file is None:
-        return show
-    next_s = time.monotonic() + _SAVE_INTERVAL_S
-
-    def save(what: str, done: int, total: int) -> None:
-        nonlocal next_s
-        show(what, done, total)
-        if time.monotonic() >= next_s:
-            _write(bench.result(), json_file)
-            next_s = time.monotonic() + _SAVE_INTERVAL_S
-
-    return save
-
-
-@contextmanager
-def _progress() -> Iterator["Progress"]:
-    """A bar on a terminal, a line every few seconds elsewhere."""
-    if not sys.stderr.isatty():
-        yield _logged()
-        return
-    columns = (
-        rich.TextColumn("{task.description}", markup=False),
-        rich.BarColumn(),
-        rich.MofNCompleteColumn(),
-        rich.TimeElapsedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with rich.Progress(*columns, console=console, refresh_per_second=_REFRESHES_PER_S) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
-
-        yield show
-
-
-def _logged() -> Callable[[str, int, int], None]:
-    next_s = time.monotonic()
-
-    def show(what: str, done: int, total: int) -> None:
-        nonlocal next_s
-        if time.monotonic() >= next_s or not total:
-            next_s = time.monotonic() + _LOG_INTERVAL_S
-            _say(f"{what}: {done} of {total}" if total else what)
-
-    return show
-
-
-def _tell(result: dict[str, Any], text: Sequence[str], json_file: Path | None) -> None:
-    for line in text:
-        print(line)
-    if json_file is not None:
-        _write(result, json_file)
-
-
-def _write(result: dict[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

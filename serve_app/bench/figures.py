@@ -2,12 +2,15 @@
 
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 _PACKAGES = ("sleepserve", "torch", "transformers", "accelerate", "ray", "triton")
 
@@ -21,7 +24,7 @@ def environment() -> dict[str, str | int | None]:
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
-        "command": " ".join(sys.argv),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
@@ -66,11 +69,45 @@ def ms(found: dict[str, float]) -> str:
     return f"{1e3 * found['median']:.1f} ms ({1e3 * found['min']:.1f}-{1e3 * found['max']:.1f})"
 
 
+def unit_of(name: str) -> int:
+    """What a watched figure is divided by to be shown: bytes become MiB."""
+    return 2**20 if name.endswith("_bytes") else 1
+
+
+def shown(name: str) -> str:
+    """A watched figure's name for people: "device_bytes" is "device, MiB"."""
+    text = name.removesuffix("_bytes").replace("_", " ")
+    return f"{text}, MiB" if name.endswith("_bytes") else text
+
+
 def gib(size: float) -> str:
     return f"{size / 2**30:.3f} GiB"
 
 
-def lines(rows: Sequence[tuple[str, str]]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under a head; without a head, names and values."""
+
+    head: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Table:
+    return Table((), rows)
+
+
+def as_text(tables: Iterable[Table]) -> list[str]:
+    """One below the other, with an empty line in between; those without rows are left out."""
+    found: list[str] = []
+    for each in tables:
+        if not each.rows:
+            continue
+        found += [""] if found else []
+        found += table(each.head, each.rows) if each.head else lines(each.rows)
+    return found
+
+
+def lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """Names and values in two columns."""
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{name:<{width}}  {value}" for name, value in rows]

@@ -20,7 +20,7 @@ from actors.holder import WeightHolder, _Held
 from actors.weights.layout import ImageKey
 from actors.weights.packer import checkpoint_dtype, image_key
 from actors.weights.plasma import store_room
-from serve_app.bench.figures import environment, lines, spread, table
+from serve_app.bench.figures import Table, as_text, environment, facts, spread
 from serve_app.bench.instance import command_of, read_from_disk, request_for
 from serve_app.bench.local import LESSEE, Progress, Subject
 
@@ -238,31 +238,36 @@ def ratios(instances: Mapping[str, Instance]) -> dict[str, float]:
 
 def report(result: dict[str, Any]) -> list[str]:
     """A result as text."""
+    return as_text(tables(result))
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Stages of the instances, and what they are to each other."""
     instances = result["instances"]
-    text = []
+    found = []
     if instances:
         rows = [
             [stage, *(f"{i['stages'][stage]:.2f}" for i in instances.values())] for stage in STAGES
         ]
         rows.append(["whole", *(f"{i['seconds']:.2f}" for i in instances.values())])
         rows.append(["weights from", *(_origin(i) for i in instances.values())])
-        text = [*table(["seconds", *instances], rows), ""]
-    facts = [(f"{name} / second", f"{value:.1f} x") for name, value in result["ratios"].items()]
-    for name, found in instances.items():
-        if name != "second" and not found["cold"]:
-            read = f"{found['storage_bytes'] / 1e9:.2f} of {result['file_bytes'] / 1e9:.2f} GB"
+        found.append(Table(("seconds", *instances), rows))
+    told = [(f"{name} / second", f"{value:.1f} x") for name, value in result["ratios"].items()]
+    for name, instance in instances.items():
+        if name != "second" and not instance["cold"]:
+            read = f"{instance['storage_bytes'] / 1e9:.2f} of {result['file_bytes'] / 1e9:.2f} GB"
             why = "the page cache, which could not be dropped, had the rest"
-            facts.append((f"{name}: not cold", f"{read} came from storage; {why}"))
+            told.append((f"{name}: not cold", f"{read} came from storage; {why}"))
     if "concurrent" in result:
-        found = result["concurrent"]
-        text_of = f"{found['loads']} load, {found['storage_bytes'] / 1e9:.2f} GB from storage; "
-        slowest = found["first_token_s"]["max"]
+        shared = result["concurrent"]
+        text_of = f"{shared['loads']} load, {shared['storage_bytes'] / 1e9:.2f} GB from storage; "
+        slowest = shared["first_token_s"]["max"]
         text_of += f"the last first token after {slowest:.1f} s"
-        facts.append((f"{found['replicas']} at once", text_of))
-    facts += [(name, f"skipped, {reason}") for name, reason in result["skipped"].items()]
+        told.append((f"{shared['replicas']} at once", text_of))
+    told += [(name, f"skipped, {reason}") for name, reason in result["skipped"].items()]
     if not result["complete"]:
-        facts.append(("broken off", "this is what was measured"))
-    return text + lines(facts)
+        told.append(("broken off", "this is what was measured"))
+    return [*found, facts(told)]
 
 
 def _origin(instance: Instance) -> str:

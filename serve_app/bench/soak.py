@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from actors.weights.plasma import store_room
-from serve_app.bench.figures import environment, lines, spread
+from serve_app.bench.figures import (
+    Table,
+    as_text,
+    environment,
+    facts,
+    shown,
+    spread,
+    unit_of,
+)
 from serve_app.bench.local import (
     ANSWER_TOKENS,
     HolderActor,
@@ -61,7 +69,7 @@ class Sample:
     threads: int
 
 
-_WATCHED = [field.name for field in fields(Sample) if field.name not in ("cycle", "seconds")]
+WATCHED = [field.name for field in fields(Sample) if field.name not in ("cycle", "seconds")]
 
 
 def sample(cycle: int, seconds: float) -> Sample:
@@ -128,9 +136,13 @@ class SoakBench:
             result["cycle_s"] = spread(self._cycle_s)
         if self.samples:
             cycles = [float(s.cycle) for s in self.samples]
+            result["samples"] = {
+                field.name: [getattr(s, field.name) for s in self.samples]
+                for field in fields(Sample)
+            }
             result["trends"] = {
                 name: trend(cycles, [float(getattr(s, name)) for s in self.samples])
-                for name in _WATCHED
+                for name in WATCHED
             }
         return result
 
@@ -187,49 +199,29 @@ def slope_of(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 def report(result: dict[str, Any]) -> list[str]:
     """A result as text."""
+    return as_text(tables(result))
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """How far it got, and what each watched figure did."""
     each = f", {1e3 * result['cycle_s']['median']:.0f} ms each" if "cycle_s" in result else ""
-    rows = [
+    told = [
         ("cycles", f"{result['cycles']}{each}"),
         ("wrong answers", f"{result['wrong']} of {result['compared']}"),
     ]
-    if "trends" in result:
-        rows.append(("", f"{'first':>12} {'max':>12} {'last':>12}  per 1000 cycles"))
-    for name, found in result.get("trends", {}).items():
-        in_mib = name.endswith("_bytes")
-        unit, shown = (2**20, name.removesuffix("_bytes") + ", MiB") if in_mib else (1, name)
-        first, most, last = (found[key] / unit for key in ("first", "max", "last"))
-        slope = found["per_1000_cycles"] / unit
-        rows.append((shown, f"{first:12.2f} {most:12.2f} {last:12.2f}  {slope:+.3f}"))
     if not result["complete"]:
-        rows.append(("broken off", "before all cycles were done"))
-    return lines(rows)
+        told.append(("broken off", "before all cycles were done"))
+    rows = []
+    for name, found in result.get("trends", {}).items():
+        unit = unit_of(name)
+        values = (found[key] / unit for key in ("first", "max", "last"))
+        slope = found["per_1000_cycles"] / unit
+        rows.append([shown(name), *(f"{value:.2f}" for value in values), f"{slope:+.3f}"])
+    return [facts(told), Table(("asleep", "first", "max", "last", "per 1000 cycles"), rows)]
 
 
 def write_csv(samples: Sequence[Sample], file: Path) -> None:
     with file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, ["cycle", "seconds", *_WATCHED], lineterminator="\n")
+        writer = csv.DictWriter(out, ["cycle", "seconds", *WATCHED], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(s) for s in samples)
-
-
-def plot(samples: Sequence[Sample], file: Path) -> bool:
-    """Each as what it has grown by since the first sample; False without matplotlib."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return False
-    mpl.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(_WATCHED), 1, sharex=True, figsize=(8, 1.6 * len(_WATCHED)))
-    for axis, name in zip(axes, _WATCHED, strict=True):
-        unit = 2**20 if name.endswith("_bytes") else 1
-        values = [getattr(s, name) / unit for s in samples]
-        axis.plot([s.cycle for s in samples], [value - values[0] for value in values])
-        shown = name.removesuffix("_bytes") + ", MiB" * (unit > 1)
-        axis.set_title(f"{shown}: {values[0]:.1f} at first, and then", fontsize=8, loc="left")
-        axis.tick_params(labelsize=7)
-    axes[-1].set_xlabel("cycles", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=100)
-    return True

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from serve_app.bench.figures import environment, lines, ms, spread
+from serve_app.bench.figures import Table, as_text, environment, facts, ms, spread
 from serve_app.bench.local import (
     WARM_REQUESTS,
     Answer,
@@ -67,6 +67,7 @@ class ThroughputBench:
             self._found["build_s"] = time.perf_counter() - started_s
             warm = [(await model.ask(model.prompt(), 1)).first_s for _ in range(WARM_REQUESTS)]
             self._found["ttft_awake_s"] = spread(warm)
+            self._found["ttft_awake_each_s"] = warm
             load = Load(model, plan.prompt_tokens, plan.answer_tokens)
             if plan.profiles is not None and torch.cuda.is_available():
                 with profile(activities=[ProfilerActivity.CUDA]):  # CUPTI's start takes seconds
@@ -180,15 +181,20 @@ def profile_text(profiler: profile, concurrency: int) -> str:
 
 def report(result: dict[str, Any]) -> list[str]:
     """A result as text."""
-    rows: list[tuple[str, str]] = []
+    return as_text(tables(result))
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """A row for each concurrency, all of them medians."""
+    told: list[tuple[str, str]] = []
     if "ttft_awake_s" in result:
-        rows.append(("TTFT awake, 7 tokens", ms(result["ttft_awake_s"])))
-    rows += [(f"{n} requests", _told(found)) for n, found in result["concurrency"].items()]
+        told.append(("TTFT awake, 7 tokens", ms(result["ttft_awake_s"])))
     if not result["complete"]:
-        rows.append(("broken off", "this is what was measured"))
-    return lines(rows)
-
-
-def _told(found: dict[str, dict[str, float]]) -> str:
-    rate, ttft, tpot = (found[n]["median"] for n in ("tokens_per_s", "ttft_p50_s", "tpot_p50_s"))
-    return f"{rate:8.0f} tok/s, TTFT {1e3 * ttft:.1f} ms, TPOT {1e3 * tpot:.2f} ms"
+        told.append(("broken off", "this is what was measured"))
+    rows = []
+    for count, found in result["concurrency"].items():
+        rate, ttft, tpot = (
+            found[name]["median"] for name in ("tokens_per_s", "ttft_p50_s", "tpot_p50_s")
+        )
+        rows.append((count, f"{rate:.0f}", f"{1e3 * ttft:.1f}", f"{1e3 * tpot:.2f}"))
+    return [Table(("requests", "tokens/s", "TTFT ms", "TPOT ms"), rows), facts(told)]

@@ -8,7 +8,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +34,18 @@ from serve_app.bench.local import (
     device_parts,
     load_of,
 )
-from serve_app.bench.ways import KEPT, OURS, Cycle, OurCycles, Way, open_unpinned, ways_of
+from serve_app.bench.timeline import watch_memory, watch_wake
+from serve_app.bench.wake_report import KEPT
+from serve_app.bench.ways import (
+    OURS,
+    SWEEP,
+    Cycle,
+    OurCycles,
+    Row,
+    Way,
+    open_unpinned,
+    ways_of,
+)
 
 VARIANTS = (*OURS, *BASELINES)
 _OURS_SHARE = 0.5  # of a time limit, when there are baselines as well
@@ -50,7 +61,8 @@ class Plan:
     """What to measure, and how often.
 
     Attributes:
-        variants: of `VARIANTS`, or "kept-N", "kept-N-middle" and "kept-N-last" for N kept layers.
+        variants: of `VARIANTS`, or "kept-N", "kept-N-middle" and "kept-N-last" for N kept layers,
+            or "kept-sweep" for several N from 0 to all.
         requests: how many wait for one further wake in every round, their answers compared; 0: none.
         limit_s: for the cycles, once the model is warm; what has begun is finished.
     """
@@ -64,48 +76,16 @@ class Plan:
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        unknown = [v for v in self.variants if v not in VARIANTS and not KEPT.fullmatch(v)]
+        known = (*VARIANTS, SWEEP)
+        unknown = [v for v in self.variants if v not in known and not KEPT.fullmatch(v)]
         if unknown:
             raise ValueError(
-                f"no variant {unknown[0]}; there are {', '.join(VARIANTS)} and kept-N[-middle|-last]"
+                f"no variant {unknown[0]}; there are {', '.join(known)} and kept-N[-middle|-last]"
             )
 
     @property
     def baselines(self) -> list[str]:
         return [name for name in self.variants if name in BASELINES]
-
-
-# --- one variant ---
-
-
-@dataclass(slots=True)
-class Row:
-    """The cycles of one variant with prompts of one length."""
-
-    variant: str
-    prompt_tokens: int
-    cycles: list[Cycle] = field(default_factory=list)
-    wrong: int = 0
-    beside: list[float] = field(default_factory=list)  # TTFT of ours, in between
-
-    def result(self, link_gb_per_s: float) -> dict[str, Any]:
-        found: dict[str, Any] = {"variant": self.variant, "prompt_tokens": self.prompt_tokens}
-        found |= {"cycles": len(self.cycles), "wrong": self.wrong}
-        if not self.cycles:
-            return found
-        found |= {name: spread([c[name] for c in self.cycles]) for name in self.cycles[0]}
-        rates = [c["moved_bytes"] / 1e9 / c["move_s"] for c in self.cycles if c["move_s"]]
-        if rates:
-            found["gb_per_s"] = spread(rates)
-        if rates and link_gb_per_s:
-            found["share_of_link"] = statistics.median(rates) / link_gb_per_s
-            link_s = found["moved_bytes"]["median"] / 1e9 / link_gb_per_s
-            found["ttft_over_link"] = found["ttft_asleep_s"]["median"] / link_s
-        if self.beside:
-            ours_s = statistics.median(self.beside)
-            found["ours_ttft_s"] = spread(self.beside)
-            found["over_ours"] = found["ttft_asleep_s"]["median"] / ours_s
-        return found
 
 
 # --- the run ---
@@ -124,6 +104,7 @@ class WakeBench:
         self._stages: dict[str, dict[str, int]] = {}
         self._rates: list[float] = []
         self._warm: list[float] = []
+        self._watched: dict[str, Any] = {}
         self._crowd: list[tuple[int, ...]] = []
         self._crowd_wrong = self._crowd_compared = 0
         self._first_sleep_s: float | None = None
@@ -150,7 +131,7 @@ class WakeBench:
             if limit_s is not None:
                 self._ends_s = time.monotonic() + limit_s
             self._rates.append(probe.gb_per_s())
-            await self._rounds(ours, probe, progress)
+            await self._rounds(ours, meter, probe, progress)
             for name in self._plan.baselines:
                 await self._baseline(name, ours, meter, progress)
             self._rates.append(probe.gb_per_s())
@@ -182,11 +163,13 @@ class WakeBench:
             "asleep_parts": self._stages,
             "rows": rows,
             "skipped": self._skipped,
+            **self._watched,
         }
         if self._rates:
             result |= {"pinned_gb_per_s": rate, "pinned_rates_gb_per_s": spread(self._rates)}
         if self._warm:
             result["ttft_awake_s"] = spread(self._warm)
+            result["ttft_awake_each_s"] = self._warm
         if self._first_sleep_s is not None:
             result["first_sleep_s"] = self._first_sleep_s
         if ours and rate:
@@ -224,12 +207,18 @@ class WakeBench:
             self._warm.append((await model.ask(model.prompt(number, tokens), 1)).first_s)
         self._facts["awake_bytes"] = device_bytes()
 
-    async def _rounds(self, ours: OurCycles, probe: LinkProbe, progress: Progress) -> None:
+    async def _rounds(
+        self, ours: OurCycles, meter: MemoryDriver, probe: LinkProbe, progress: Progress
+    ) -> None:
         plan, model = self._plan, ours.model
         ways = self._ways(ours)
         prompts = {tokens: model.prompt(0, tokens) for tokens in plan.prompt_tokens}
         for prompt in prompts.values():  # what only the first of its length pays; and its tokens
             await ours.cycle(Way("pipelined"), prompt)
+        if not self._time_is_up():
+            prompt = next(iter(prompts.values()))
+            self._watched["timeline"] = await watch_wake(model, prompt, plan.pause_s)
+            self._watched["memory"] = await watch_memory(model, meter, prompt, plan.pause_s)
         crowd = [model.prompt(number) for number in range(plan.requests)]
         share = _OURS_SHARE if plan.baselines else 1.0
         total, done = plan.cycles * len(ways) * len(prompts), 0

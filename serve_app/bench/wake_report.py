@@ -1,11 +1,14 @@
 """A result of `bench wake` as text, and held against what it must be. No torch here."""
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.bench.figures import gib, lines, ms, table
+from serve_app.bench.figures import Table, as_text, facts, gib, ms
+
+KEPT = re.compile(r"kept-(\d+)(?:-(first|middle|last))?")  # a variant that keeps so many layers
 
 # --- what it must be ---
 
@@ -86,31 +89,34 @@ _HEAD = (
 
 def report(result: dict[str, Any]) -> list[str]:
     """A result as text."""
-    found = table(_HEAD, [_cells(row) for row in result["rows"]]) if result["rows"] else []
-    found += [f"{name}: skipped, {reason}" for name, reason in result["skipped"].items()]
-    facts: list[tuple[str, str]] = []
+    return as_text(tables(result))
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """The variants, and what is told once."""
+    told = [(name, f"skipped, {reason}") for name, reason in result["skipped"].items()]
     if "pinned_gb_per_s" in result:
         rates = result["pinned_rates_gb_per_s"]
         text = f"{rates['median']:.2f} GB/s ({rates['min']:.2f}-{rates['max']:.2f})"
-        facts.append(("the link, measured apart", text))
+        told.append(("the link, measured apart", text))
     if "ttft_over_pinned" in result:
-        facts.append(("TTFT from sleep / (bytes / that)", f"{result['ttft_over_pinned']:.3f}"))
+        told.append(("TTFT from sleep / (bytes / that)", f"{result['ttft_over_pinned']:.3f}"))
     if "ttft_awake_s" in result:
-        facts.append(("TTFT awake", ms(result["ttft_awake_s"])))
+        told.append(("TTFT awake", ms(result["ttft_awake_s"])))
     if "first_sleep_s" in result:
-        facts.append(("the first sleep", f"{1e3 * result['first_sleep_s']:.1f} ms"))
+        told.append(("the first sleep", f"{1e3 * result['first_sleep_s']:.1f} ms"))
     parts = result["asleep_parts"].get("end", {})
     if parts.get("used_bytes"):
         text = ", ".join(f"{name.removesuffix('_bytes')} {gib(n)}" for name, n in parts.items())
-        facts.append(("on the card at the end", text))
-    facts.append(("wrong answers of ours", f"{result['wrong']} of {result['compared']}"))
+        told.append(("on the card at the end", text))
+    told.append(("wrong answers of ours", f"{result['wrong']} of {result['compared']}"))
     if "build_s" in result:
         text = f"{result['image_s']:.1f} s, again {result['second_image_s']:.2f} s; "
         text += f"{result['build_s']:.1f} s"
-        facts.append((f"image (from {result['image_from']}); engine", text))
+        told.append((f"image (from {result['image_from']}); engine", text))
     if not result["complete"]:
-        facts.append(("broken off", "these are the cycles that were measured"))
-    return [*found, "", *lines(facts)]
+        told.append(("broken off", "these are the cycles that were measured"))
+    return [Table(_HEAD, [_cells(row) for row in result["rows"]]), facts(told)]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

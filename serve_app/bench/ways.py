@@ -1,11 +1,12 @@
-"""The ways in which our own model wakes, and one cycle of each: sleep, pause, wake, tokens."""
+"""The ways in which our own model wakes, one cycle of each (sleep, pause, wake, tokens), and a row of them."""
 
 import asyncio
-import re
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,10 +15,12 @@ from actors.memory.driver import HostLink
 from actors.memory.pinned import HostRange
 from actors.model_memory import KeptPlace, ModelMemory, kept_segments
 from actors.weights.layout import Layout
+from serve_app.bench.figures import spread
 from serve_app.bench.local import ANSWER_TOKENS, LocalModel, Prompt, device_bytes
+from serve_app.bench.wake_report import KEPT
 
 OURS = ("pipelined", "serial", "unpinned", "kept")
-KEPT = re.compile(r"kept-(\d+)(?:-(first|middle|last))?")
+SWEEP = "kept-sweep"  # a few of the ways of KEPT, from none to all layers
 _KEPT_STEPS = 4  # of all layers, up to all
 
 Cycle = dict[str, float]
@@ -34,12 +37,17 @@ class Way:
 
 
 def ways_of(variants: Sequence[str], layout: Layout) -> list[Way]:
-    """Our ways among the variants; "kept" becomes several, up to all layers."""
+    """Our ways among the variants.
+
+    "kept" becomes several, up to all layers; "kept-sweep" the same with none in front, in turns with
+    the others.
+    """
     layers = sum(segment.name.startswith("layer.") for segment in layout.segments)
     ways: list[Way] = []
     for name in variants:
-        if name == "kept":
-            steps = (round(layers * i / _KEPT_STEPS) for i in range(1, _KEPT_STEPS + 1))
+        if name in ("kept", SWEEP):
+            first = 0 if name == SWEEP else 1
+            steps = (round(layers * i / _KEPT_STEPS) for i in range(first, _KEPT_STEPS + 1))
             ways += [_kept(f"kept-{count}", layout) for count in steps]
         elif KEPT.fullmatch(name):
             ways.append(_kept(name, layout))
@@ -58,7 +66,7 @@ def _kept(name: str, layout: Layout) -> Way:
 
 
 @contextmanager
-def _carried_by(memory: ModelMemory, link: HostLink | None) -> Iterator[None]:
+def carried_by(memory: ModelMemory, link: HostLink | None) -> Iterator[None]:
     """Have wakes of the body use another link to the same image; None: the one they have.
 
     Nothing of ours chooses a link, so that this reaches into the memory; only while it sleeps.
@@ -86,6 +94,37 @@ def open_unpinned(memory: ModelMemory) -> HostLink:
     return Refusing().open_link([image.segment(i) for i in range(len(image.layout.segments))])
 
 
+@dataclass(slots=True)
+class Row:
+    """The cycles of one variant with prompts of one length."""
+
+    variant: str
+    prompt_tokens: int
+    cycles: list[Cycle] = field(default_factory=list)
+    wrong: int = 0
+    beside: list[float] = field(default_factory=list)  # TTFT of ours, in between
+
+    def result(self, link_gb_per_s: float) -> dict[str, Any]:
+        found: dict[str, Any] = {"variant": self.variant, "prompt_tokens": self.prompt_tokens}
+        found |= {"cycles": len(self.cycles), "wrong": self.wrong}
+        if not self.cycles:
+            return found
+        found |= {name: spread([c[name] for c in self.cycles]) for name in self.cycles[0]}
+        found["ttft_asleep_each_s"] = [c["ttft_asleep_s"] for c in self.cycles]
+        rates = [c["moved_bytes"] / 1e9 / c["move_s"] for c in self.cycles if c["move_s"]]
+        if rates:
+            found["gb_per_s"] = spread(rates)
+        if rates and link_gb_per_s:
+            found["share_of_link"] = statistics.median(rates) / link_gb_per_s
+            link_s = found["moved_bytes"]["median"] / 1e9 / link_gb_per_s
+            found["ttft_over_link"] = found["ttft_asleep_s"]["median"] / link_s
+        if self.beside:
+            ours_s = statistics.median(self.beside)
+            found["ours_ttft_s"] = spread(self.beside)
+            found["over_ours"] = found["ttft_asleep_s"]["median"] / ours_s
+        return found
+
+
 class OurCycles:
     """Cycles of our model; each begins and ends awake."""
 
@@ -111,7 +150,7 @@ class OurCycles:
         asleep_bytes = device_bytes()
         assert slept.left is not None
         await asyncio.sleep(self._pause_s)
-        with _carried_by(runtime.memory, self.unpinned if way.unpinned else None):
+        with carried_by(runtime.memory, self.unpinned if way.unpinned else None):
             started_s = time.perf_counter()
             woke = await runtime.wake()
             if way.waits:

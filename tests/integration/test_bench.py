@@ -18,6 +18,7 @@ from serve_app.bench import baselines
 from serve_app.bench.baselines import BASELINES, Make
 from serve_app.bench.load import STAGES, LoadBench
 from serve_app.bench.local import LinkProbe, Subject, subject_of
+from serve_app.bench.report import write
 from serve_app.bench.soak import Plan as SoakPlan
 from serve_app.bench.soak import SoakBench, write_csv
 from serve_app.bench.soak import report as soak_report
@@ -67,7 +68,7 @@ def results_table(project: Path) -> Callable[..., str]:
 
 @STORE
 def test_wake_measures_each_variant_as_often_as_asked(
-    ray_store: int, subject: Subject, results_table: Callable[..., str]
+    ray_store: int, subject: Subject, results_table: Callable[..., str], tmp_path: Path
 ) -> None:
     plan = Plan(
         variants=("pipelined", "serial", "unpinned", "kept", "kept-2-last", "to", "fresh-load"),
@@ -102,13 +103,53 @@ def test_wake_measures_each_variant_as_often_as_asked(
         assert row["share_of_link"] == pytest.approx(
             row["gb_per_s"]["median"] / result["pinned_gb_per_s"]
         )
+    assert_timeline_is_in_order(result)
+    assert_memory_falls_asleep(result)
+    assert rows["serial"]["ttft_asleep_s"]["max"] == max(rows["serial"]["ttft_asleep_each_s"])
+    page = write([result], tmp_path).read_text()
+    assert {file.stem for file in tmp_path.glob("*.png")} == {
+        f"wake_{name}" for name in ("timeline", "ttft", "memory", "kept")
+    }
+    assert f"<td>{1e3 * rows['kept-4']['ttft_asleep_s']['median']:.1f}</td>" in page
     assert all(result[name] for name in ("device", "cpus", "torch", "ray", "command"))
     assert json.loads(json.dumps(result)) == result
-    assert "unpinned: skipped, no CUDA device" in "\n".join(report(result))
+    assert any(
+        line.startswith("unpinned ") and "skipped, no CUDA device" in line
+        for line in report(result)
+    )
     over_http = {
         name: result[name] for name in ("ttft_asleep_s", "ttft_awake_s", "cycles", "wrong")
     }
     assert "first token of a sleeping replica" in results_table(result, over_http)
+
+
+def assert_timeline_is_in_order(result: dict[str, Any]) -> None:
+    found = result["timeline"]
+    segments, marks_s = found["segments"], found["marks_s"]
+    names = [segment["name"] for segment in segments]
+    assert names == ["embedding", *(f"layer.{i}" for i in range(4)), "head"]
+    assert sum(segment["bytes"] for segment in segments) == result["weights_bytes"]
+    arrived_s = computed_s = marks_s["weights mapped"]
+    for segment in segments:
+        (begins_s, ends_s), compute_s = segment["copy_s"], segment["compute_s"]
+        assert arrived_s <= begins_s < ends_s <= compute_s[0] < compute_s[1]
+        assert computed_s <= compute_s[0]
+        arrived_s, computed_s = ends_s, compute_s[1]
+    assert arrived_s <= marks_s["engine resumed"]  # on a CPU, a wake returns when all is there
+    assert computed_s <= marks_s["first token"]
+
+
+def assert_memory_falls_asleep(result: dict[str, Any]) -> None:
+    found = result["memory"]
+    marks_s = list(found["marks_s"].values())
+    assert found["at_s"] == sorted(found["at_s"])
+    assert found["at_s"][0] <= marks_s[0]
+    assert marks_s == sorted(marks_s)
+    assert marks_s[-1] <= found["at_s"][-1]
+    samples = list(zip(found["at_s"], found["used_bytes"], strict=True))
+    asleep = min(used for at_s, used in samples if marks_s[1] <= at_s <= marks_s[2])
+    awake = [used for at_s, used in samples if at_s < marks_s[0]]
+    assert awake[-1] - asleep > 0.8 * result["weights_bytes"]
 
 
 @STORE
@@ -134,7 +175,8 @@ def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject, tmp_pa
     assert result["trends"]["store_bytes"]["last"] >= 3_000_000
     write_csv(bench.samples, tmp_path / "soak.csv")
     assert len((tmp_path / "soak.csv").read_text().splitlines()) == 1 + 4
-    assert "file_descriptors" in "\n".join(soak_report(result))
+    assert result["samples"]["cycle"] == [10, 20, 30, 40]
+    assert "file descriptors" in "\n".join(soak_report(result))
 
 
 @STORE
@@ -166,7 +208,9 @@ def test_throughput_has_a_row_for_each_concurrency(subject: Subject) -> None:
     result = bench.result()
     assert list(result["concurrency"]) == ["1", "4"]
     assert all(found["tokens_per_s"]["min"] > 0 for found in result["concurrency"].values())
-    assert "4 requests" in "\n".join(throughput_report(result))
+    rows = [line.split() for line in throughput_report(result)]
+    assert [cells[0] for cells in rows[1:3]] == ["1", "4"]
+    assert rows[2][1] == f"{result['concurrency']['4']['tokens_per_s']['median']:.0f}"
 
 
 @pytest.mark.parametrize("name", ["to", "dispatch-auto", "dispatch-balanced_low_0", "fresh-load"])
@@ -230,7 +274,7 @@ def test_broken_off_run_tells_what_it_has(
     command = [sys.executable, "-m", "serve_app.cli", "bench", "wake", str(tiny_checkpoint)]
     command += ["--cycles", "100000", "--variants", "pipelined", "--pause-s", "0.01"]
     command += ["--requests", "0"]
-    command += ["--json", str(file)]
+    command += ["--json", str(file), "--report", str(tmp_path / "report")]
     with subprocess.Popen(
         command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -244,3 +288,6 @@ def test_broken_off_run_tells_what_it_has(
     result = json.loads(file.read_text())
     assert not result["complete"]
     assert result["rows"][0]["cycles"] >= 1
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "broken off" in page
+    assert (tmp_path / "report" / "wake_timeline.png").exists()

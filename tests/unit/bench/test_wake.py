@@ -5,9 +5,9 @@ import pytest
 
 from actors.weights.layout import Layout, Segment
 from serve_app.bench.figures import quantile, spread, table
-from serve_app.bench.wake import VARIANTS, Plan, Row
+from serve_app.bench.wake import VARIANTS, Plan
 from serve_app.bench.wake_report import GOALS, judge, report
-from serve_app.bench.ways import OURS, Way, ways_of
+from serve_app.bench.ways import OURS, Row, Way, ways_of
 
 
 def layout(layers: int) -> Layout:
@@ -45,6 +45,12 @@ def test_kept_becomes_steps_up_to_all_layers() -> None:
     assert [way.name for way in ways] == ["pipelined", "kept-7", "kept-14", "kept-21", "kept-28"]
     assert [len(way.kept) for way in ways] == [0, 7, 14, 21, 28]
     assert ways_of(VARIANTS, layout(2))[-1].kept == {1, 2}  # each step once
+
+
+def test_sweep_begins_with_no_layer_kept() -> None:
+    ways = ways_of(("pipelined", "kept-sweep"), layout(28))
+    assert [len(way.kept) for way in ways] == [0, 0, 7, 14, 21, 28]
+    assert Plan(variants=("kept-sweep",)).variants == ("kept-sweep",)
 
 
 def test_place_of_kept_layers_is_part_of_the_name() -> None:
