@@ -105,10 +105,18 @@ class Effects(Protocol):
 
 
 class Lifecycle:
-    """Decides, alone, when this replica sleeps and wakes. Starts asleep."""
+    """Decides, alone, when this replica sleeps and wakes. Starts asleep.
+
+    `on_change` is called after each change of the state; it must neither raise nor take long.
+    """
 
     def __init__(
-        self, effects: Effects, config: SleepConfig, now: Callable[[], float], name: str = "replica"
+        self,
+        effects: Effects,
+        config: SleepConfig,
+        now: Callable[[], float],
+        name: str = "replica",
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.idle = IdleClock(now)
         self.reason = "starting"
@@ -124,6 +132,7 @@ class Lifecycle:
         self._config = config
         self._now = now
         self._name = name
+        self._on_change = on_change
         self._state = ReplicaState.ASLEEP
         self._drained = asyncio.Event()
         self._drained.set()
@@ -314,6 +323,7 @@ class Lifecycle:
     ) -> None:
         """The one writer of the state, and the one place of its log line."""
         before, self._state, self.reason = self._state, state, reason
+        self._on_change()
         if change is None or seconds is None:
             logger.info("%s: %s -> %s (%s)", self._name, before, state, reason)
             return

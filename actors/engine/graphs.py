@@ -113,8 +113,9 @@ class GraphRunner(ModelRunner):
         The processor asks this first of all for each batch and then reads `pad_inputs`.
         """
         is_short = max_kv_read == 0 and num_q_tokens <= self._longest_prefill
-        replays = (use_decode_fast_path or is_short) and not self._next_is_gated
-        self.pad_inputs = self.use_cuda_graph_decode and replays
+        # A batch that may not be replayed is padded all the same: other shapes would be rounded in other
+        # ways, and a greedy answer right after a wake could differ from those before.
+        self.pad_inputs = self.use_cuda_graph_decode and (use_decode_fast_path or is_short)
         if self.pad_inputs and not use_decode_fast_path:
             return pad_to_pow2(num_q_tokens, self._longest_prefill, _SHORTEST_PREFILL), 0
         padded: tuple[int, int] = super().maybe_pad_inputs(
@@ -146,7 +147,8 @@ class GraphRunner(ModelRunner):
         # Without asynchronous batching the inputs were written on the default stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            graph = self._graphs.get(self._key(io)) if self.pad_inputs else None
+            replays = self.pad_inputs and not self._next_is_gated
+            graph = self._graphs.get(self._key(io)) if replays else None
             if graph is None:
                 logits_BV = self._forward(model, batch_data, carry_over_ids, previous_ids)
             else:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from actors.weights.download_errors import InvalidModelId
@@ -24,7 +25,7 @@ _MODEL_ID = re.compile(r"(?!\.+(/|$))[\w.-]+(/(?!\.+$)[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class DownloadRequest:
-    """One model to have on disk, and where."""
+    """One repository of a hub to have on disk, and where."""
 
     hub: Hub
     id: str
@@ -34,6 +35,7 @@ class DownloadRequest:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     max_workers: int = DEFAULT_MAX_WORKERS
+    repo: Literal["model", "dataset"] = "model"
 
     @property
     def directory(self) -> Path:
@@ -45,7 +47,8 @@ class DownloadRequest:
 
     def command(self) -> str:
         """The shell command that does, or continues, this download."""
-        words = ["sleepserve", "download", self.id]
+        words = ["sleepserve", "download"]
+        words += ["--dataset", self.id] if self.repo == "dataset" else [self.id]
         if self.hub is not Hub.MODELSCOPE:
             words += ["--source", self.hub.value]
         if self.revision is not None:

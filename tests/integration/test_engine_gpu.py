@@ -427,6 +427,52 @@ def test_first_batch_after_a_wake_runs_module_by_module(use_async: bool) -> None
         h.check_greedy()
 
 
+@contextmanager
+def recorded_logits() -> Iterator[list[torch.Tensor]]:
+    """Of each batch, in order."""
+    found: list[torch.Tensor] = []
+    original = graphs.GraphRunner._sample_tokens
+
+    def sample(runner: graphs.GraphRunner, logits_BV: torch.Tensor, *args: object) -> None:
+        found.append(logits_BV.clone())
+        original(runner, logits_BV, *args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs.GraphRunner, "_sample_tokens", sample)
+        yield found
+
+
+@pytest.mark.usefixtures("no_recompiles")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", IN_PAGES)
+def test_first_batch_after_a_wake_rounds_like_those_before(name: str, compiled: bool) -> None:
+    """It runs without a graph; the same prompt has to come to the same logits to the last bit."""
+    with running(MODELS[name](), LIMITS, DTYPES.get(name, torch.float16)) as h:
+        h.submit((5, 6, 7), 3)
+        h.finish()
+        if compiled:
+            h.compile()
+            h.submit((5, 6, 7), 3)
+            h.finish()
+        for length in (7, 33, 100):
+            logits = []
+            for wakes in (False, True, False):
+                h.engine.pause()
+                h.engine.drop_kv()
+                if wakes:
+                    h.engine.prepare_wake()
+                h.engine.resume()
+                with recorded_logits() as found:
+                    h.submit(prompts(length, (length,))[0], 4)
+                    h.finish()
+                torch.cuda.synchronize()
+                logits.append(found)
+            assert [len(found) for found in logits] == [len(logits[0])] * 3
+            for replayed, gated, again in zip(*logits, strict=True):
+                assert torch.equal(replayed, gated)
+                assert torch.equal(replayed, again)
+
+
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
 def test_first_token_waits_for_no_second_batch(use_async: bool) -> None:
     limits = LIMITS.model_copy(update={"use_async_batching": use_async})

@@ -37,7 +37,7 @@ class HubClient(Protocol):
 def no_model(request: DownloadRequest, client: HubClient) -> NotOnHub:
     other = Hub.HUGGINGFACE if request.hub is Hub.MODELSCOPE else Hub.MODELSCOPE
     return NotOnHub(
-        f"{client.title} ({client.endpoint}) shows no model {request.id}; check the spelling, try "
+        f"{client.title} ({client.endpoint}) shows no {request.repo} {request.id}; check the spelling, try "
         f"--source {other.value}, or set {client.token_variable} if it is private"
     )
 

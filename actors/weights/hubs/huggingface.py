@@ -40,8 +40,15 @@ class HuggingFace:
 
     def list_files(self, request: DownloadRequest) -> Listing:
         try:
-            commit = self._api.model_info(request.id, revision=request.revision).sha
-            tree = list(self._api.list_repo_tree(request.id, recursive=True, revision=commit))
+            info = self._api.repo_info(
+                request.id, revision=request.revision, repo_type=request.repo
+            )
+            commit = info.sha
+            tree = list(
+                self._api.list_repo_tree(
+                    request.id, recursive=True, revision=commit, repo_type=request.repo
+                )
+            )
         except errors.GatedRepoError as error:
             raise denied(request, self, error) from error
         except errors.RepositoryNotFoundError as error:
@@ -70,7 +77,12 @@ class HuggingFace:
         cancelled = threading.Event()
 
         def fetch_one(file: RemoteFile) -> None:
-            url = hf_hub_url(request.id, file.path, revision=plan.resolved_revision)
+            url = hf_hub_url(
+                request.id,
+                file.path,
+                repo_type=request.repo,
+                revision=plan.resolved_revision,
+            )
             _fetch_one(url, plan.directory, file, partial(tracker.set, file.path), cancelled)
 
         try:

@@ -33,7 +33,7 @@ class ModelScope:
 
     def list_files(self, request: DownloadRequest) -> Listing:
         try:
-            entries = self._entries(request.id, request.revision)
+            entries = self._entries(request, request.revision)
         except (errors.NotExistError, errors.InvalidParameter) as error:
             raise self._not_found(request) from error
         except (errors.AuthenticationError, errors.PermissionDeniedError) as error:
@@ -48,15 +48,15 @@ class ModelScope:
         newest = max(entries, key=lambda entry: entry.get("CommittedDate") or 0, default={})
         return Listing(files, newest.get("Revision"))
 
-    def _entries(self, model_id: str, revision: str | None) -> list[dict[str, Any]]:
+    def _entries(self, request: DownloadRequest, revision: str | None) -> list[dict[str, Any]]:
         # HubApi.list_repo_files drops the commit that each entry names.
-        return self._api.legacy.list_repo_files(model_id, "model", revision or "master")
+        return self._api.legacy.list_repo_files(request.id, request.repo, revision or "master")
 
     def _not_found(self, request: DownloadRequest) -> DownloadError:
         """Tell an unknown revision from an unknown model: the hub answers 404 to both."""
         if request.revision is not None:
             with suppress(errors.HubError):
-                self._entries(request.id, None)
+                self._entries(request, None)
                 return no_revision(request, self)
         return no_model(request, self)
 
@@ -82,7 +82,7 @@ class ModelScope:
         try:
             self._api.download_repo(
                 request.id,
-                "model",
+                request.repo,
                 revision=request.revision,
                 local_dir=plan.directory,
                 cache_dir=plan.directory / LOCKS_NAME,
