@@ -117,11 +117,12 @@ class Lifecycle:
         now: Callable[[], float],
         name: str = "replica",
         on_change: Callable[[], None] = lambda: None,
+        held: bool = False,
     ) -> None:
         self.idle = IdleClock(now)
         self.reason = "starting"
         self.level = 0  # how deep it sleeps; 0 while it does not
-        self.held = False
+        self.held = held
         self.waiting_for_wake = 0
         self.sleeps = 0
         self.wakes = 0

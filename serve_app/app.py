@@ -2,24 +2,36 @@
 
 import asyncio
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.config import AutoscalingConfig as ServesAutoscaling
+from ray.serve.config import AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from serve_app.autoscaling_config import AutoscalingConfig
 from serve_app.client import HandleClient
 from serve_app.config import AppArgs, ModelConfig, WeightsArgs
 from serve_app.deployment import HOLDER_DEPLOYMENT, ModelReplica
-from serve_app.ingress import HttpSettings, ModelInfo, build_asgi
+from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.logs import adopt_serve_handlers
+from serve_app.model_client import ModelInfo
+from serve_app.patience import Patience
+from serve_app.serve_scaler import ServeScaler
+from serve_app.wanted import ClusterStore
 
 if TYPE_CHECKING:
     from actors.holder import HeldImage, ImageGrant, ImageRequest, WeightHolder
     from actors.weights.layout import ImageKey
 
 _MAX_HTTP_REQUESTS = 10_000  # an ingress only passes things on; the models' own limits come first
+_STATS_PERIOD_S = 0.2  # changes of state are sent at once; this is for those that got lost
+_MAX_BACKOFF_S = 0.2  # between two looks for room while every replica is full; Serve's own is 0.5
+_REPORTS_PER_LOOK_BACK = 5  # of replicas and handles to the policy
+_MAX_REPORT_INTERVAL_S = 10.0  # Serve's own
 _LIFE: dict[str, Any] = {
     "health_check_period_s": 2.0,  # how soon a dead replica is noticed; Serve's own is 10
     "graceful_shutdown_wait_loop_s": 0.2,  # how often a stopping replica looks whether it is idle
@@ -94,11 +106,21 @@ class Ingress:
                     created=started,
                 ),
                 self._handles[model.model_id],
+                _scaler_of(model),
+                ClusterStore(serve.get_replica_context().app_name, model.model_id),
+                Patience(self._settings.queue_timeout_s),
             )
             for model in self._models
         }
         # Serve's proxy answers with a request id of its own making.
         return build_asgi(clients, self._settings, send_request_id=False)
+
+
+def _scaler_of(model: ModelConfig) -> ServeScaler:
+    application = serve.get_replica_context().app_name
+    scaling = model.scaling
+    least, most = (1, None) if scaling is None else (scaling.min_replicas, scaling.max_replicas)
+    return ServeScaler(application, _deployment_name(model.model_id), least, most)
 
 
 def build_weights(args: WeightsArgs) -> Application:
@@ -130,20 +152,56 @@ def build_app(args: AppArgs) -> Application:
 
 
 def _model_deployment(model: ModelConfig) -> Application:
-    scaling: dict[str, Any] = (
+    scaling = model.scaling
+    number: dict[str, Any] = (
         {"num_replicas": model.num_replicas}
-        if model.autoscaling is None
-        else {"autoscaling_config": model.autoscaling}
+        if scaling is None
+        else {"autoscaling_config": serves_autoscaling(scaling)}
     )
+    # The policy keeps as many replicas as requests need at this target, so the router keeps no more busy.
+    packed = 0.0 if scaling is None else scaling.target_ongoing_requests
+    router: dict[str, Any] = {  # typed as if every value were a dictionary
+        "request_router_class": "serve_app.router:AwakeFirstRouter",
+        "request_router_kwargs": {"packed_requests": packed},
+        "request_routing_stats_period_s": _STATS_PERIOD_S,
+        "max_backoff_s": _MAX_BACKOFF_S,
+    }
     options = serve.deployment(
         name=_deployment_name(model.model_id),
         max_ongoing_requests=model.max_ongoing_requests,
         max_queued_requests=model.max_queued_requests,
         ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
-        **scaling,
+        request_router_config=RequestRouterConfig(**router),
+        **number,
         **_LIFE,
     )
     return _bind(options(ModelReplica), model)
+
+
+def serves_autoscaling(config: AutoscalingConfig) -> ServesAutoscaling:
+    """Serve's settings around our policy.
+
+    Serve delays and scales what a policy says (`_apply_default_params` in
+    ray/serve/autoscaling_policy.py, 2.60). Ours has its own delays, so Serve's are 0.
+    """
+    share_s = config.look_back_period_s / _REPORTS_PER_LOOK_BACK
+    with warnings.catch_warnings():
+        # It takes effect all the same; the environment variable in its place is for all deployments.
+        warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+        return ServesAutoscaling(
+            min_replicas=config.min_replicas,
+            max_replicas=config.max_replicas,
+            target_ongoing_requests=config.target_ongoing_requests,
+            look_back_period_s=config.look_back_period_s,
+            metrics_interval_s=min(share_s, _MAX_REPORT_INTERVAL_S),
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            downscale_to_zero_delay_s=0.0,
+            policy=AutoscalingPolicy(
+                policy_function="serve_app.autoscaling_serve:SleepAwarePolicy",
+                policy_kwargs={"settings": config.model_dump()},
+            ),
+        )
 
 
 def _bind(deployment: Deployment, *args: object) -> Application:

@@ -277,13 +277,18 @@ def _subject(
 ) -> "Subject":
     from serve_app.bench.local import subject_of
 
-    keys = {}
+    return subject_of(target, defaults, engine_keys(changes))
+
+
+def engine_keys(changes: Sequence[str] | None) -> dict[str, object]:
+    """What --engine says: KEY=VALUE, the value as in a file of configs/."""
+    keys: dict[str, object] = {}
     for pair in changes or []:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--engine takes KEY=VALUE, found {pair}")
         keys[key] = yaml.safe_load(value)
-    return subject_of(target, defaults, keys)
+    return keys
 
 
 def _limits(asserted: Sequence[str]) -> dict[str, float]:

@@ -80,7 +80,10 @@ def _as_interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _saving(bench: Bench, show: "Progress", json_file: Path | None) -> "Progress":
-    """Shows progress, and now and then writes what there is, in case that we are killed."""
+    """Shows progress, and now and then writes what there is, in case that we are killed.
+
+    So it does whenever something begins that is not counted.
+    """
     if json_file is None:
         return show
     next_s = time.monotonic() + _SAVE_INTERVAL_S
@@ -88,7 +91,7 @@ def _saving(bench: Bench, show: "Progress", json_file: Path | None) -> "Progress
     def save(what: str, done: int, total: int) -> None:
         nonlocal next_s
         show(what, done, total)
-        if time.monotonic() >= next_s:
+        if time.monotonic() >= next_s or not total:
             _write(bench.result(), json_file)
             next_s = time.monotonic() + _SAVE_INTERVAL_S
 

@@ -35,6 +35,7 @@ from pydantic import (
 from actors.engine.config import EngineConfig
 from actors.lifecycle import SleepConfig
 from actors.weights.source import Hub, ModelSource
+from serve_app.autoscaling_config import AutoscalingConfig
 from serve_app.config_errors import (
     ConfigError,
     Problem,
@@ -46,6 +47,18 @@ from serve_app.config_errors import (
 from serve_app.ingress import HttpSettings
 
 _PROJECT_MARKERS = ("serve_config.yaml", "pyproject.toml")
+# What `autoscaling` could say when it was Ray Serve's AutoscalingConfig, and ours has not.
+_SERVES_KEYS = (
+    "initial_replicas",
+    "metrics_interval_s",
+    "smoothing_factor",
+    "upscale_smoothing_factor",
+    "downscale_smoothing_factor",
+    "upscaling_factor",
+    "downscaling_factor",
+    "aggregation_function",
+    "policy",
+)
 _SHAPES = ("demo", "tiny")  # what `sleepserve make-checkpoint` makes in no time
 
 
@@ -71,9 +84,10 @@ class ModelConfig(BaseModel):
     num_replicas: int = Field(
         default=1, gt=0, description="Replicas to keep; not together with `autoscaling`."
     )
-    autoscaling: dict[str, Any] | None = Field(
+    autoscaling: AutoscalingConfig | None = Field(
         default=None,
-        description="Keys of Ray Serve's AutoscalingConfig; `num_replicas` holds when absent.",
+        description="How many replicas, and when; `num_replicas` holds when absent. "
+        "Every key below has its default as soon as one of them is given.",
     )
     max_ongoing_requests: int = Field(
         default=64, gt=0, description="Requests a replica takes at once, computing or waiting."
@@ -86,26 +100,39 @@ class ModelConfig(BaseModel):
     num_cpus: float = Field(default=1.0, ge=0, description="CPU cores Ray sets aside per replica.")
     num_gpus: float = Field(default=0.0, ge=0, description="GPUs Ray gives each replica.")
 
-    @field_validator("autoscaling")
+    @field_validator("autoscaling", mode="before")
     @classmethod
-    def _autoscaling_is_valid(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is None:
-            return None
-        from ray.serve.config import AutoscalingConfig
-
-        if problems := list(unknown_keys(value, AutoscalingConfig)):  # Ray would drop them
-            raise ConfigError(problems)
-        validate(AutoscalingConfig, value)
+    def _keys_are_ours(cls, value: object) -> object:
+        if isinstance(value, dict) and (theirs := [key for key in value if key in _SERVES_KEYS]):
+            text = "a key of Ray Serve's own policy, which is not used; remove it"
+            raise ConfigError(Problem(text, (key,)) for key in theirs)
         return value
 
     @model_validator(mode="after")
     def _keys_agree(self) -> "ModelConfig":
         if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
             raise ConfigError([Problem("not together with autoscaling", ("num_replicas",))])
+        scaling, room = self.autoscaling, self.max_ongoing_requests
+        if scaling is not None and "target_ongoing_requests" in scaling.model_fields_set:
+            target = scaling.target_ongoing_requests
+            if target > room:
+                text = (
+                    f"{target:g}, but max_ongoing_requests is {room}: a replica never has so many, so "
+                    "none would be created while requests queue"
+                )
+                raise ConfigError([Problem(text, ("autoscaling", "target_ongoing_requests"))])
         if self.engine.device == "cuda" and self.num_gpus == 0:
             text = "0, but engine.device is cuda; set num_gpus: 1"
             raise ConfigError([Problem(text, ("num_gpus",))])
         return self
+
+    @property
+    def scaling(self) -> AutoscalingConfig | None:
+        """`autoscaling`, its default target no higher than what a replica takes at once."""
+        if self.autoscaling is None:
+            return None
+        target = min(self.autoscaling.target_ongoing_requests, float(self.max_ongoing_requests))
+        return self.autoscaling.model_copy(update={"target_ongoing_requests": target})
 
 
 def _load_named(entry: object, info: ValidationInfo) -> object:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.serve._private.common import RequestRoutingInfo
+from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus
 
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
@@ -28,6 +30,8 @@ from actors.protocol import (
 )
 from serve_app.config import ModelConfig
 from serve_app.logs import adopt_serve_handlers
+from serve_app.reports import RoutingNews, ScalingSample
+from serve_app.wanted import ClusterStore, Follower, Wanted
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -73,6 +77,38 @@ class _HolderHandle:
         return gone
 
 
+class _Announcer:
+    """Tells the routers at once what they would otherwise learn when Serve next asks.
+
+    `record_routing_stats` is asked for at most every tenth of a second, and statistics that are
+    sent are overwritten by those that were asked for last. The names of multiplexed models are not, and
+    arrive within 0.1 s; Serve's own multiplexing sends them the same way (serve/multiplex.py, 2.60).
+    """
+
+    def __init__(self) -> None:
+        self.news = RoutingNews()
+        self._replica_id = serve.get_replica_context().replica_id
+        client = _get_global_client()
+        assert client is not None  # or it would have raised
+        self._client = client
+        self._failed = False
+
+    def announce(self, state: ReplicaState, held: bool) -> None:
+        report, is_new = self.news.of(state, held)
+        if not is_new:
+            return
+        info = RequestRoutingInfo(self._replica_id, multiplexed_model_ids=report.as_names())
+        try:
+            self._client.record_request_routing_info(info)
+        except Exception:
+            # Routers then learn it when Serve asks.
+            if not self._failed:
+                logger.warning(
+                    "%s: the routers cannot be told at once", self._replica_id, exc_info=True
+                )
+            self._failed = True
+
+
 class ModelReplica:
     """One replica of one model."""
 
@@ -94,6 +130,8 @@ class ModelReplica:
         context = serve.get_replica_context()
         self._config = config
         self._replica_id = context.replica_id.unique_id
+        self._announcer = await asyncio.to_thread(_Announcer)
+        self._node = ray.get_runtime_context().get_node_id()
         request = ImageRequest(config.model_id, config.source, config.dtype)
         checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
         load = FastLoad(
@@ -106,15 +144,23 @@ class ModelReplica:
         module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
         image = await load.obtain()
         self._runtime = await build_runtime(module, image, load, config.engine, config.sleep)
+        follower = Follower(ClusterStore(context.app_name, config.model_id))
+        wanted = await follower.at_start()
         self._lifecycle = Lifecycle(
             self._runtime,
             config.sleep,
             time.monotonic,
             f"{config.model_id}/{self._replica_id}",
+            self._announce,
+            held=wanted is not None and wanted.held,
         )
-        if not config.sleep.start_asleep:
+        self._announce()
+        if not (config.sleep.start_asleep or self._lifecycle.held):
             await self._lifecycle.wake_up("start")
-        self._idle_watch = asyncio.create_task(self._lifecycle.sleep_when_idle())
+        self._watches = [
+            asyncio.create_task(self._lifecycle.sleep_when_idle()),
+            asyncio.create_task(follower.follow(self._obey)),
+        ]
 
     async def generate(
         self, request: GenerateRequest
@@ -138,6 +184,7 @@ class ModelReplica:
 
     async def sleep(self, command: SleepCommand) -> ReplicaStatus:
         await self._lifecycle.sleep(command)
+        self._announce()  # it may be held now, in the state that it was in
         return await self.status()
 
     async def wake_up(self) -> ReplicaStatus:
@@ -189,6 +236,35 @@ class ModelReplica:
             left=memory.left,
         )
 
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve asks for it every `request_routing_stats_period_s`, and tells the routers."""
+        report, _ = self._announcer.news.of(self._lifecycle.state, self._lifecycle.held)
+        return report.as_stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks for it, keeps the samples and hands them to the policy, if there is one."""
+        lifecycle = self._lifecycle
+        sample = ScalingSample(
+            state=lifecycle.state,
+            in_flight=lifecycle.idle.in_flight,
+            waiting_for_wake=lifecycle.waiting_for_wake,
+            idle_s=lifecycle.idle.idle_s(),
+            held=lifecycle.held,
+            wake_s=lifecycle.last_wake_s,
+            node=self._node,
+        )
+        return sample.as_numbers()
+
+    async def _obey(self, wanted: Wanted) -> None:
+        """Do what was wanted while this replica was not yet there to be told."""
+        if wanted.held:
+            await self.sleep(SleepCommand(level=wanted.level, hold=True))
+        elif self._lifecycle.held:
+            await self._lifecycle.wake_up("no longer held")
+
+    def _announce(self) -> None:
+        self._announcer.announce(self._lifecycle.state, self._lifecycle.held)
+
     async def check_health(self) -> None:
         """Serve calls it; raising makes Serve replace the replica. Asleep is healthy."""
         if self._lifecycle.state is ReplicaState.FAILED:
@@ -197,8 +273,7 @@ class ModelReplica:
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops, after it has drained."""
-        watch = getattr(self, "_idle_watch", None)
-        if watch is not None:
+        for watch in getattr(self, "_watches", ()):
             watch.cancel()
         runtime = getattr(self, "_runtime", None)
         if runtime is not None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from actors.weights import download as downloads
 from actors.weights import download_errors as errors
 from actors.weights.checkpoint_dir import Manifest
+from actors.weights.download_datasets import DEFAULT_DATASETS_DIR, KNOWN_TEXTS
 from actors.weights.download_plan import (
     DEFAULT_MAX_WORKERS,
     DEFAULT_MODELS_DIR,
@@ -40,7 +41,18 @@ EXIT_INTERRUPTED = 130
 
 
 def download(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="OWNER/NAME on the hub.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="OWNER/NAME on the hub.", show_default=False),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A dataset instead: wikitext, the text that `sleepserve eval` looks for, or "
+            "OWNER/NAME on the hub.",
+        ),
+    ] = None,
     source: Annotated[
         Literal["modelscope", "huggingface"], typer.Option(help="The hub.")
     ] = "modelscope",
@@ -53,8 +65,8 @@ def download(
         typer.Option(
             metavar="DIR",
             file_okay=False,
-            help="Where to; when absent $SLEEPSERVE_HOME/models/OWNER--NAME/REV, with "
-            "~/.cache/sleepserve for $SLEEPSERVE_HOME.",
+            help="Where to; when absent $SLEEPSERVE_HOME/models/OWNER--NAME/REV, or datasets/ for "
+            "models/, with ~/.cache/sleepserve for $SLEEPSERVE_HOME.",
         ),
     ] = None,
     include: Annotated[
@@ -76,22 +88,28 @@ def download(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
-    """Download a model into a directory, verify it and print the directory.
+    """Download a model, or a dataset, into a directory, verify it and print the directory.
 
     Continues what an earlier run left. A directory that is complete needs no network. Mirrors,
     tokens and proxies: MODELSCOPE_ENDPOINT, MODELSCOPE_API_TOKEN, HF_ENDPOINT, HF_TOKEN,
     HTTPS_PROXY, NO_PROXY.
     """
-    home = os.environ.get("SLEEPSERVE_HOME")
+    if (model is None) == (dataset is None):
+        _say("error: name either a MODEL or a --dataset")
+        raise typer.Exit(EXIT_USAGE)
+    hub, patterns = Hub(source), tuple(include or ())
+    if (known := KNOWN_TEXTS.get(dataset or "")) is not None:
+        dataset, patterns = known.ids[hub], patterns or known.include
     request = DownloadRequest(
-        hub=Hub(source),
-        id=model,
+        hub=hub,
+        id=dataset or model or "",
         revision=revision,
-        models_dir=Path(home) / "models" if home else DEFAULT_MODELS_DIR,
+        models_dir=datasets_dir() if dataset else _models_dir(),
         local_dir=local_dir,
-        include=tuple(include or ()),
+        include=patterns,
         exclude=tuple(exclude or ()),
         max_workers=max_workers,
+        repo="dataset" if dataset else "model",
     )
     with _exit_codes(request, as_json=as_json):
         if dry_run:
@@ -100,6 +118,17 @@ def download(
             with _progress(quiet=quiet) as progress:
                 manifest = downloads.download(request, progress)
             _print_result(request.directory, manifest, as_json=as_json)
+
+
+def _models_dir() -> Path:
+    home = os.environ.get("SLEEPSERVE_HOME")
+    return Path(home) / "models" if home else DEFAULT_MODELS_DIR
+
+
+def datasets_dir() -> Path:
+    """Where datasets go, and are looked for."""
+    home = os.environ.get("SLEEPSERVE_HOME")
+    return Path(home) / "datasets" if home else DEFAULT_DATASETS_DIR
 
 
 @contextmanager

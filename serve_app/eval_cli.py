@@ -19,12 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.errors import InvalidRequest, ServingError
+from actors.weights.download_datasets import KNOWN_TEXTS
 from actors.weights.download_errors import DownloadError, WrongRequest
 from actors.weights.source import ModelSource
 from serve_app.bench import evaluate as bench
 from serve_app.bench.figures import gib
 from serve_app.bench.verdict import Difference, Left, Plan, Report
 from serve_app.config_errors import ConfigError
+from serve_app.download_cli import datasets_dir
 from serve_app.schemas import SEED_PROMPT
 
 if TYPE_CHECKING:
@@ -80,8 +82,9 @@ def evaluate(
             exists=True,
             dir_okay=False,
             metavar="FILE",
-            help="UTF-8 text whose perplexity is compared; a chapter that is shipped when absent. "
-            "Not with --url: a server does not tell it.",
+            help="Text in UTF-8, or Parquet with a column `text`, whose perplexity is compared. When "
+            "absent, the beginning of what `sleepserve download --dataset wikitext` has fetched, "
+            "else of a chapter that is shipped. Not with --url: a server does not tell it.",
         ),
     ] = None,
     assert_ttft: Annotated[
@@ -123,7 +126,7 @@ def evaluate(
         )
         passage = None
         if config is not None:
-            passage = bench.Passage.read(text) if text else bench.Passage.shipped()
+            passage = bench.Passage.read(text) if text else _default_passage()
 
     @asynccontextmanager
     async def opened(on_progress: bench.Progress) -> AsyncIterator[bench.Target]:
@@ -180,6 +183,17 @@ def _config_of(model: str, keep_layers: int | None) -> "ModelConfig":
         return config
     sleep = config.sleep.model_copy(update={"keep_layers": keep_layers})
     return config.model_copy(update={"sleep": sleep})
+
+
+def _default_passage() -> bench.Passage:
+    """What was fetched; what is shipped, where nothing was, or it cannot be read."""
+    file = KNOWN_TEXTS["wikitext"].fetched(datasets_dir())
+    if file is not None:
+        try:
+            return bench.Passage.fetched(file)
+        except (ValueError, OSError) as error:
+            _say(f"the text that is shipped is taken: {error}")
+    return bench.Passage.shipped()
 
 
 @contextmanager

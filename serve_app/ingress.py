@@ -7,10 +7,9 @@ the three that generate and `/wake_up` can wake a model; the others never do, no
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
@@ -21,25 +20,24 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.errors import InvalidRequest, ModelNotFound, PayloadTooLarge, Unavailable
+from actors.errors import PayloadTooLarge
 from actors.protocol import (
-    GenerateRequest,
     ReplicaState,
     ReplicaStatus,
-    SleepCommand,
     TokenEvent,
 )
 from serve_app.answers import ChatAnswer, CompletionAnswer
-from serve_app.fields import parse_form, parse_json
-from serve_app.http_errors import Edge, http_exception, unwrap
+from serve_app.controls import Controls
+from serve_app.fields import parse_json
+from serve_app.http_errors import Edge, http_exception
+from serve_app.model_client import ModelClient
 from serve_app.schemas import (
     Ask,
-    SleepForm,
-    WakeForm,
     parse_chat,
     parse_completion,
     parse_seed,
 )
+from serve_app.served import ServedModels
 from serve_app.sse import HeldResponse, collect, event_stream, text_stream, unless_gone
 
 logger = logging.getLogger(__name__)
@@ -68,38 +66,15 @@ class HttpSettings(BaseModel):
     request_timeout_s: float = Field(
         default=600.0, gt=0, description="Seconds for a whole answer that is not streamed."
     )
+    queue_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds a request waits for its first token, in a queue, for a wake or for a "
+        "replica that starts, before it gets 503.",
+    )
     status_timeout_s: float = Field(
         default=1.0, gt=0, description="Seconds to wait for the replicas' own account."
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What is known of a model without asking it."""
-
-    model_id: str
-    max_model_len: int | None  # as configured; None if only the replicas know
-    root: str  # the checkpoint it was loaded from
-    created: int  # seconds since the epoch; constant, as OpenAI's is
-
-
-class ModelClient(Protocol):
-    """One model, as the ingress sees it; behind it a Ray Serve handle, or a fake."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
-        """Tokens of all continuations. Closing or cancelling the iterator ends the generation."""
-
-    async def sleep(self, command: SleepCommand) -> Sequence[ReplicaStatus]:
-        """One status per replica, after the transition."""
-
-    async def wake_up(self, tags: tuple[str, ...]) -> Sequence[ReplicaStatus]:
-        """One status per replica, after the transition; no tags means everything."""
-
-    async def status(self) -> Sequence[ReplicaStatus]:
-        """One status per replica. Never wakes; answers during a wake; empty without replicas."""
 
 
 def build_asgi(
@@ -120,7 +95,7 @@ class Ingress:
     """The routes, and what they share."""
 
     def __init__(self, models: Mapping[str, ModelClient], settings: HttpSettings) -> None:
-        self._models = models
+        self._models = ServedModels(models, settings.status_timeout_s)
         self._settings = settings
         self._load = Load()
         self._version = _version()
@@ -134,10 +109,7 @@ class Ingress:
             Route("/v1/chat/completions", self.chat, methods=["POST"], middleware=counted),
             Route("/v1/completions", self.completions, methods=["POST"], middleware=counted),
             Route("/completions", self.seed_completions, methods=["POST"], middleware=counted),
-            Route("/sleep", self.sleep, methods=["POST"]),
-            Route("/wake_up", self.wake_up, methods=["POST"]),
-            Route("/wakeup", self.wake_up, methods=["POST"]),
-            Route("/is_sleeping", self.is_sleeping, methods=["GET"]),
+            *Controls(self._models, self._form).routes(),
             Route("/health", self.health, methods=["GET", "POST"]),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.show_version, methods=["GET"]),
@@ -155,19 +127,19 @@ class Ingress:
 
     async def chat(self, request: Request) -> Response:
         ask = parse_chat(parse_json(await self._body(request)))
-        model = self._model(ask.model)
+        model = self._models.one(ask.model)
         return await self._answer(request, model, ask, ChatAnswer(ask, *self._head(model)))
 
     async def completions(self, request: Request) -> Response:
         fields = parse_json(await self._body(request))
         ask = parse_completion(fields, self._settings.max_continuations)
-        model = self._model(ask.model)
+        model = self._models.one(ask.model)
         return await self._answer(request, model, ask, CompletionAnswer(ask, *self._head(model)))
 
     async def seed_completions(self, request: Request) -> Response:
         """The form of the project this one started from; the prompt leads the output."""
         ask = parse_seed(parse_json(await self._body(request) or b"{}"))
-        model = self._model(ask.model)
+        model = self._models.one(ask.model)
         answer = CompletionAnswer(ask, *self._head(model))
         generations = [model.generate(each) for each in ask.requests(answer.answer_id)]
         prompt = str(ask.prompts[0])
@@ -208,14 +180,14 @@ class Ingress:
     # --- models ---
 
     async def list_models(self, request: Request) -> Response:
-        cards = await asyncio.gather(*(self._card(model) for model in self._models.values()))
+        cards = await asyncio.gather(*(self._card(model) for model in self._models.all.values()))
         return JSONResponse({"object": "list", "data": cards})
 
     async def show_model(self, request: Request) -> Response:
-        return JSONResponse(await self._card(self._model(request.path_params["model_id"])))
+        return JSONResponse(await self._card(self._models.one(request.path_params["model_id"])))
 
     async def _card(self, model: ModelClient) -> dict[str, Any]:
-        info, replicas = model.info, await self._known_status(model)
+        info, replicas = model.info, await self._models.known_status(model)
         lengths = [replica.max_model_len for replica in replicas or ()]
         return {
             "id": info.model_id,
@@ -228,58 +200,16 @@ class Ingress:
             "status": {"value": _status_value(replicas)},
         }
 
-    # --- sleep and wake ---
-
-    async def sleep(self, request: Request) -> Response:
-        form = parse_form(SleepForm, await self._form(request))
-        command = SleepCommand(level=form.level, mode=form.mode, hold=form.hold)
-        return await self._control(form.model, lambda model: model.sleep(command))
-
-    async def wake_up(self, request: Request) -> Response:
-        form = parse_form(WakeForm, await self._form(request))
-        return await self._control(form.model, lambda model: model.wake_up(form.tags))
-
-    async def is_sleeping(self, request: Request) -> Response:
-        """Whether every replica of every model asked for is asleep.
-
-        A model without replicas is not: there is nothing that a wake could find.
-        """
-        models = self._chosen(request.query_params.get("model"))
-        statuses = await asyncio.gather(*(self._status(model) for model in models.values()))
-        asleep = {
-            model_id: bool(replicas)
-            and all(replica.state is ReplicaState.ASLEEP for replica in replicas)
-            for model_id, replicas in zip(models, statuses, strict=True)
-        }
-        everyone = all(asleep.values())
-        return JSONResponse({"is_sleeping": everyone, "sleeping": everyone, "models": asleep})
-
-    async def _control(
-        self,
-        model_id: str | None,
-        order: Callable[[ModelClient], Awaitable[Sequence[ReplicaStatus]]],
-    ) -> Response:
-        """Give the order to one model or to all, and wait for all of them even if one fails."""
-        models = self._chosen(model_id)
-        work = (order(model) for model in models.values())
-        outcomes = await asyncio.gather(*work, return_exceptions=True)
-        shown: dict[str, list[dict[str, Any]]] = {}
-        for name, outcome in zip(models, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            shown[name] = [asdict(replica) for replica in outcome]
-        return JSONResponse({"code": 200, "models": shown})
-
     # --- health and the rest ---
 
     async def health(self, request: Request) -> Response:
         """200 while asleep, too: 503 only if a model has replicas and all of them have failed."""
         known = await asyncio.gather(
-            *(self._known_status(model) for model in self._models.values())
+            *(self._models.known_status(model) for model in self._models.all.values())
         )
         broken = [
             model_id
-            for model_id, replicas in zip(self._models, known, strict=True)
+            for model_id, replicas in zip(self._models.all, known, strict=True)
             if replicas and all(replica.state is ReplicaState.FAILED for replica in replicas)
         ]
         status = "failed" if broken else "healthy"
@@ -290,7 +220,7 @@ class Ingress:
             {
                 "message": "sleepserve is running.",
                 "version": self._version,
-                "models": list(self._models),
+                "models": list(self._models.all),
             }
         )
 
@@ -301,41 +231,6 @@ class Ingress:
         return JSONResponse({"server_load": self._load.in_flight})
 
     # --- shared ---
-
-    def _model(self, model_id: str | None) -> ModelClient:
-        """The model of that name; without a name the only one there is."""
-        if model_id is None:
-            if len(self._models) == 1:
-                return next(iter(self._models.values()))
-            raise InvalidRequest(f"model is required, one of: {', '.join(self._models)}", "model")
-        return self._chosen(model_id)[model_id]
-
-    def _chosen(self, model_id: str | None) -> Mapping[str, ModelClient]:
-        """The model of that name; without a name all of them."""
-        if model_id is None:
-            return self._models
-        if model_id not in self._models:
-            served = ", ".join(self._models)
-            raise ModelNotFound(f"model {model_id!r} is not served here; served: {served}", "model")
-        return {model_id: self._models[model_id]}
-
-    async def _status(self, model: ModelClient) -> Sequence[ReplicaStatus]:
-        try:
-            async with asyncio.timeout(self._settings.status_timeout_s):
-                return await model.status()
-        except TimeoutError:
-            name = model.info.model_id
-            raise Unavailable(
-                f"the replicas of {name!r} did not tell their state in time"
-            ) from None
-
-    async def _known_status(self, model: ModelClient) -> Sequence[ReplicaStatus] | None:
-        """The replicas' state, or None: lists and health checks must not fail on one model."""
-        try:
-            return await self._status(model)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the answer is "unknown"
-            logger.warning("no status of %s: %s", model.info.model_id, unwrap(exc))
-            return None
 
     async def _body(self, request: Request) -> bytes:
         limit = self._settings.max_body_bytes

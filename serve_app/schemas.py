@@ -235,6 +235,15 @@ class WakeForm(BaseModel):
     tags: Annotated[tuple[Literal["weights", "kv_cache"], ...], BeforeValidator(to_list)] = ()
 
 
+class ScaleForm(BaseModel):
+    """POST /scaleout and /scalein."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    model: str | None = None
+    replicas: int | None = Field(default=None, ge=0)
+
+
 def parse_chat(fields: Mapping[str, Any]) -> Ask:
     """POST /v1/chat/completions."""
     _refuse_unsupported(fields)

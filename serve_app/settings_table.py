@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from enum import Enum
+from typing import get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -32,6 +33,9 @@ def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
             yield from _walk(nested, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
+            for part in get_args(nested):  # a section that may be absent
+                if isinstance(part, type) and issubclass(part, BaseModel):
+                    yield from _walk(part, f"{prefix}{name}.")
 
 
 def _default(field: FieldInfo) -> str:

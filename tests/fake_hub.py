@@ -1,4 +1,4 @@
-"""One model on a loopback hub that speaks enough of ModelScope and of Hugging Face, and misbehaves.
+"""One model, or dataset, on a loopback hub that speaks enough of ModelScope and of Hugging Face, and misbehaves.
 
 Use it as a context manager. Faults are plain attributes and may change between requests.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -31,7 +31,7 @@ class Request:
 
 @dataclass
 class FakeHub:
-    """Serves `files` of `model_id`.
+    """Serves `files` of `model_id`, a model or a dataset as `repo` says.
 
     Attributes:
         sizes: path -> size to claim in the listing instead of the true one.
@@ -50,6 +50,7 @@ class FakeHub:
     corrupt: set[str] = field(default_factory=set)
     file_status: dict[str, int] = field(default_factory=dict)
     hub_status: int = 200
+    repo: Literal["model", "dataset"] = "model"
     stall_after: dict[str, int] = field(default_factory=dict)
     stalled: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
@@ -87,7 +88,8 @@ class FakeHub:
     @property
     def listings(self) -> int:
         """How often somebody asked for the list of files."""
-        return sum(r.path.endswith("/repo/files") or "/tree/" in r.path for r in self.requests)
+        ends = ("/repo/files", "/repo/tree")
+        return sum(r.path.endswith(ends) or "/tree/" in r.path for r in self.requests)
 
     def record(self, request: Request) -> None:
         with self.changed:
@@ -125,12 +127,13 @@ class _Handler(BaseHTTPRequestHandler):
         path, query = unquote(url.path), parse_qs(url.query)
         file = self._file_of(path, query)
         self.hub.record(Request(self.command, path, file, self.headers.get("Range")))
-        model = self.hub.model_id
-        if path == f"/api/v1/models/{model}/repo/files":
+        repo = f"{self.hub.repo}s/{self.hub.model_id}"
+        listing = "files" if self.hub.repo == "model" else "tree"
+        if path == f"/api/v1/{repo}/repo/{listing}":
             self._modelscope_listing(query["Revision"][0])
-        elif path == f"/api/models/{model}" or path.startswith(f"/api/models/{model}/revision/"):
+        elif path == f"/api/{repo}" or path.startswith(f"/api/{repo}/revision/"):
             self._huggingface_info(path.partition("/revision/")[2] or "main")
-        elif path.startswith(f"/api/models/{model}/tree/"):
+        elif path.startswith(f"/api/{repo}/tree/"):
             self._json(200, [_huggingface_entry(self.hub, name) for name in self.hub.files])
         elif file is not None:
             self._content(file)
@@ -138,9 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RepoNotFound")
 
     def _file_of(self, path: str, query: Mapping[str, list[str]]) -> str | None:
-        if path == f"/api/v1/models/{self.hub.model_id}/repo":
+        if path == f"/api/v1/{self.hub.repo}s/{self.hub.model_id}/repo":
             return query["FilePath"][0]
-        prefix = f"/{self.hub.model_id}/resolve/"
+        prefix = f"/{'datasets/' if self.hub.repo == 'dataset' else ''}{self.hub.model_id}/resolve/"
         return path.removeprefix(prefix).partition("/")[2] if path.startswith(prefix) else None
 
     def _modelscope_listing(self, revision: str) -> None:

@@ -16,7 +16,8 @@ from actors.protocol import (
     TokenLogprob,
     WakeReport,
 )
-from serve_app.ingress import ModelInfo
+from serve_app.model_client import ModelInfo
+from serve_app.scaling import Scale
 
 
 class FakeModel:
@@ -49,6 +50,7 @@ class FakeModel:
             root=f"checkpoint-of-{model_id}",
             created=1700000000,
         )
+        self.scaler = FakeScaler(len(states))
         self.pieces = tuple(pieces)
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
@@ -172,6 +174,21 @@ class FakeModel:
             return None
         top = (_logprob(piece, -0.5), _logprob("other", float("-inf")))[:wanted]
         return (TokenLogprob(1, piece, piece.encode(), -0.5, top),)
+
+
+class FakeScaler:
+    """A `Scaler` that remembers."""
+
+    def __init__(self, target: int) -> None:
+        self.scale = Scale(target, least=1, most=4)
+        self.written: list[int] = []
+
+    async def read(self) -> Scale:
+        return self.scale
+
+    async def write(self, replicas: int) -> None:
+        self.written.append(replicas)
+        self.scale = replace(self.scale, target=replicas)
 
 
 PROMPT_TOKENS = 5  # whatever the prompt

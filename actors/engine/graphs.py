@@ -174,8 +174,8 @@ class GraphRunner(ModelRunner):
         self._gate_next(False)
         room = min(self.cache.num_blocks * self.cb_config.page_size, self.cache.max_batch_tokens)
         pairs = 2 if isinstance(self.inputs_and_outputs, ContinuousBatchingAsyncIOs) else 1
+        self._run_fake_batch(model, room, decode=False)
         for _ in range(pairs):
-            self._run_fake_batch(model, room, decode=False)
             if self.use_cuda_graph_decode:
                 layers = None if self._compiled else self._layers
                 with layers.recording() if layers is not None else nullcontext():

@@ -27,6 +27,8 @@ from serve_app.bench.verdict import (
     find_difference,
 )
 
+_FETCHED_CHARS = 20_000  # of a text that nobody chose; the demo model takes seconds for them
+
 Progress = Callable[
     [str, int, int], None
 ]  # what is being done; how much of how much, 0 of 0: unknown
@@ -46,12 +48,40 @@ class Passage:
         return cls("alice.txt", file.read_text(encoding="utf-8"))
 
     @classmethod
+    def fetched(cls, file: Path) -> "Passage":
+        """The beginning of a long one that was downloaded; as `read`."""
+        text = cls.read(file).text[:_FETCHED_CHARS]
+        return cls(f"{file.parent.name}, its first {len(text)} characters", text)
+
+    @classmethod
     def read(cls, file: Path) -> "Passage":
-        """Raises OSError, or ValueError if it is not text in UTF-8."""
+        """A text, or the column `text` of a Parquet file.
+
+        Raises:
+            OSError, ValueError: it is neither, or pyarrow, which reads Parquet, is not installed.
+        """
+        if file.suffix == ".parquet":
+            return cls(file.name, _parquet_text(file))
         try:
             return cls(file.name, file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not text in UTF-8") from error
+
+
+def _parquet_text(file: Path) -> str:
+    """Its rows, one behind the other."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise ValueError(
+            f"{file} is Parquet, which pyarrow reads; the extra `datasets` of sleepserve brings "
+            "it: pip install -e '.[datasets]'"
+        ) from None
+    try:
+        column = parquet.read_table(file, columns=["text"]).column("text")
+    except (ArrowException, KeyError) as error:
+        raise ValueError(f"{file} is no Parquet file with a column `text`: {error}") from error
+    return "".join(column.to_pylist())
 
 
 class Target(Protocol):

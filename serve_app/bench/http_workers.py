@@ -70,6 +70,10 @@ class ProcessWorker:
         self._process.start()
         theirs.close()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is ready, or has ended, within that time; before `ready`, without an event loop."""
+        return self._connection.poll(timeout_s)
+
     async def ready(self) -> None:
         await self._receive()  # whatever comes first
 

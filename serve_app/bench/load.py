@@ -253,6 +253,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
         rows.append(["weights from", *(_origin(i) for i in instances.values())])
         found.append(Table(("seconds", *instances), rows))
     told = [(f"{name} / second", f"{value:.1f} x") for name, value in result["ratios"].items()]
+    if told:
+        told.append(("openYuanrong's own, loading", "10.5 x: 15.8 s and 1.5 s, Qwen2.5-7B"))
     for name, instance in instances.items():
         if name != "second" and not instance["cold"]:
             read = f"{instance['storage_bytes'] / 1e9:.2f} of {result['file_bytes'] / 1e9:.2f} GB"

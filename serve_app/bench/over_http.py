@@ -36,7 +36,7 @@ async def over_http(url: str, model: str | None) -> AsyncIterator["HttpTarget"]:
     base = url.rstrip("/").removesuffix("/v1")
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        server = _Server(session, base)
+        server = Server(session, base)
         name = await _choose(server, model)
         replicas = await server.control("/wake_up", name)
         if not replicas:
@@ -44,7 +44,7 @@ async def over_http(url: str, model: str | None) -> AsyncIterator["HttpTarget"]:
         yield HttpTarget(server, name, replicas)
 
 
-async def _choose(server: "_Server", model: str | None) -> str:
+async def _choose(server: "Server", model: str | None) -> str:
     cards = (await server.call("GET", "/v1/models")).get("data") or []
     served = [str(card.get("id")) for card in cards]
     if model is None and len(served) == 1:
@@ -58,7 +58,7 @@ async def _choose(server: "_Server", model: str | None) -> str:
 class HttpTarget:
     """Target over a server of ours. Of several replicas, figures of memory are summed."""
 
-    def __init__(self, server: "_Server", name: str, replicas: Sequence[ReplicaStatus]) -> None:
+    def __init__(self, server: "Server", name: str, replicas: Sequence[ReplicaStatus]) -> None:
         self._server = server
         self._name = name
         self._asleep_bytes = 0  # used at the end of the last sleep
@@ -166,7 +166,7 @@ class HttpTarget:
         return None
 
 
-class _Server:
+class Server:
     """Calls to one server; what it refuses is raised as the ServingError it stands for."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:

@@ -25,6 +25,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "load": ("instances", "ratios"),
     "soak": ("cycles", "compared", "wrong"),
     "http": ("rounds", "workload"),
+    "serve": ("start", "left_processes"),
 }
 _NAMES = {
     "wake": "Waking",
@@ -32,6 +33,7 @@ _NAMES = {
     "load": "New instances",
     "soak": "Many sleeps and wakes",
     "http": "Over HTTP",
+    "serve": "Behind serve run",
 }
 _VERSIONS = ("sleepserve", "torch", "transformers", "ray", "triton")
 
@@ -116,7 +118,7 @@ def sections_of(results: Sequence[Result], draw: Callable[[str, Result], bytes])
         prefix = kind if number == 1 else f"{kind}-{number}"
         plots = [
             Plot(f"{prefix}_{name}", title, says, draw(name, result))
-            for name, (title, finding) in FINDINGS[kind].items()
+            for name, (title, finding) in FINDINGS.get(kind, {}).items()
             if (says := finding(result)) is not None
         ]
         tables = [table for table in _tables(kind, result) if table.rows]
@@ -143,9 +145,10 @@ def _about(kind: str, result: Result) -> Table:
     rows = []
     if result.get("command"):
         rows.append(("command", result["command"]))
-    if "weights_bytes" in result:
-        rows.append(("weights", f"{result['weights_bytes'] / 2**30:.3f} GiB"))
-        rows.append(("KV cache", f"{result['kv_bytes'] / 2**30:.3f} GiB"))
+    sizes = result.get("start", result)  # a server tells them when it has started
+    if "weights_bytes" in sizes:
+        rows.append(("weights", f"{sizes['weights_bytes'] / 2**30:.3f} GiB"))
+        rows.append(("KV cache", f"{sizes['kv_bytes'] / 2**30:.3f} GiB"))
     if "engine" in result:
         keys = {name: value for name, value in result["engine"].items() if value is not None}
         rows.append(("engine", ", ".join(f"{name} {value}" for name, value in keys.items())))
@@ -171,6 +174,8 @@ def _tables(kind: str, result: Result) -> list[Table]:
         from serve_app.bench.load import tables
     elif kind == "soak":
         from serve_app.bench.soak import tables
+    elif kind == "serve":
+        from serve_app.bench.serve_report import tables
     else:
         return _http_tables(result)
     return tables(result)

@@ -12,7 +12,14 @@ from tests.e2e.puzzles import Puzzle, find_puzzles
 from tests.e2e.serve_process import PROJECT, ServeProcess
 
 # Each module goes on with the server of the one before it where it can.
-_ORDER = ("test_demo", "test_soak", "test_faults", "test_shutdown", "test_recovery")
+_ORDER = (
+    "test_demo",
+    "test_soak",
+    "test_faults",
+    "test_shutdown",
+    "test_scaling",
+    "test_recovery",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,10 +44,15 @@ class Servers:
         """The server of that name, started if need be, in place of any other."""
         if self.running is not None and self._name == name and self.running.alive():
             return self.running
+        server = self.start(name)
+        server.wait_until_ready()
+        return server
+
+    def start(self, name: str) -> ServeProcess:
+        """A new server of that name, not ready yet, in place of any other."""
         self.stop()
         self._name = name
         self.running = ServeProcess(CONFIGS[name]())
-        self.running.wait_until_ready()
         return self.running
 
     def stop(self) -> None:
@@ -77,12 +89,37 @@ def _on_cuda(**changes: Any) -> str:
     return config_with("demo.yaml", dtype="bfloat16", engine=engine, sleep=sleep, **changes)
 
 
+def _scaling() -> str:
+    """Two models: `pair` has two or three replicas with room for two requests each, `zero` none or one."""
+    config = yaml.safe_load(_own_config())
+    tiny = yaml.safe_load((PROJECT / "configs" / "tiny_cpu.yaml").read_text()) | {"num_cpus": 0.1}
+    tiny["sleep"] |= {"idle_timeout_s": 1.5, "idle_check_interval_s": 0.1}
+    pair = {
+        "min_replicas": 2,
+        "max_replicas": 3,
+        "target_ongoing_requests": 2,
+        "look_back_period_s": 1.5,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 4,
+    }
+    zero = {"min_replicas": 0, "look_back_period_s": 1.5, "downscale_delay_s": 1}
+    models = [
+        tiny | {"model_id": "pair", "max_ongoing_requests": 2, "autoscaling": pair},
+        tiny | {"model_id": "zero", "autoscaling": zero},
+    ]
+    for application in config["applications"]:
+        application["args"]["models"] = models
+    text: str = yaml.safe_dump(config)
+    return text
+
+
 CONFIGS: dict[str, Callable[[], str]] = {
     "own": _own_config,
     "drowsy": lambda: config_with(
         "demo.yaml", sleep={"idle_timeout_s": 3, "idle_check_interval_s": 0.1}
     ),
     "tiny": lambda: config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None}),
+    "scaling": _scaling,
     "cuda": lambda: _on_cuda(num_gpus=1),
     "cuda pair": lambda: _on_cuda(num_gpus=0.5, num_replicas=2),
 }

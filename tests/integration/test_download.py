@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from actors.weights import download as downloads
 from actors.weights.checkpoint_dir import MANIFEST_NAME, read_manifest, verify_checkpoint
+from actors.weights.download_datasets import KNOWN_TEXTS
 from actors.weights.download_errors import HubUnreachable, NotEnoughDisk
 from actors.weights.download_plan import DownloadRequest
 from actors.weights.source import Hub, ModelSource
@@ -571,3 +572,78 @@ def test_fake_hub_is_one_for_snapshot_download(
     with FakeHub(FILES) as hub:
         snapshot_download("Owner/Name", local_dir=tmp_path / "snapshot", endpoint=hub.endpoint)
     assert content(tmp_path / "snapshot") == FILES
+
+
+# --- datasets ---
+
+WIKITEXT = {
+    "README.md": b"# WikiText",
+    "wikitext-103-v1/test-00000-of-00001.parquet": os.urandom(20_000),
+    "wikitext-103-v1/train-00000-of-00002.parquet": b"much more",
+    "wikitext-2-v1/test-00000-of-00001.parquet": b"another one",
+}
+TEST_FILE = "wikitext-103-v1/test-00000-of-00001.parquet"
+IDS = {"modelscope": "modelscope/wikitext", "huggingface": "Salesforce/wikitext"}
+
+
+def run_dataset(*args: str) -> Result:
+    return CliRunner().invoke(app, ["--dataset", *args])
+
+
+@SOURCES
+def test_known_text_is_one_file_of_its_dataset(
+    source: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = KNOWN_TEXTS["wikitext"]
+    assert known.fetched(home / "datasets") is None
+    with FakeHub(WIKITEXT, model_id=IDS[source], repo="dataset") as hub:
+        point_at(monkeypatch, hub.endpoint)
+        result = run_dataset("wikitext", "--source", source)
+        assert result.exit_code == 0, result.stderr
+        asked = len(hub.requests)
+        assert run_dataset("wikitext", "--source", source).exit_code == 0
+        assert len(hub.requests) == asked
+    directory = home / "datasets" / IDS[source].replace("/", "--") / "default"
+    assert result.stdout == f"{directory}\n"
+    assert content(directory) == {TEST_FILE: WIKITEXT[TEST_FILE]}
+    assert verify_checkpoint(directory) == []
+    assert known.fetched(home / "datasets") == directory / TEST_FILE
+
+
+@SOURCES
+def test_any_dataset_comes_whole(source: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeHub(WIKITEXT, repo="dataset") as hub:
+        point_at(monkeypatch, hub.endpoint)
+        result = run_dataset("Owner/Name", "--source", source)
+    assert result.exit_code == 0, result.stderr
+    assert content(home / "datasets" / "Owner--Name" / "default") == WIKITEXT
+
+
+@SOURCES
+def test_model_is_no_dataset(
+    source: str, hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point_at(monkeypatch, hub.endpoint)
+    result = run_dataset("Owner/Name", "--source", source)
+    assert result.exit_code == 2
+    assert "shows no dataset Owner/Name" in result.stderr
+
+
+def test_interrupted_dataset_names_the_command_that_continues(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeHub(WIKITEXT, model_id=IDS["modelscope"], repo="dataset") as hub:
+        hub.corrupt = {TEST_FILE}
+        point_at(monkeypatch, hub.endpoint)
+        result = run_dataset("wikitext")
+    assert result.exit_code == 1
+    command = "sleepserve download --dataset modelscope/wikitext --include"
+    assert command in result.stderr
+    assert KNOWN_TEXTS["wikitext"].fetched(home / "datasets") is None
+
+
+@pytest.mark.parametrize("arguments", [[], ["Owner/Name", "--dataset", "wikitext"]])
+def test_either_a_model_or_a_dataset(arguments: list[str], home: Path) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "either a MODEL or a --dataset" in result.stderr

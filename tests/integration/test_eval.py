@@ -24,7 +24,7 @@ from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCor
 from actors.protocol import ReplicaStatus, SleepCommand
 from actors.weights import packer
 from actors.weights.checkpoint import write_checkpoint
-from serve_app.bench.evaluate import evaluate
+from serve_app.bench.evaluate import Passage, evaluate
 from serve_app.bench.in_process import InProcessTarget
 from serve_app.bench.over_http import over_http
 from serve_app.bench.perplexity import greedy_choices, log_likelihood
@@ -48,6 +48,12 @@ def report_in(file: Path) -> Report:
     text = file.read_text()
     jsonschema.validate(json.loads(text), Report.model_json_schema())
     return Report.model_validate_json(text, strict=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has downloaded is not there."""
+    monkeypatch.setenv("SLEEPSERVE_HOME", str(tmp_path / "nothing"))
 
 
 @pytest.fixture
@@ -152,6 +158,67 @@ def test_corrupted_image_fails_with_the_wrong_token_and_the_checksum(
     assert report.baseline.answer is not None
     assert report.baseline.answer.tokens.id_at(found.position) == found.expected_id
     assert found.found_id != found.expected_id
+
+
+# --- which text ---
+
+FETCHED = "datasets/modelscope--wikitext/default/wikitext-103-v1/test-00000-of-00001.parquet"
+
+
+def fetch(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a download leaves behind, but for the bytes."""
+    monkeypatch.setenv("SLEEPSERVE_HOME", str(home))
+    file = home / FETCHED
+    file.parent.mkdir(parents=True)
+    return file
+
+
+def passage_of(*arguments: str | Path, json_file: Path) -> tuple[str, Result]:
+    options = ("--max-tokens", "2", "--json", json_file)
+    result = evaluated(*arguments, *options)
+    assert result.exit_code == 0, result.output
+    perplexity = report_in(json_file).baseline.perplexity
+    assert perplexity is not None
+    return perplexity.passage, result
+
+
+def test_fetched_text_is_found_and_read(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = fetch(tmp_path, monkeypatch)
+    rows = ["", " = Robert = \n", " Robert is an actor . \n"]
+    parquet.write_table(pyarrow.table({"text": rows}), file)
+    assert Passage.read(file).text == "".join(rows)
+    found, _ = passage_of(tiny_checkpoint, json_file=tmp_path / "found.json")
+    assert found == f"wikitext-103-v1, its first {len(''.join(rows))} characters"
+    named, _ = passage_of(tiny_checkpoint, "--text", file, json_file=tmp_path / "named.json")
+    assert named == file.name
+
+
+def test_fetched_text_that_cannot_be_read_is_told(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = fetch(tmp_path, monkeypatch)
+    file.write_bytes(b"no Parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    found, result = passage_of(tiny_checkpoint, json_file=tmp_path / "found.json")
+    assert found == "alice.txt"
+    assert "the text that is shipped is taken" in result.stderr
+    result = evaluated(tiny_checkpoint, "--text", file)
+    assert result.exit_code == 2
+    assert "the extra `datasets`" in result.stderr
+
+
+def test_file_that_is_no_parquet_is_told(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    other = tmp_path / "other.parquet"
+    other.write_bytes(b"no Parquet")
+    with pytest.raises(ValueError, match="no Parquet file with a column `text`"):
+        Passage.read(other)
+    parquet.write_table(pyarrow.table({"words": ["a"]}), other)
+    with pytest.raises(ValueError, match="no Parquet file with a column `text`"):
+        Passage.read(other)
 
 
 def test_ttft_limit_fails_the_command(tiny_checkpoint: Path, passage: Path) -> None:

@@ -6,11 +6,8 @@ On CUDA, and on CPU what makes sense there, where the device's figure is this pr
 import asyncio
 import ctypes
 import logging
-import subprocess
-import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +22,7 @@ from actors.model_memory import ModelMemory
 from actors.protocol import ReplicaState, SleepCommand
 from actors.weights.checkpoint import write_checkpoint
 from actors.weights.image import WeightImage
+from serve_app.bench.card import full_card
 from tests.conftest import cuda_available
 from tests.integration.runtime_harness import Harness, harness, load
 
@@ -396,42 +394,10 @@ def test_wake_without_room_is_refused_and_works_once_there_is_some(
     run(scenario)
 
 
-HOG = """
-import sys, torch
-
-spare = int(sys.argv[1])
-torch.zeros(1, device="cuda")
-free, _ = torch.cuda.mem_get_info()
-held = torch.empty(max(free - spare, 1), dtype=torch.uint8, device="cuda")
-print(torch.cuda.mem_get_info()[0], flush=True)
-sys.stdin.readline()
-"""
-
-
-@contextmanager
-def full_card(spare: int, project: Path) -> Iterator[int]:
-    """Another process holds all of the card but about `spare` bytes; gives what it left free."""
-    hog = subprocess.Popen(
-        [sys.executable, "-c", HOG, str(spare)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=project,
-    )
-    try:
-        assert hog.stdout is not None
-        line = hog.stdout.readline()
-        assert line, f"the process that fills the card ended with {hog.wait(timeout=60)}"
-        yield int(line)
-    finally:
-        hog.kill()
-        hog.communicate()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep_layers", [0, 2])
 def test_wake_on_a_full_card_is_refused_and_works_once_the_other_process_is_gone(
-    checkpoints: Callable[[str], Path], project: Path, keep_layers: int
+    checkpoints: Callable[[str], Path], keep_layers: int
 ) -> None:
     assert cuda_available()
 
@@ -446,7 +412,7 @@ def test_wake_on_a_full_card_is_refused_and_works_once_the_other_process_is_gone
             kept = h.runtime.mapped_bytes
             assert (kept > 0) == (keep_layers > 0)
             needed = h.runtime.weights_bytes + h.runtime.kv_bytes - kept
-            with full_card(spare=needed // 2, project=project) as free:
+            with full_card(spare_bytes=needed // 2) as free:
                 assert free < needed, "the other process did not fill the card"
                 for _ in range(2):
                     with pytest.raises(Unavailable) as caught:

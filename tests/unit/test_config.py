@@ -196,11 +196,20 @@ def test_model_in_place_is_the_same_as_in_a_file(folder: Path) -> None:
         ),
         (
             MODEL + "autoscaling: {min_replicas: 3, max_replicas: 2}",
-            "autoscaling: max_replicas (2) must be greater than or equal to min_replicas (3)!",
+            "autoscaling.max_replicas: 2, but min_replicas 3 and standby_replicas 0 need 3 or more",
         ),
         (
             MODEL + "autoscaling: {max_replicas: many}",
             "autoscaling.max_replicas: expected a whole number, found 'many'",
+        ),
+        (
+            MODEL + "autoscaling: {max_replicas: 2, upscaling_factor: 2}",
+            "autoscaling.upscaling_factor: a key of Ray Serve's own policy, which is not used; remove it",
+        ),
+        (
+            MODEL + "max_ongoing_requests: 8\nautoscaling: {target_ongoing_requests: 9}",
+            "autoscaling.target_ongoing_requests: 9, but max_ongoing_requests is 8: a replica never has "
+            "so many, so none would be created while requests queue",
         ),
         (
             MODEL + "num_replicas: 1\nautoscaling: {max_replicas: 2}",
@@ -230,6 +239,15 @@ def test_mistake_in_a_model_file(folder: Path, text: str, complaint: str) -> Non
         assert _complaint("configs/demo.yaml").startswith(f"configs/demo.yaml: {complaint}")
     else:
         assert _complaint("configs/demo.yaml") == f"configs/demo.yaml: {complaint}"
+
+
+def test_default_target_is_no_higher_than_what_a_replica_takes(folder: Path) -> None:
+    file = folder / "configs" / "demo.yaml"
+    _write(file, MODEL + "max_ongoing_requests: 8\nautoscaling: {max_replicas: 2}")
+    scaling = load_model_config(file).scaling
+    assert scaling is not None
+    assert scaling.target_ongoing_requests == 8
+    assert scaling.max_replicas == 2
 
 
 def test_every_mistake_has_its_line(folder: Path) -> None:

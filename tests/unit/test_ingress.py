@@ -722,6 +722,67 @@ def test_is_sleeping(states, sleeping):
         }
 
 
+# --- how many replicas ---
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "before", "target", "message"),
+    [
+        ("/scaleout", {}, 2, 3, "2 -> 3: 1 will start"),  # the seed's curl has no body
+        ("/scaleout", {"replicas": 4}, 2, 4, "2 -> 4: 2 will start"),
+        ("/scaleout", {"replicas": 2}, 2, 2, "2 replicas are wanted already"),
+        ("/scaleout", {"replicas": 1}, 2, 2, "2 replicas are wanted already"),
+        ("/scalein", {}, 2, 1, "2 -> 1: 1 will stop, after what it has in flight"),
+        ("/scalein", {"replicas": 1}, 3, 1, "3 -> 1: 2 will stop, after what it has in flight"),
+        ("/scalein", {"replicas": 4}, 3, 3, "3 replicas are wanted already"),
+    ],
+)
+def test_scale(path, body, before, target, message):
+    model = FakeModel(states=[S.AWAKE] * before)
+    with serving(model) as client:
+        answer = client.post(path, content=json.dumps(body) if body else b"").json()
+        assert answer == {
+            "code": 200,
+            "model": "fake",
+            "before": before,
+            "target": target,
+            "message": message,
+        }
+        assert model.scaler.written == ([target] if target != before else [])
+        if "replicas" in body:  # saying it twice changes nothing
+            again = client.post(path, json=body).json()
+            assert (again["before"], again["target"]) == (target, target)
+            assert len(model.scaler.written) <= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "replicas", "said"),
+    [("/scaleout", 5, "more than 4"), ("/scalein", 0, "fewer than 1"), ("/scalein", -1, "")],
+)
+def test_scale_out_of_bounds_is_refused(client, model, path, replicas, said):
+    response = client.post(f"{path}?replicas={replicas}")
+    is_error(response, 400, "invalid_request_error", "replicas")
+    assert said in response.json()["error"]["message"]
+    assert model.scaler.written == []
+
+
+def test_scale_needs_a_model_where_there_are_two():
+    one, two = FakeModel("one"), FakeModel("two")
+    with serving(one, two) as client:
+        is_error(client.post("/scaleout"), 400, "invalid_request_error", "model")
+        assert client.post("/scaleout?model=two").json()["target"] == 2
+        is_error(client.post("/scalein?model=three"), 404, "model_not_found", "model")
+    assert one.scaler.written == []
+
+
+def test_replicas_tells_what_is_wanted_and_what_there_is():
+    with serving(FakeModel(states=[S.AWAKE, S.ASLEEP])) as client:
+        client.post("/scaleout?replicas=3")
+        told = client.get("/replicas").json()["models"]["fake"]
+    assert (told["target"], told["min_replicas"], told["max_replicas"]) == (3, 1, 4)
+    assert [replica["state"] for replica in told["replicas"]] == ["awake", "asleep"]
+
+
 # --- health and the rest ---
 
 

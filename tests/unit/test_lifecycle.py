@@ -441,3 +441,18 @@ def test_idle_timeout_null_never_sleeps() -> None:
         assert bench.lifecycle.state is AWAKE
 
     run(scenario)
+
+
+def test_every_change_is_told_after_it_was_made() -> None:
+    async def scenario() -> None:
+        told: list[ReplicaState] = []
+
+        def tell() -> None:
+            told.append(lifecycle.state)
+
+        lifecycle = Lifecycle(GatedEffects(), SleepConfig(), Clock(), "test", tell)
+        await lifecycle.wake_up()
+        await lifecycle.sleep(SleepCommand())
+        assert told == [WAKING, AWAKE, DRAINING, ASLEEP]
+
+    asyncio.run(scenario())

@@ -29,6 +29,7 @@ class Served:
     received_s: float
     asleep: bool = False
     written_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0  # of a stream
 
 
 @dataclass
@@ -182,6 +183,7 @@ class FakeOpenAI:
         if self.tells_usage and served.body.get("stream_options", {}).get("include_usage"):
             await response.write(_event({"choices": [], "usage": _usage(served.body, tokens)}))
         await response.write(b"data: [DONE]\n\n")
+        served.ended_s = time.monotonic()
         return response
 
     def _whole(self, body: dict[str, Any], tokens: int) -> dict[str, Any]:

@@ -1,0 +1,341 @@
+"""The phases of `sleepserve bench serve`: what is asked of a server that runs, and what it tells."""
+
+import asyncio
+import json
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from actors.errors import ServingError
+from actors.protocol import ReplicaStatus
+from serve_app.bench.card import CardFiller
+from serve_app.bench.figures import spread
+from serve_app.bench.http import Target
+from serve_app.bench.http_run import HttpBench, Round
+from serve_app.bench.http_summary import summarize
+from serve_app.bench.http_workers import ProcessWorker
+from serve_app.bench.over_http import Server
+from serve_app.bench.serve_log import first_since, steps_since, transfers
+from serve_app.bench.serve_process import ServeFailed, ServeProcess
+from serve_app.bench.workload import Lengths, Load, Workload
+
+if TYPE_CHECKING:
+    from serve_app.bench.local import Progress
+
+Found = dict[str, Any]
+Phase = Callable[[Found], Awaitable[None]]  # fills in what it finds, as it finds it
+
+MODEL = "m"
+PROMPT = (11, 22, 33, 44, 55, 66, 77)
+ANSWER_TOKENS = 50
+AWAKE_REQUESTS = 10
+PHASES: Mapping[str, float] = {  # and how many seconds it may take
+    "start": 180,
+    "latency": 60,
+    "throughput": 120,
+    "redeploy": 90,
+    "memory": 60,
+}
+_HOLDER = "weights:WeightHolder"
+_RETRY_S = 0.05
+_MANY = 64  # requests at once, above which two timed rounds will do
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        phases: of `PHASES`; the start is always one of them.
+        pause_s: asleep in each cycle.
+        warm_when: a line of the log after which a replica is as fast as it will be; waited for.
+        limit_s: phases that have not begun by then are left out.
+    """
+
+    phases: tuple[str, ...] = tuple(PHASES)
+    cycles: int = 20
+    pause_s: float = 0.3
+    concurrency: tuple[int, ...] = (1, 16, 64, 256)
+    prompt_tokens: int = 128
+    answer_tokens: int = 128
+    warm_when: re.Pattern[str] | None = None
+    limit_s: float | None = None
+
+    def loads(self) -> list[Load]:
+        """For each number of requests a round to warm up, and two or three that are timed."""
+        return [
+            Load(concurrency=count, requests=count)
+            for count in self.concurrency
+            for _ in range(1 + (2 if count > _MANY else 3))
+        ]
+
+
+class Phases:
+    """What is measured of one server.
+
+    Args:
+        clients: processes that send the load; without any, this one does.
+    """
+
+    def __init__(
+        self,
+        server: ServeProcess,
+        session: aiohttp.ClientSession,
+        clients: Sequence[ProcessWorker],
+        plan: Plan,
+        progress: "Progress",
+    ) -> None:
+        self._server = server
+        self._session = session
+        self._http = Server(session, server.url)
+        self._clients = clients
+        self._plan = plan
+        self._progress = progress
+
+    def by_name(self) -> dict[str, Phase]:
+        """Those of the plan, in their order; the others need a server that has started."""
+        phases: dict[str, Phase] = {
+            "start": self._start,
+            "latency": self._latency,
+            "throughput": self._throughput,
+            "redeploy": self._redeploy,
+            "memory": self._memory,
+        }
+        assert phases.keys() == PHASES.keys()
+        wanted = {"start", *self._plan.phases}
+        return {name: phase for name, phase in phases.items() if name in wanted}
+
+    # --- what phases are made of ---
+
+    async def _ask(self, count: int) -> tuple[str, float]:
+        """The text of that many greedy tokens, and the seconds from sending to the first event."""
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": count, "ignore_eos": True}
+        started_s = time.perf_counter()
+        first_s, text = None, ""
+        async for chunk in self._http.stream(
+            "/v1/completions", body | {"stream": True, "temperature": 0}
+        ):
+            first_s = first_s or time.perf_counter() - started_s
+            text += "".join(choice["text"] for choice in chunk["choices"])
+        if first_s is None:
+            raise ServeFailed("an answer without any event")
+        return text, first_s
+
+    async def _sleep(self) -> ReplicaStatus:
+        (status,) = await self._http.control("/sleep", MODEL)
+        return status
+
+    async def _wake_up(self) -> ReplicaStatus:
+        (status,) = await self._http.control("/wake_up", MODEL)
+        return status
+
+    async def _until_first_token(self) -> float:
+        """Ask until the answer comes; when its first token did, since the epoch."""
+        while True:
+            if not self._server.alive():
+                raise ServeFailed("serve run has ended")
+            began_s = time.time()
+            try:
+                return began_s + (await self._ask(1))[1]
+            except ServingError:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _until_warm(self, since_s: float) -> float | None:
+        """Wait for what `warm_when` is looking for; the seconds until then."""
+        if self._plan.warm_when is None:
+            return None
+        while True:
+            warm_s = first_since(self._server.log(), self._plan.warm_when, since_s)
+            if warm_s is not None:
+                return warm_s
+            await asyncio.sleep(0.1)
+
+    async def _tell_start(self, found: Found, since_s: float) -> None:
+        """A start that has come to its first token: where the weights are from, when it is warm."""
+        status = await self._wake_up()
+        found |= {"seconds_to_warm": None, "weights_from": status.weights_from}
+        found["steps"] = steps_since(self._server.log(), since_s)
+        found["seconds_to_warm"] = await self._until_warm(since_s)
+        found["steps"] = steps_since(self._server.log(), since_s)
+
+    # --- the phases ---
+
+    async def _start(self, found: Found) -> None:
+        since_s = self._server.started_s
+        found["seconds_to_first_token"] = await self._until_first_token() - since_s
+        status = await self._wake_up()
+        found |= {"weights_bytes": status.weights_bytes, "kv_bytes": status.kv_bytes}
+        await self._tell_start(found, since_s)
+
+    async def _latency(self, found: Found) -> None:
+        """TTFT awake and from sleep; 50 greedy tokens compared after each cycle."""
+        plan = self._plan
+        before = len(transfers(self._server.log()))
+        expected, _ = await self._ask(ANSWER_TOKENS)
+        awake = [(await self._ask(1))[1] for _ in range(AWAKE_REQUESTS)]
+        found["ttft_awake_s"] = spread(awake)
+        asleep: list[float] = []
+        slept: list[float] = []
+        wrong = 0
+        for cycle in range(1, plan.cycles + 1):
+            self._progress("latency", cycle, plan.cycles)
+            status = await self._sleep()
+            assert status.last_sleep_s is not None
+            await asyncio.sleep(plan.pause_s)  # as a real sleep does
+            first_s = (await self._ask(1))[1]
+            wrong += (await self._ask(ANSWER_TOKENS))[0] != expected
+            slept.append(status.last_sleep_s)
+            asleep.append(first_s)
+            found |= {
+                "cycles": cycle,
+                "ttft_asleep_s": spread(asleep),
+                "sleep_s": spread(slept),
+                "wrong": wrong,
+                "weights_bytes": status.weights_bytes,
+                "kv_bytes": status.kv_bytes,
+                "weights_from": status.weights_from,
+            }
+        if wakes := transfers(self._server.log())[before:]:
+            link_s = statistics.median(seconds for _, seconds in wakes)
+            found["link_s"] = link_s
+            found["gb_per_s"] = wakes[-1][0] / 1e9 / link_s
+            found["over_link_s"] = found["ttft_asleep_s"]["median"] - link_s
+
+    async def _throughput(self, found: Found) -> None:
+        """So many streams at once, each with a random prompt; all of a round are waited for."""
+        plan = self._plan
+        workload = Workload(
+            model=MODEL,
+            endpoint="completions",
+            prompt_tokens=Lengths(plan.prompt_tokens, plan.prompt_tokens),
+            max_tokens=plan.answer_tokens,
+            extra_body={"ignore_eos": True},
+        )
+
+        def show(current: Round) -> None:
+            what = f"throughput, {current.load.label}"
+            self._progress(what, len(current.records), current.load.requests or 0)
+
+        bench = HttpBench(Target(self._server.url), workload, self._clients, on_progress=show)
+        try:
+            await bench.run(plan.loads())
+        finally:
+            found |= throughput_of(bench.rounds)
+        for current in bench.rounds:
+            if failures := [r for r in current.records if r.error is not None]:
+                first = failures[0]
+                raise ServeFailed(
+                    f"{current.load.label}: {len(failures)} of {len(current.records)} requests "
+                    f"failed, the first with {first.error_class}: {first.message}"
+                )
+            if any(record.tokens != plan.answer_tokens for record in current.records):
+                raise ServeFailed(f"{current.load.label}: not {plan.answer_tokens} tokens each")
+
+    async def _redeploy(self, found: Found) -> None:
+        """What an operator does with `serve delete` and `serve deploy`; the holder stays."""
+        server = self._server
+        holder = server.actor_pid(_HOLDER)
+        operator = server.driver(_REDEPLOY, server.config)
+        assert operator.stdout is not None
+        try:
+            told = await asyncio.to_thread(operator.stdout.readline)
+            if not told:
+                raise ServeFailed("the process that should redeploy has ended")
+            began_s, deleted_s = map(float, told.split())
+            found["delete_s"] = deleted_s - began_s
+            found["seconds_to_first_token"] = await self._until_first_token() - deleted_s
+            if (code := await asyncio.to_thread(operator.wait)) != 0:
+                raise ServeFailed(f"the process that should redeploy ended with {code}")
+        finally:
+            operator.kill()
+            operator.wait()
+            operator.stdout.close()
+        if server.actor_pid(_HOLDER) != holder:
+            raise ServeFailed("the holder was replaced, too")
+        await self._tell_start(found, deleted_s)
+
+    async def _memory(self, found: Found) -> None:
+        """A card without room for anything, and one with room for half of the weights."""
+        if shutil.which("nvidia-smi") is None:
+            found["skipped"] = "no CUDA device"
+            return
+        expected, _ = await self._ask(ANSWER_TOKENS)
+        status = await self._wake_up()
+        for name, spare_bytes in (("none", 2**26), ("half", status.weights_bytes // 2)):
+            await self._sleep()
+            with CardFiller(spare_bytes) as filler:
+                free_bytes = await asyncio.to_thread(filler.free_bytes)
+                refusals = [await self._ask_refused() for _ in range(2)]
+                async with self._session.get(f"{self._server.url}/health") as response:
+                    health = response.status
+            began_s = time.monotonic()
+            text, first_s = await self._ask(ANSWER_TOKENS)
+            answered_s = time.monotonic() - began_s
+            found[name] = {
+                "free_bytes": free_bytes,
+                "refusals": refusals,
+                "health_meanwhile": health,
+                "first_token_afterwards_s": first_s,
+                "answer_afterwards_s": answered_s,
+                "same_answer": text == expected,
+                "same_process": (await self._wake_up()).process_id == status.process_id,
+            }
+
+    async def _ask_refused(self) -> Found:
+        body = {"model": MODEL, "prompt": [11, 22, 33], "max_tokens": 4}
+        started_s = time.monotonic()
+        async with self._session.post(f"{self._server.url}/v1/completions", json=body) as response:
+            error = json.loads(await response.read()).get("error")
+            return {
+                "status": response.status,
+                "retry_after": response.headers.get("retry-after"),
+                "error": error,
+                "seconds": time.monotonic() - started_s,
+            }
+
+
+# A process of its own: what Ray's client waits for in there, no time limit of ours could end.
+_REDEPLOY = """
+import time, yaml
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+began_s = time.time()
+serve.delete("llm")
+print(began_s, time.time(), flush=True)
+# The application that is there as the file has it is left alone.
+_get_global_client().deploy_apps(ServeDeploySchema.model_validate(yaml.safe_load(sys.argv[1])))
+"""
+
+
+def throughput_of(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Requests at once -> how the figures of its rounds lie, the first of them left out."""
+    figures: dict[str, list[dict[str, float]]] = {}
+    warm: set[str] = set()
+    for current in rounds:
+        name = str(current.load.concurrency)
+        if name not in warm:
+            warm.add(name)
+            continue
+        summary = summarize(current.load, current.records)
+        times = summary.times
+        if current.finished and times.ttft is not None and times.tpot is not None:
+            figures.setdefault(name, []).append(
+                {
+                    "tokens_per_s": summary.output_tokens_per_s,
+                    "ttft_p50_s": times.ttft.percentiles[50],
+                    "tpot_p50_s": times.tpot.percentiles[50],
+                    "prompt_tokens": summary.prompt_tokens or 0.0,
+                }
+            )
+    return {
+        name: {figure: spread([each[figure] for each in timed]) for figure in timed[0]}
+        for name, timed in figures.items()
+    }

@@ -1,0 +1,232 @@
+"""`serve run` as a user has it: a process of its own, Ctrl-C, and nothing left behind. No Ray here."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROJECT = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")
+
+STOP_DEADLINE_S = 30.0
+OBJECT_STORE_BYTES = 400_000_000
+
+# A shell's background job ignores SIGINT, and so would its children.
+_LISTEN_TO_SIGINT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+_JOIN = """
+import sys, ray
+ray.init(namespace="serve", log_to_driver=False)
+"""
+
+
+class ServeFailed(Exception):
+    """`serve run` ended, did not do what it was asked for, or left something behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What should be gone when `serve run` is."""
+
+    processes: tuple[str, ...]
+    shared_memory: tuple[str, ...]
+    ports: tuple[int, ...]
+    seconds: float
+
+    def check(self) -> None:
+        """Raises ServeFailed if something is still there, or took long to go."""
+        if self.processes:
+            raise ServeFailed(f"still there after {self.seconds:.0f} s: {self.processes}")
+        if self.shared_memory:
+            raise ServeFailed(f"left in {SHARED_MEMORY}: {self.shared_memory}")
+        if self.ports:
+            raise ServeFailed(f"somebody still listens on our ports {self.ports}")
+        if self.seconds >= STOP_DEADLINE_S:
+            raise ServeFailed(f"it took {self.seconds:.0f} s to end")
+
+
+class ServeProcess:
+    """One `serve run`, in a session (setsid) of its own with a Ray of its own on loopback.
+
+    Args:
+        config: text of a serve_config.yaml; its HTTP port is replaced.
+        port: a free one when absent.
+        environment: variables beside those of the caller.
+
+    Attributes:
+        config: as it was started with.
+        started_s: when the process was asked for, since the epoch.
+    """
+
+    def __init__(self, config: str, port: int | None = None, **environment: str) -> None:
+        self.port = free_port() if port is None else port
+        self.url = f"http://127.0.0.1:{self.port}"
+        if config.count("port: 8000") != 1:
+            raise ValueError("a serve_config.yaml with `port: 8000` is needed")
+        self.config = config.replace("port: 8000", f"port: {self.port}")
+        # Ray's sockets are in it, and the path of a socket must be short.
+        self._home = Path(tempfile.mkdtemp(prefix="sleepserve-", dir="/tmp"))
+        self._log = self._home / "serve.log"
+        self._shared_memory_before = _shared_memory()
+        config_file = self._home / "serve_config.yaml"
+        config_file.write_text(self.config)
+        serve = ["-m", "ray.serve.scripts", "run", str(config_file)]
+        self.started_s = time.time()
+        with self._log.open("wb") as log:
+            self._leader = subprocess.Popen(
+                [sys.executable, "-c", _LISTEN_TO_SIGINT, *serve],
+                cwd=PROJECT,
+                env=_environment(self._home) | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    # --- processes ---
+
+    def processes(self) -> list[psutil.Process]:
+        """All of the session: Ray starts none outside."""
+        return [psutil.Process(pid) for pid in psutil.pids() if _session_of(pid) == self.pid]
+
+    @property
+    def pid(self) -> int:
+        return self._leader.pid
+
+    def alive(self) -> bool:
+        return self._leader.poll() is None
+
+    def actor_pid(self, name: str) -> int | None:
+        """The process of the Serve replica of `application:deployment`; None without one."""
+        # While it works, the title goes on with a dot and the method's name.
+        title = f"ray::ServeReplica:{name}"
+        found = [p.pid for p in self.processes() if f"{_title(p)}.".startswith(f"{title}.")]
+        assert len(found) < 2, f"{len(found)} processes of {name}"
+        return found[0] if found else None
+
+    def driver(self, script: str, *args: str) -> subprocess.Popen[str]:
+        """A Python script that finds itself joined to this Ray; `args` begin at sys.argv[1]."""
+        (raylet,) = (p for p in self.processes() if p.name() == "raylet")
+        option = "--gcs-address="
+        found = (a.removeprefix(option) for a in raylet.cmdline() if a.startswith(option))
+        # A Ray that was started locally asks for the token in ~/.ray; who joins has to say so.
+        joins = {"RAY_ADDRESS": next(found), "RAY_AUTH_MODE": "token"}
+        return subprocess.Popen(
+            [sys.executable, "-c", _JOIN + script, *args],
+            cwd=PROJECT,
+            env=_environment(self._home) | joins,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def listening(self) -> dict[int, set[str]]:
+        """Port -> addresses that this session listens on."""
+        pids = {process.pid for process in self.processes()}
+        ports: dict[int, set[str]] = {}
+        for socket_ in psutil.net_connections(kind="inet"):
+            if socket_.status == psutil.CONN_LISTEN and socket_.pid in pids:
+                ports.setdefault(socket_.laddr.port, set()).add(socket_.laddr.ip)
+        return ports
+
+    # --- the log ---
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 80) -> str:
+        """The end of the log without the access lines, of which polling makes hundreds."""
+        told = [line for line in self.log().splitlines() if " -- GET /" not in line]
+        return "\n".join(told[-lines:])
+
+    # --- the end ---
+
+    def interrupt(self) -> Leftovers:
+        """Ctrl-C, as a terminal sends it: to the whole foreground process group."""
+        ports = self.listening()
+        started_s = time.monotonic()
+        if self._leader.poll() is None:
+            os.killpg(self.pid, signal.SIGINT)
+        left = self._survivors(started_s + STOP_DEADLINE_S)
+        seconds = time.monotonic() - started_s
+        leftovers = Leftovers(
+            processes=tuple(_title(process) for process in left),
+            shared_memory=tuple(sorted(_shared_memory() - self._shared_memory_before)),
+            ports=tuple(sorted(ports.keys() & _listening_ports())),
+            seconds=seconds,
+        )
+        for process in left:
+            process.kill()
+        self._leader.wait(10)
+        return leftovers
+
+    def remove_files(self) -> None:
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def _survivors(self, deadline_s: float) -> list[psutil.Process]:
+        while time.monotonic() < deadline_s:
+            self._leader.poll()  # collects it, or it would stay as a zombie
+            if not (left := self.processes()):
+                return []
+            psutil.wait_procs(left, timeout=0.1)
+        return self.processes()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """The caller's without its Ray, and Ray on loopback with a modest store and a place of its own."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    search = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return inherited | {
+        "PYTHONPATH": os.pathsep.join(search),
+        # Ray 2.60 opens its own ports on every interface unless this is 0 (ray/_private/services.py).
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_ADDRESS": "local",  # never join a Ray that somebody else has started
+        "RAY_TMPDIR": str(home),
+        "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_COLOR_PREFIX": "0",
+    }
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()).strip() or str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()}
+
+
+def _listening_ports() -> Iterable[int]:
+    sockets = psutil.net_connections(kind="inet")
+    return {s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN}

@@ -1,0 +1,84 @@
+"""A result of `sleepserve bench serve` for people."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from serve_app.bench.figures import Table, as_text, facts, ms
+from serve_app.bench.serve_phases import PHASES
+
+Result = dict[str, Any]
+
+
+def report(result: Result) -> list[str]:
+    """A result as text."""
+    return as_text(tables(result))
+
+
+def tables(result: Result) -> list[Table]:
+    """Starts step by step, figures of the other phases, and what went wrong."""
+    return [_starts(result), facts(list(_latency(result))), _throughput(result), _ends(result)]
+
+
+def _starts(result: Result) -> Table:
+    found = {
+        name: result[name] for name in ("start", "redeploy") if "steps" in result.get(name, {})
+    }
+    steps = dict.fromkeys(step for each in found.values() for step in each["steps"])
+    rows = [
+        [step, *(_seconds(each["steps"].get(step)) for each in found.values())] for step in steps
+    ]
+    if found:
+        told = [("first token", "seconds_to_first_token")]
+        if any(each["seconds_to_warm"] is not None for each in found.values()):
+            told.append(("warm", "seconds_to_warm"))
+        rows += [[name, *(_seconds(each[key]) for each in found.values())] for name, key in told]
+        rows.append(["weights from", *(each["weights_from"] for each in found.values())])
+    return Table(("seconds since it began", *found), rows)
+
+
+def _latency(result: Result) -> Iterator[tuple[str, str]]:
+    found = result.get("latency", {})
+    for how in ("awake", "asleep"):
+        if f"ttft_{how}_s" in found:
+            yield f"TTFT {how}", ms(found[f"ttft_{how}_s"])
+    if "over_link_s" in found:
+        rate = f"at {found['gb_per_s']:.2f} GB/s"
+        yield "  asleep, over the link's time", f"{1e3 * found['over_link_s']:.1f} ms, {rate}"
+    if "cycles" in found:
+        yield "sleep", ms(found["sleep_s"])
+        yield "wrong answers", f"{found['wrong']} in {found['cycles']} cycles"
+
+
+def _throughput(result: Result) -> Table:
+    head = ("requests at once", "tokens/s", "min", "max", "TTFT p50 ms", "TPOT p50 ms")
+    rows = []
+    for concurrency, found in result.get("throughput", {}).items():
+        if concurrency != "failed":
+            speed = found["tokens_per_s"]
+            rates = (f"{speed[name]:.1f}" for name in ("median", "min", "max"))
+            times = (f"{1e3 * found[f'{n}_p50_s']['median']:.1f}" for n in ("ttft", "tpot"))
+            rows.append((concurrency, *rates, *times))
+    return Table(head, rows)
+
+
+def _ends(result: Result) -> Table:
+    rows = []
+    for name, found in result.get("memory", {}).items():
+        if name == "skipped":
+            rows.append(("full card", f"skipped, {found}"))
+        elif name != "failed":
+            first = found["refusals"][0]
+            told = f"{first['status']}, Retry-After {first['retry_after']}; afterwards "
+            told += "the same answer" if found["same_answer"] else "ANOTHER ANSWER"
+            rows.append((f"full card, room for {name}", told))
+    failed = {name: result[name]["failed"] for name in PHASES if "failed" in result.get(name, {})}
+    rows += [(f"{name} FAILED", text.splitlines()[0]) for name, text in failed.items()]
+    rows += [(name, f"skipped, {why}") for name, why in result["skipped"].items()]
+    rows += [("still there", title) for title in result["left_processes"]]
+    if not result["complete"]:
+        rows.append(("not complete", "this is what was measured"))
+    return facts(rows)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,125 @@
+"""Routes for operators: sleep and wake, more and fewer replicas, and how they are."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand
+from serve_app.fields import parse_form
+from serve_app.model_client import ModelClient
+from serve_app.scaling import plan
+from serve_app.schemas import ScaleForm, SleepForm, WakeForm
+from serve_app.served import ServedModels
+
+Fields = Callable[[Request], Awaitable[dict[str, Any]]]
+
+
+class Controls:
+    """What an operator can do; of these only `/wake_up` wakes a model."""
+
+    def __init__(self, models: ServedModels, fields: Fields) -> None:
+        """Take what all routes share.
+
+        Args:
+            fields: of a request's query and body.
+        """
+        self._models = models
+        self._fields = fields
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/sleep", self.sleep, methods=["POST"]),
+            Route("/wake_up", self.wake_up, methods=["POST"]),
+            Route("/wakeup", self.wake_up, methods=["POST"]),
+            Route("/is_sleeping", self.is_sleeping, methods=["GET"]),
+            Route("/scaleout", self.scaleout, methods=["POST"]),
+            Route("/scalein", self.scalein, methods=["POST"]),
+            Route("/replicas", self.replicas, methods=["GET"]),
+        ]
+
+    # --- sleep and wake ---
+
+    async def sleep(self, request: Request) -> Response:
+        form = parse_form(SleepForm, await self._fields(request))
+        command = SleepCommand(level=form.level, mode=form.mode, hold=form.hold)
+        return await self._order(form.model, lambda model: model.sleep(command))
+
+    async def wake_up(self, request: Request) -> Response:
+        form = parse_form(WakeForm, await self._fields(request))
+        return await self._order(form.model, lambda model: model.wake_up(form.tags))
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether every replica of every model asked for is asleep.
+
+        A model without replicas is not: there is nothing that a wake could find.
+        """
+        models = self._models.chosen(request.query_params.get("model"))
+        statuses = await asyncio.gather(*(self._models.status(m) for m in models.values()))
+        asleep = {
+            model_id: bool(replicas)
+            and all(replica.state is ReplicaState.ASLEEP for replica in replicas)
+            for model_id, replicas in zip(models, statuses, strict=True)
+        }
+        everyone = all(asleep.values())
+        return JSONResponse({"is_sleeping": everyone, "sleeping": everyone, "models": asleep})
+
+    async def _order(
+        self,
+        model_id: str | None,
+        order: Callable[[ModelClient], Awaitable[Sequence[ReplicaStatus]]],
+    ) -> Response:
+        """Give the order to one model or to all, and wait for all of them even if one fails."""
+        models = self._models.chosen(model_id)
+        work = (order(model) for model in models.values())
+        outcomes = await asyncio.gather(*work, return_exceptions=True)
+        shown: dict[str, list[dict[str, Any]]] = {}
+        for name, outcome in zip(models, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            shown[name] = [asdict(replica) for replica in outcome]
+        return JSONResponse({"code": 200, "models": shown})
+
+    # --- how many ---
+
+    async def scaleout(self, request: Request) -> Response:
+        return await self._scale(request, "out")
+
+    async def scalein(self, request: Request) -> Response:
+        return await self._scale(request, "in")
+
+    async def _scale(self, request: Request, direction: Literal["out", "in"]) -> Response:
+        form = parse_form(ScaleForm, await self._fields(request))
+        model = self._models.one(form.model)
+        scale = await model.scaler.read()
+        target, text = plan(scale, direction, form.replicas)
+        if target != scale.target:
+            await model.scaler.write(target)
+        return JSONResponse(
+            {
+                "code": 200,
+                "model": model.info.model_id,
+                "before": scale.target,
+                "target": target,
+                "message": text,
+            }
+        )
+
+    async def replicas(self, request: Request) -> Response:
+        """How many replicas are wanted, and what those that run say."""
+        models = self._models.chosen(request.query_params.get("model"))
+        shown = await asyncio.gather(*(self._shown(model) for model in models.values()))
+        return JSONResponse({"models": dict(zip(models, shown, strict=True))})
+
+    async def _shown(self, model: ModelClient) -> dict[str, Any]:
+        scale, replicas = await asyncio.gather(model.scaler.read(), self._models.status(model))
+        return {
+            "target": scale.target,
+            "min_replicas": scale.least,
+            "max_replicas": scale.most,
+            "replicas": [asdict(replica) for replica in replicas],
+        }

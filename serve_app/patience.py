@@ -1,0 +1,71 @@
+"""How long requests of one model wait for their first token, and how long a refused one should stay away."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from actors.errors import Unavailable
+
+_NEWEST = 0.3  # its weight in the mean
+_UNKNOWN_S = 5.0
+
+
+class Wait(Protocol):
+    """One request's wait."""
+
+    def over(self) -> None:
+        """The first token is there."""
+
+
+class Patience:
+    """Measures waits for the first token and bounds them.
+
+    A wait has everything in it: the queue in front of the replicas, a wake, the prefill. Their mean is when
+    somebody who finds the queue full may expect to fare better.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._mean_s: float | None = None
+
+    @property
+    def retry_after_s(self) -> float:
+        """The mean wait; what came last counts most."""
+        return _UNKNOWN_S if self._mean_s is None else self._mean_s
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[Wait]:
+        """Around one request. One task enters and leaves it.
+
+        Raises:
+            Unavailable: `over` was not called in time.
+        """
+        try:
+            async with asyncio.timeout(self._limit_s) as limit:
+                yield _Wait(self, limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Unavailable(
+                f"no token within {self._limit_s:g} s (http.queue_timeout_s)", self.retry_after_s
+            ) from None
+
+    def _note(self, seconds: float) -> None:
+        before_s = seconds if self._mean_s is None else self._mean_s
+        self._mean_s = (1 - _NEWEST) * before_s + _NEWEST * seconds
+
+
+class _Wait:
+    def __init__(self, patience: Patience, limit: asyncio.Timeout) -> None:
+        self._patience = patience
+        self._limit = limit
+        self._began_s = asyncio.get_running_loop().time()
+        self._is_over = False
+
+    def over(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        self._limit.reschedule(None)
+        self._patience._note(asyncio.get_running_loop().time() - self._began_s)

@@ -1,0 +1,85 @@
+"""The router of the models' deployments: Ray Serve's, with `routing.rank` to choose.
+
+It runs in the process of whoever holds the handle, the ingress. Serve does the rest: it counts what
+is in flight, asks a replica that seems full how full it is, queues, backs off and tries again
+(ray/serve/_private/request_router/request_router.py, 2.60).
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ray.serve.request_router import (
+    FIFOMixin,
+    LocalityMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+
+from actors.protocol import GenerateRequest
+from serve_app.reports import newest_report
+from serve_app.routing import Candidate, PrefixMemory, prefix_key, rank
+
+if TYPE_CHECKING:
+    from ray.serve._private.replica_result import ReplicaResult
+
+# News of a replica is due by then: whom we sent a request since is not asleep, whatever was told before.
+_NEWS_DUE_S = 1.0
+
+
+class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
+    """Awake replicas first, then waking, then asleep. FIFO: who waits longest gets the next place."""
+
+    def initialize_state(self, *, packed_requests: float = 0.0, **_: Any) -> None:
+        """Called by Serve, with the `request_router_kwargs` of the deployment."""
+        self._packed_requests = packed_requests
+        self._prefixes = PrefixMemory()
+        self._sent_at_s: dict[ReplicaID, float] = {}
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            # Without it Serve asks again at once, for as long as nobody has room.
+            pending_request.routing_context.should_backoff = True
+        # Serve keeps them in the order in which they started: the oldest first.
+        candidates = [self._candidate(replica) for replica in candidate_replicas]
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        favourite = self._prefixes.who_served(_key_of(pending_request))
+        order = rank(candidates, self._packed_requests, favourite)
+        return [[by_id[name] for name in names] for names in order]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: "ReplicaResult"
+    ) -> None:
+        """Called by Serve when the replica has taken it; not for broadcasts, which go to all."""
+        self._sent_at_s[replica_id] = self._get_curr_time_s()
+        key = _key_of(pending_request)
+        if key is not None:
+            self._prefixes.remember(key, replica_id.unique_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        there = {replica.replica_id for replica in replicas}
+        self._sent_at_s = {r: at_s for r, at_s in self._sent_at_s.items() if r in there}
+
+    def _candidate(self, replica: RunningReplica) -> Candidate:
+        sent_at_s = self._sent_at_s.get(replica.replica_id, -math.inf)
+        return Candidate(
+            replica_id=replica.replica_id.unique_id,
+            report=newest_report(replica.routing_stats, replica.multiplexed_model_ids),
+            in_flight=self.replica_queue_len_cache.get(replica.replica_id),
+            limit=replica.max_ongoing_requests,
+            local=self._self_node_id is not None and replica.node_id == self._self_node_id,
+            just_sent=self._get_curr_time_s() - sent_at_s < _NEWS_DUE_S,
+        )
+
+
+def _key_of(pending_request: PendingRequest | None) -> int | None:
+    """Of the prompt of a GenerateRequest, the first argument of `ModelReplica.generate`."""
+    args: list[Any] = pending_request.args if pending_request is not None else []
+    request = args[0] if args else None
+    return prefix_key(request.prompt) if isinstance(request, GenerateRequest) else None

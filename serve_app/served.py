@@ -1,0 +1,69 @@
+"""The models that this front serves, by name, and what their replicas say of themselves."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from actors.errors import InvalidRequest, ModelNotFound, Unavailable
+from actors.protocol import ReplicaStatus
+from serve_app.http_errors import unwrap
+from serve_app.model_client import ModelClient
+
+logger = logging.getLogger(__name__)
+
+
+class ServedModels:
+    """Looks up models for the routes."""
+
+    def __init__(self, models: Mapping[str, ModelClient], status_timeout_s: float) -> None:
+        self.all = models
+        self._status_timeout_s = status_timeout_s
+
+    def one(self, model_id: str | None) -> ModelClient:
+        """The model of that name; without a name the only one there is.
+
+        Raises:
+            ModelNotFound: there is none of that name.
+            InvalidRequest: there are several, and no name.
+        """
+        if model_id is None:
+            if len(self.all) == 1:
+                return next(iter(self.all.values()))
+            raise InvalidRequest(f"model is required, one of: {', '.join(self.all)}", "model")
+        return self.chosen(model_id)[model_id]
+
+    def chosen(self, model_id: str | None) -> Mapping[str, ModelClient]:
+        """The model of that name; without a name all of them.
+
+        Raises:
+            ModelNotFound: there is none of that name.
+        """
+        if model_id is None:
+            return self.all
+        if model_id not in self.all:
+            served = ", ".join(self.all)
+            raise ModelNotFound(f"model {model_id!r} is not served here; served: {served}", "model")
+        return {model_id: self.all[model_id]}
+
+    async def status(self, model: ModelClient) -> Sequence[ReplicaStatus]:
+        """What its replicas say.
+
+        Raises:
+            Unavailable: they do not say it in time.
+        """
+        try:
+            async with asyncio.timeout(self._status_timeout_s):
+                return await model.status()
+        except TimeoutError:
+            name = model.info.model_id
+            raise Unavailable(
+                f"the replicas of {name!r} did not tell their state in time"
+            ) from None
+
+    async def known_status(self, model: ModelClient) -> Sequence[ReplicaStatus] | None:
+        """The same, or None: lists and health checks must not fail on one model."""
+        try:
+            return await self.status(model)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the answer is "unknown"
+            logger.warning("no status of %s: %s", model.info.model_id, unwrap(exc))
+            return None

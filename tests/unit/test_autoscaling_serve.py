@@ -1,0 +1,330 @@
+"""The policy as Serve's controller runs it: Serve's own class keeps reports, state and bounds."""
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    HandleMetricReport,
+    ReplicaID,
+    ReplicaMetricReport,
+)
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.deployment_info import DeploymentInfo
+from ray.serve._private.metrics_utils import TimeStampedValue
+
+from actors.protocol import ReplicaState
+from serve_app.app import serves_autoscaling
+from serve_app.autoscaling_config import AutoscalingConfig
+from serve_app.autoscaling_serve import SleepAwarePolicy, stop_order
+from serve_app.reports import ScalingSample, node_number
+
+AWAKE, ASLEEP, WAKING = ReplicaState.AWAKE, ReplicaState.ASLEEP, ReplicaState.WAKING
+DEPLOYMENT = DeploymentID(name="model:m", app_name="llm")
+HEAD, LEFT, RIGHT = "a" * 56, "b" * 56, "c" * 56
+AT_ONCE: dict[str, Any] = {
+    "min_replicas": 1,
+    "max_replicas": 4,
+    "target_ongoing_requests": 2,
+    "upscale_delay_s": 0,
+    "downscale_delay_s": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _logs_stay_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the controller our loggers get Serve's handlers; here that would last beyond the test."""
+    monkeypatch.setattr("serve_app.logs.adopt_serve_handlers", lambda: None)
+
+
+class Controller:
+    """What Serve's controller does for one deployment, between two of our calls."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.state = DeploymentAutoscalingState(DEPLOYMENT)
+        self.target = 1
+        self.deploy(**settings)
+
+    def deploy(self, **settings: Any) -> None:
+        """Once more with other settings: what `serve deploy` comes to."""
+        config = serves_autoscaling(AutoscalingConfig(**(AT_ONCE | settings)))
+        info = DeploymentInfo(
+            deployment_config=DeploymentConfig.from_default(autoscaling_config=config),
+            replica_config=None,  # type: ignore[arg-type]  # not looked at
+            start_time_ms=0,
+            deployer_job_id="",
+        )
+        self.target = self.state.register(info, self.target)
+
+    def told(
+        self, *replicas: tuple[str, ReplicaState, int, int], nodes: Sequence[str] = (HEAD,)
+    ) -> None:
+        """Of each running replica, the oldest first: id, state, in flight, waiting for a wake."""
+        at_s = time.time()
+        self.state.update_running_replica_ids([_id(name) for name, *_ in replicas])
+        for (name, state, in_flight, waiting), node in zip(replicas, cycle(nodes), strict=False):
+            sample = ScalingSample(state, in_flight, waiting, 0.0, False, 0.3, node)
+            series: Any = {
+                key: [TimeStampedValue(at_s, value)] for key, value in sample.as_numbers().items()
+            }
+            self.state.record_request_metrics_for_replica(
+                ReplicaMetricReport(replica_id=_id(name), timestamp=at_s, metrics=series)
+            )
+
+    def queued(self, count: int) -> None:
+        at_s = time.time()
+        self.state.record_request_metrics_for_handle(
+            HandleMetricReport(
+                deployment_id=DEPLOYMENT,
+                handle_id="ingress",
+                actor_id="ingress",
+                handle_source=DeploymentHandleSource.REPLICA,
+                queued_requests=[TimeStampedValue(at_s, float(count))],
+                metrics={"running_requests": {}},
+                timestamp=at_s,
+            )
+        )
+
+    def tick(self) -> int:
+        self.target = self.state.get_decision_num_replicas(self.target)
+        return self.target
+
+
+def _id(name: str) -> ReplicaID:
+    return ReplicaID(name, DEPLOYMENT)
+
+
+def _started(controller: Controller) -> None:
+    controller.tick()  # the first look is when time begins
+
+
+@pytest.mark.parametrize(
+    ("replicas", "queued", "wanted"),
+    [
+        pytest.param([("a", AWAKE, 2, 0), ("b", ASLEEP, 0, 0)], 1, 2, id="one sleeps: no third"),
+        pytest.param([("a", AWAKE, 2, 0), ("b", WAKING, 0, 9)], 0, 2, id="who waits for a wake"),
+        pytest.param([("a", AWAKE, 2, 0), ("b", AWAKE, 2, 0)], 1, 3, id="both are full"),
+        pytest.param([("a", AWAKE, 1, 0), ("b", ASLEEP, 0, 0)], 0, 1, id="one is not needed"),
+        pytest.param([("a", AWAKE, 0, 0), ("b", AWAKE, 1, 0)], 0, 2, id="the newest is at work"),
+        pytest.param([("a", AWAKE, 9, 0), ("b", AWAKE, 9, 0)], 9, 4, id="max_replicas"),
+    ],
+)
+def test_what_replicas_tell_decides(
+    replicas: list[tuple[str, ReplicaState, int, int]], queued: int, wanted: int
+) -> None:
+    controller = Controller(min_replicas=1)
+    controller.target = len(replicas)
+    controller.told(*replicas)
+    controller.queued(queued)
+    _started(controller)
+    assert controller.tick() == wanted
+
+
+def test_first_request_makes_the_first_replica_and_silence_ends_it() -> None:
+    controller = Controller(min_replicas=0)
+    controller.target = 0
+    controller.told()
+    assert controller.tick() == 0
+    controller.queued(1)
+    assert controller.tick() == 1
+    controller.told(("a", AWAKE, 1, 0))
+    controller.queued(0)
+    assert controller.tick() == 1
+    controller.told(("a", ASLEEP, 0, 0))
+    assert controller.tick() == 0
+
+
+def test_replica_that_told_nothing_stays_and_is_no_demand_while_it_is_new() -> None:
+    controller = Controller()
+    controller.target = 3
+    told: Any = (("a", AWAKE, 2, 0), ("b", AWAKE, 2, 0))
+    controller.told(*told)
+    controller.queued(1)
+    controller.state.update_running_replica_ids([_id("a"), _id("b"), _id("new")])
+    for _ in range(3):
+        assert controller.tick() == 3
+    controller.told(*((name, AWAKE, 0, 0) for name, *_ in told))
+    controller.queued(0)
+    controller.state.update_running_replica_ids([_id("a"), _id("b"), _id("new")])
+    for _ in range(3):
+        assert controller.tick() == 3
+
+
+def test_replica_that_goes_on_telling_nothing_counts_as_fully_used() -> None:
+    now_s = 0.0
+    policy = SleepAwarePolicy(AutoscalingConfig(**AT_ONCE).model_dump(), now=lambda: now_s)
+    controller = Controller()
+    controller.state.update_running_replica_ids([_id("a")])
+
+    def quiet() -> bool:
+        context = controller.state.get_autoscaling_context(1, {})
+        replicas, state = policy(context)
+        assert replicas == 1
+        return state["sleepserve"].quiet_since_s is not None
+
+    assert quiet()
+    now_s = 1000.0
+    assert not quiet()
+
+
+def test_delays_are_ours_alone() -> None:
+    """Serve would count its delays from our decision on, after ours have passed."""
+    config = serves_autoscaling(AutoscalingConfig(upscale_delay_s=7, downscale_delay_s=7))
+    assert config.upscale_delay_s == 0
+    assert config.downscale_delay_s == 0
+    assert config.downscale_to_zero_delay_s == 0
+    assert config.policy.policy_kwargs["settings"]["upscale_delay_s"] == 7
+
+
+def test_other_settings_begin_anew() -> None:
+    controller = Controller()
+    controller.target = 2
+    controller.told(("a", AWAKE, 1, 0), ("b", ASLEEP, 0, 0))
+    controller.deploy(downscale_delay_s=1000)
+    for _ in range(3):
+        assert controller.tick() == 2
+    controller.deploy(max_replicas=1)
+    assert controller.tick() == 1
+    controller.deploy(min_replicas=3)
+    assert controller.tick() == 3
+
+
+@pytest.mark.parametrize("state", [{"sleepserve": "of another version"}, {}, None])
+def test_strange_state_begins_anew(state: Any) -> None:
+    controller = Controller()
+    controller.told(("a", AWAKE, 3, 0))
+    controller.state._policy_state = state
+    assert controller.tick() == 2
+
+
+class Broken:
+    """Has what is asked for before anything is decided, and nothing else."""
+
+    deployment_id = DEPLOYMENT
+    app_name = "llm"
+    target_num_replicas = 3
+    policy_state: dict[str, Any] = {"theirs": 1}  # noqa: RUF012
+
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+
+    @property
+    def capacity_adjusted_min_replicas(self) -> int:
+        raise RuntimeError(self.cause)
+
+
+def test_error_keeps_the_number_and_is_told_once_per_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = SleepAwarePolicy(AutoscalingConfig().model_dump())
+    with caplog.at_level(logging.ERROR):
+        for cause in ("one", "one", "two", "one"):
+            broken: Any = Broken(cause)
+            assert policy(broken) == (3, {"theirs": 1})
+    assert len(caplog.records) == 2
+
+
+def test_wrong_settings_keep_the_number() -> None:
+    broken: Any = Broken("unused")
+    assert SleepAwarePolicy({"no_such_key": 1})(broken)[0] == 3
+
+
+class Counted:
+    """In the place of a Prometheus counter."""
+
+    def __init__(self) -> None:
+        self.tags: list[dict[str, str]] = []
+
+    def inc(self, tags: dict[str, str]) -> None:
+        self.tags.append(tags)
+
+
+def test_decisions_are_logged_and_counted_when_they_change(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = Counted()
+    monkeypatch.setattr("serve_app.metrics.scaling_decisions", lambda: counter)
+    controller = Controller()
+    with caplog.at_level(logging.INFO, "serve_app.autoscaling"):
+        controller.told(("a", AWAKE, 1, 0))
+        for _ in range(5):
+            controller.tick()
+        controller.told(("a", AWAKE, 3, 0))
+        controller.tick()
+    told = [record.getMessage() for record in caplog.records if "model:m: " in record.getMessage()]
+    assert len(told) == 2
+    assert told[0].startswith("model:m: 1 -> 1: ")
+    assert told[1].startswith("model:m: 1 -> 2: ")
+    assert told[1].endswith("(create)")
+    assert [tags["why"] for tags in counter.tags] == ["steady", "create"]
+    assert {tags["deployment"] for tags in counter.tags} == {"model:m"}
+
+
+def test_controller_that_cannot_import_us_keeps_the_number(tmp_path: Path) -> None:
+    """Serve sends the class by value, and calls it in a process of its own."""
+    policy = serves_autoscaling(AutoscalingConfig()).policy
+    file = tmp_path / "policy"
+    file.write_bytes(policy.get_serialized_policy_def() or b"")
+    code = f"""
+import sys, types
+from ray import cloudpickle
+sys.modules.update(serve_app=None, actors=None)
+policy = cloudpickle.loads(open({str(file)!r}, "rb").read())(settings={{}})
+context = types.SimpleNamespace(
+    target_num_replicas=3, policy_state={{}}, deployment_id=types.SimpleNamespace(name="m"))
+print(policy(context)[0], "torch" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["3", "False"]
+
+
+# --- who would be stopped ---
+
+
+@pytest.mark.parametrize(
+    ("nodes", "busy", "order", "several"),
+    [
+        pytest.param({"a": HEAD, "b": HEAD, "c": HEAD}, {}, "cba", False, id="newest first"),
+        pytest.param({"a": LEFT, "b": HEAD, "c": LEFT}, {}, "cab", False, id="head last"),
+        pytest.param(
+            {"a": LEFT, "b": RIGHT, "c": LEFT, "d": HEAD}, {"b": 1.0}, "bcad", True, id="several"
+        ),
+        pytest.param({"a": HEAD, "b": None, "c": HEAD}, {}, "ca", False, id="unknown is left out"),
+    ],
+)
+def test_stop_order(
+    nodes: dict[str, str | None], busy: dict[str, float], order: str, several: bool
+) -> None:
+    numbers = {name: node_number(node) if node else None for name, node in nodes.items()}
+    assert stop_order(list(nodes), numbers, busy, node_number(HEAD)) == (list(order), several)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"), [((HEAD,), [1, 1]), ((LEFT, RIGHT), [2, 1])], ids=["one", "several"]
+)
+def test_on_several_nodes_replicas_go_one_at_a_time(
+    nodes: Sequence[str], wanted: list[int]
+) -> None:
+    controller = Controller()
+    controller.target = 3
+    replicas = [(name, ASLEEP, 0, 0) for name in "abc"]
+    told = []
+    for _ in wanted:
+        controller.told(*replicas[: controller.target], nodes=nodes)
+        told.append(controller.tick())
+    assert told == wanted
+
+
+def test_nodes_are_told_apart_by_exact_numbers() -> None:
+    one, other = "0123456789abc" + "0" * 43, "0123456789abd" + "0" * 43
+    assert node_number(one) != node_number(other)
+    assert node_number("f" * 56) == 16**13 - 1

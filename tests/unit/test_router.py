@@ -1,0 +1,157 @@
+"""The router inside Serve's machinery: replicas are made up, the routing loop is Serve's own."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
+from ray.serve.request_router import PendingRequest
+
+from actors.protocol import GenerateRequest, ReplicaState
+from serve_app.reports import RoutingReport
+from serve_app.router import AwakeFirstRouter
+
+AWAKE, ASLEEP, WAKING = ReplicaState.AWAKE, ReplicaState.ASLEEP, ReplicaState.WAKING
+DEPLOYMENT = DeploymentID(name="model", app_name="llm")
+
+
+class FakeReplica:
+    """What the router and Serve's loop use of a RunningReplica."""
+
+    def __init__(self, name: str, state: ReplicaState, queue_len: int = 0) -> None:
+        self.replica_id = ReplicaID(name, DEPLOYMENT)
+        self.node_id = "node"
+        self.max_ongoing_requests = 2
+        self.multiplexed_model_ids: set[str] = set()
+        self.routing_stats: dict[str, Any] = {}
+        self.queue_len = queue_len
+        self.version = 0
+        self.asked = 0
+        self.tell(state)
+
+    def tell(self, state: ReplicaState) -> None:
+        self.version += 1
+        self.multiplexed_model_ids = set(RoutingReport(self.version, state).as_names())
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.asked += 1
+        return self.queue_len
+
+
+class Bench:
+    def __init__(self, *replicas: FakeReplica) -> None:
+        self.now_s = time.time()
+        self.waits: list[int] = []
+        self._ids = itertools.count()
+        self.replicas = replicas
+        self.router = AwakeFirstRouter(
+            deployment_id=DEPLOYMENT,
+            handle_source=DeploymentHandleSource.REPLICA,
+            self_node_id="node",
+            use_replica_queue_len_cache=True,
+            get_curr_time_s=lambda: self.now_s,
+        )
+        self.router.initialize_state(packed_requests=0.0)
+        self.router._backoff = self._wait  # type: ignore[method-assign]
+        self.router.update_replicas(list(replicas))  # type: ignore[arg-type]
+
+    async def _wait(self, attempt: int) -> None:
+        self.waits.append(attempt)
+        await asyncio.sleep(0)
+        if len(self.waits) == 5:
+            self.replicas[0].queue_len = 0
+
+    async def send(self, prompt: str = "Hello") -> str:
+        """One request, chosen for and sent; who has it now."""
+        request = PendingRequest(
+            args=[GenerateRequest("r", prompt)],
+            kwargs={},
+            metadata=RequestMetadata(request_id="r", internal_request_id=f"{next(self._ids)}"),
+        )
+        async with asyncio.timeout(5):
+            replica: Any = await self.router._choose_replica_for_request(request)
+        self.router.on_send_request(replica.replica_id)
+        result: Any = SimpleNamespace()
+        self.router.on_request_routed(request, replica.replica_id, result)
+        return str(replica.replica_id.unique_id)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+def test_overflow_wakes_one_that_takes_the_following_ones_too() -> None:
+    async def scenario() -> None:
+        a, b, c = FakeReplica("a", AWAKE), FakeReplica("b", ASLEEP), FakeReplica("c", ASLEEP)
+        bench = Bench(a, b, c)
+        taken = []
+        for _ in range(6):
+            taken.append(await bench.send())
+            by_name = {replica.replica_id.unique_id: replica for replica in (a, b, c)}
+            by_name[taken[-1]].queue_len += 1
+        assert taken == ["a", "a", "b", "b", "c", "c"]
+
+    run(scenario())
+
+
+def test_whom_we_woke_is_preferred_until_news_is_due() -> None:
+    async def scenario() -> None:
+        a, b = FakeReplica("a", ASLEEP), FakeReplica("b", AWAKE)
+        bench = Bench(a, b)
+        assert await bench.send() == "b"
+        b.tell(ASLEEP)  # as it was just before our request: it is waking
+        assert await bench.send() == "b"
+        bench.now_s += 2  # it went to sleep again
+        assert await bench.send() == "a"
+
+    run(scenario())
+
+
+def test_full_replicas_are_asked_again_with_pauses() -> None:
+    """Without `should_backoff` Serve's loop would ask for ever without one."""
+
+    async def scenario() -> None:
+        replicas = [FakeReplica("a", AWAKE, 2), FakeReplica("b", WAKING, 2)]
+        bench = Bench(*replicas)
+        assert await bench.send() == "a"
+        assert bench.waits == [0, 1, 2, 3, 4]
+        assert all(replica.asked < 12 for replica in replicas)
+
+    run(scenario())
+
+
+def test_dead_replica_is_left_out_and_without_any_requests_wait() -> None:
+    async def scenario() -> None:
+        a, b = FakeReplica("a", AWAKE), FakeReplica("b", ASLEEP)
+        bench = Bench(a, b)
+        bench.router.on_replica_actor_died(a.replica_id)
+        assert await bench.send() == "b"
+        bench.router.update_replicas([])
+        waiting = asyncio.create_task(bench.send())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        assert not bench.waits
+        bench.router.update_replicas([FakeReplica("c", ASLEEP)])  # type: ignore[list-item]
+        assert await waiting == "c"
+
+    run(scenario())
+
+
+def test_prefix_goes_where_it_was_among_equally_busy_ones() -> None:
+    async def scenario() -> None:
+        a, b = FakeReplica("a", AWAKE), FakeReplica("b", AWAKE)
+        bench = Bench(a, b)
+        text = "Once upon a time " * 100
+        assert [await bench.send(), await bench.send(text)] == ["a", "b"]
+        assert await bench.send(text) == "b"
+
+    run(scenario())
