@@ -13,9 +13,11 @@ from tests.e2e.serve_process import PROJECT, ServeProcess
 
 # Each module goes on with the server of the one before it where it can.
 _ORDER = (
+    "test_bench_http",
     "test_demo",
     "test_soak",
     "test_faults",
+    "test_operator",
     "test_shutdown",
     "test_scaling",
     "test_recovery",

@@ -126,6 +126,19 @@ def test_third_is_created_when_both_are_full_and_goes_after_the_delay(server: Se
     assert _processes(server, "pair") == first
 
 
+def test_operator_s_number_holds_until_the_policy_s_delay_is_over(server: ServeProcess) -> None:
+    before = _processes(server, "pair")
+    assert server.post("/scaleout", model="pair", replicas=4).status_code == 400
+    asked_s = time.monotonic()
+    answer = server.post("/scaleout", model="pair", replicas=3)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["message"] == "2 -> 3: 1 will start"
+    wait_until(lambda: len(_processes(server, "pair")) == 3, 60, "a third replica")
+    wait_until(lambda: len(_processes(server, "pair")) < 3, 90, "the third goes")
+    assert time.monotonic() - asked_s >= DOWNSCALE_DELAY_S
+    assert _processes(server, "pair") == before
+
+
 def test_to_zero_and_back_for_a_request(server: ServeProcess) -> None:
     _ask(server, "zero")
     assert len(_processes(server, "zero")) == 1

@@ -1,0 +1,218 @@
+"""HandleClient over a handle whose replicas do what the test wants."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentResponseGenerator
+
+from actors.errors import InvalidRequest, QueueFull, ReplicaFailed, Unavailable
+from actors.protocol import GenerateRequest, SamplingParams, SleepCommand, TokenEvent
+from serve_app.client import HandleClient
+from serve_app.model_client import ModelInfo
+from serve_app.patience import Patience
+from serve_app.wanted import Wanted
+from tests.fakes import FakeScaler
+
+REQUEST = GenerateRequest("r", "Hello", SamplingParams())
+DEAD = ActorDiedError()
+
+
+def event(text: str) -> TokenEvent:
+    return TokenEvent(0, text, (1,), 1)
+
+
+class Response(DeploymentResponseGenerator):
+    """What one replica answers: events, then how it ends; "hang" never goes on."""
+
+    def __init__(self, items: Sequence[object]) -> None:
+        self._items = iter(items)
+        self.cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        item = next(self._items, None)
+        if item is None:
+            raise StopAsyncIteration
+        if item == "hang":
+            await asyncio.Event().wait()
+        if isinstance(item, ActorDiedError | BackPressureError | DeploymentUnavailableError):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """A DeploymentHandle whose answers are written down beforehand."""
+
+    def __init__(self, *answers: Sequence[object], replicas: Sequence[object] = ()) -> None:
+        self.responses = [Response(answer) for answer in answers]
+        self.asked = 0
+        self.replicas = list(replicas)
+        self.broadcasts: list[tuple[object, ...]] = []
+        self.generate = self
+
+    def options(self, *, stream: bool) -> "Handle":
+        return self
+
+    def remote(self, request: GenerateRequest) -> Response:
+        self.asked += 1
+        return self.responses[self.asked - 1]
+
+    def broadcast(self, method: str, *args: object) -> "Handle":
+        self.broadcasts.append((method, *args))
+        return self
+
+    async def results_async(self, return_exceptions: bool = False) -> list[object]:
+        for found in self.replicas:
+            if isinstance(found, Exception) and not return_exceptions:
+                raise found
+        return self.replicas
+
+
+class Store:
+    """A WantedStore that notes how many broadcasts there had been."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.written: list[tuple[Wanted, int]] = []
+        self._handle = handle
+
+    async def read(self) -> Wanted | None:
+        return None
+
+    async def write(self, wanted: Wanted) -> None:
+        self.written.append((wanted, len(self._handle.broadcasts)))
+
+
+class Status:
+    def __init__(self, replica_id: str) -> None:
+        self.replica_id = replica_id
+
+
+def client(handle: Handle, limit_s: float = 60, store: Store | None = None) -> HandleClient:
+    info = ModelInfo("m", None, "checkpoint", 0)
+    wanted = store or Store(handle)
+    return HandleClient(info, handle, FakeScaler(1), wanted, Patience(limit_s))  # type: ignore[arg-type]
+
+
+async def texts(model: HandleClient) -> list[str]:
+    return [found.text async for found in model.generate(REQUEST)]
+
+
+def run(scenario: Callable[[], Any]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+def test_events_come_as_they_are_and_nothing_is_cancelled() -> None:
+    async def scenario() -> None:
+        handle = Handle([event("a"), event("b")])
+        assert await texts(client(handle)) == ["a", "b"]
+        assert not handle.responses[0].cancelled
+
+    run(scenario)
+
+
+def test_a_replica_that_dies_before_its_first_event_is_replaced_by_another() -> None:
+    async def scenario() -> None:
+        handle = Handle([DEAD], [DEAD], [event("a")])
+        assert await texts(client(handle)) == ["a"]
+        assert handle.asked == 3
+        with pytest.raises(ReplicaFailed):
+            await texts(client(Handle([DEAD], [DEAD], [DEAD])))
+
+    run(scenario)
+
+
+def test_a_replica_that_dies_in_the_middle_fails_the_request_and_none_is_asked_again() -> None:
+    async def scenario() -> None:
+        handle = Handle([event("a"), DEAD], [event("never")])
+        with pytest.raises(ReplicaFailed):
+            await texts(client(handle))
+        assert handle.asked == 1
+
+    run(scenario)
+
+
+def test_refusals_are_raised() -> None:
+    async def scenario() -> None:
+        with pytest.raises(InvalidRequest, match="too long"):
+            await texts(client(Handle([InvalidRequest("too long", "prompt")])))
+        with pytest.raises(Unavailable, match="no replica"):
+            await texts(client(Handle([DeploymentUnavailableError(None)])))  # type: ignore[arg-type]
+
+    run(scenario)
+
+
+def test_a_full_queue_tells_how_long_others_wait() -> None:
+    async def scenario() -> None:
+        model = client(Handle([event("a")], [BackPressureError(1, 1)]))
+        model._patience._note(17.0)
+        await texts(model)  # at once
+        with pytest.raises(QueueFull) as refusal:
+            await texts(model)
+        assert refusal.value.retry_after_s == model._patience.retry_after_s
+        assert 10 < refusal.value.retry_after_s < 17
+
+    run(scenario)
+
+
+def test_no_token_in_time_is_a_refusal_and_ends_the_generation() -> None:
+    async def scenario() -> None:
+        handle = Handle(["hang"])
+        with pytest.raises(Unavailable, match="queue_timeout_s"):
+            await texts(client(handle, limit_s=0.01))
+        assert handle.responses[0].cancelled
+
+    run(scenario)
+
+
+def test_a_client_that_leaves_ends_the_generation_at_once() -> None:
+    async def scenario() -> None:
+        handle = Handle([event("a"), "hang"])
+        events = client(handle).generate(REQUEST)
+        assert (await anext(events)).text == "a"
+        await events.aclose()  # type: ignore[attr-defined]
+        assert handle.responses[0].cancelled
+
+    run(scenario)
+
+
+def test_replicas_that_died_are_left_out_of_a_command() -> None:
+    async def scenario() -> None:
+        handle = Handle(replicas=[Status("b"), DEAD, Status("a")])
+        found = await client(handle).status()
+        assert [status.replica_id for status in found] == ["a", "b"]
+        handle.replicas[0] = Unavailable("busy")
+        with pytest.raises(Unavailable, match="busy"):
+            await client(handle).status()
+
+    run(scenario)
+
+
+def test_a_hold_is_kept_before_it_is_called_out_and_a_wake_ends_it() -> None:
+    async def scenario() -> None:
+        handle = Handle(replicas=[Status("a")])
+        store = Store(handle)
+        model = client(handle, store=store)
+        await model.sleep(SleepCommand())
+        assert store.written == [], "a sleep without hold is of the moment"
+        await model.sleep(SleepCommand(level=2, hold=True))
+        await model.wake_up(())
+        (held, at), (released, later) = store.written
+        assert (held.held, held.level, at) == (True, 2, 1)
+        assert (released.held, later) == (False, 2)
+        assert released.given_ns > held.given_ns
+        assert [call[0] for call in handle.broadcasts] == ["sleep", "sleep", "wake_up"]
+
+    run(scenario)
