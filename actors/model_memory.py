@@ -108,6 +108,16 @@ class ModelMemory:
         return self._weights.mapped_bytes + sum(part.mapped_bytes for part in self._scratch())
 
     @property
+    def wake_bytes(self) -> int:
+        """What a wake would map now; 0 while awake."""
+        whole = self._weights.size + sum(part.size for part in self._scratch())
+        return whole - self.mapped_bytes
+
+    def free_bytes(self) -> int:
+        """What the device has free now, for everybody."""
+        return self._driver.memory().free
+
+    @property
     def kv_bytes(self) -> int:
         return self._kv.size if self._kv is not None else 0
 

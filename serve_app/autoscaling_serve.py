@@ -218,6 +218,8 @@ def _report(name: str, told: Mapping[str, Sequence[Any]], now_s: float) -> "Repl
         waiting_for_wake=_mean(told, "waiting_for_wake"),
         idle_s=(_last(told, "idle_s") or 0.0) + age_s,
         wake_s=_last(told, "wake_s"),
+        device_free_bytes=_last(told, "device_free_bytes"),
+        wake_bytes=_last(told, "wake_bytes"),
         held=bool(_last(told, "held")),
         age_s=age_s,
     )

@@ -252,6 +252,8 @@ class ModelReplica:
             held=lifecycle.held,
             wake_s=lifecycle.last_wake_s,
             node=self._node,
+            device_free_bytes=self._runtime.memory.free_bytes(),
+            wake_bytes=self._runtime.memory.wake_bytes,
         )
         return sample.as_numbers()
 

@@ -89,6 +89,8 @@ class ScalingSample:
     held: bool
     wake_s: float | None
     node: str  # Ray's id of the node, in hexadecimal
+    device_free_bytes: int = 0
+    wake_bytes: int = 0  # that a wake would map now
 
     def as_numbers(self) -> dict[str, float]:
         numbers = {
@@ -98,6 +100,8 @@ class ScalingSample:
             "idle_s": self.idle_s,
             "held": float(self.held),
             "node": node_number(self.node),
+            "device_free_bytes": float(self.device_free_bytes),
+            "wake_bytes": float(self.wake_bytes),
         }
         return numbers if self.wake_s is None else numbers | {"wake_s": self.wake_s}
 

@@ -66,13 +66,18 @@ class Controller:
         self.target = self.state.register(info, self.target)
 
     def told(
-        self, *replicas: tuple[str, ReplicaState, int, int], nodes: Sequence[str] = (HEAD,)
+        self,
+        *replicas: tuple[str, ReplicaState, int, int],
+        nodes: Sequence[str] = (HEAD,),
+        free_bytes: int = 100,
     ) -> None:
         """Of each running replica, the oldest first: id, state, in flight, waiting for a wake."""
         at_s = time.time()
         self.state.update_running_replica_ids([_id(name) for name, *_ in replicas])
         for (name, state, in_flight, waiting), node in zip(replicas, cycle(nodes), strict=False):
-            sample = ScalingSample(state, in_flight, waiting, 0.0, False, 0.3, node)
+            sample = ScalingSample(
+                state, in_flight, waiting, 0.0, False, 0.3, node, free_bytes, wake_bytes=100
+            )
             series: Any = {
                 key: [TimeStampedValue(at_s, value)] for key, value in sample.as_numbers().items()
             }
@@ -125,6 +130,16 @@ def test_what_replicas_tell_decides(
     controller.target = len(replicas)
     controller.told(*replicas)
     controller.queued(queued)
+    _started(controller)
+    assert controller.tick() == wanted
+
+
+@pytest.mark.parametrize(("free_bytes", "wanted"), [(100, 2), (99, 3)])
+def test_replica_without_memory_to_wake_into_is_no_capacity(free_bytes: int, wanted: int) -> None:
+    controller = Controller(min_replicas=1)
+    controller.target = 2
+    controller.told(("a", AWAKE, 2, 0), ("b", ASLEEP, 0, 0), free_bytes=free_bytes)
+    controller.queued(1)
     _started(controller)
     assert controller.tick() == wanted
 

@@ -1,0 +1,130 @@
+"""`serve deploy` with a changed setting, while clients ask."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import cycle
+from typing import Any
+
+import httpx
+import openai
+import yaml
+
+from tests.e2e.puzzles import Puzzle
+from tests.e2e.serve_process import ServeProcess, wait_until
+
+MODEL = "tiny"
+CLIENTS = 4
+HOLDER = "weights:WeightHolder"
+REPLICA = f"llm:model:{MODEL}"
+
+# What `serve deploy` has the dashboard do; no port of the dashboard has to be known.
+_DEPLOY = """
+import yaml
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+_get_global_client().deploy_apps(ServeDeploySchema(**yaml.safe_load(sys.argv[1])), _blocking=False)
+"""
+
+
+def deploy(server: ServeProcess, config: str) -> None:
+    operator = server.driver(_DEPLOY, config)
+    try:
+        told, _ = operator.communicate(timeout=60)
+        assert operator.returncode == 0, told
+    finally:
+        operator.kill()
+        operator.wait()
+
+
+def changed(config: str, **engine: Any) -> str:
+    """Another setting of the model, for the replicas only."""
+    parsed = yaml.safe_load(config)
+    (llm,) = (app for app in parsed["applications"] if app["name"] == "llm")
+    (model,) = llm["args"]["models"]
+    model["engine"] = model["engine"] | engine
+    text: str = yaml.safe_dump(parsed)
+    return text
+
+
+class Clients:
+    """Ask one puzzle after the other, streamed and not, and keep what went wrong."""
+
+    def __init__(self, server: ServeProcess, puzzles: tuple[Puzzle, ...]) -> None:
+        self.answered = 0
+        self.wrong: list[str] = []
+        self._server = server
+        self._puzzles = puzzles
+        self._enough = threading.Event()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            clients = [pool.submit(self._ask, number) for number in range(CLIENTS)]
+            try:
+                yield
+            finally:
+                self._enough.set()
+        for client in clients:
+            client.result()
+
+    def _ask(self, number: int) -> None:
+        url = f"{self._server.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            for puzzle in cycle(self._puzzles[number:] + self._puzzles[:number]):
+                if self._enough.is_set():
+                    return
+                try:
+                    text = _answer(client, puzzle, stream=number % 2 == 0)
+                except (openai.OpenAIError, httpx.HTTPError) as exc:
+                    self.wrong.append(f"{type(exc).__name__}: {exc}")
+                else:
+                    self.answered += 1
+                    if text != puzzle.answer:
+                        self.wrong.append(text)
+
+
+def _answer(client: openai.OpenAI, puzzle: Puzzle, stream: bool) -> str:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": puzzle.prompt,
+        "max_tokens": puzzle.max_tokens,
+        "temperature": 0,
+    }
+    if stream:
+        return "".join(c.choices[0].text for c in client.completions.create(**asked, stream=True))
+    return str(client.completions.create(**asked).choices[0].text)
+
+
+def test_redeploy_under_load_loses_no_request_and_loads_nothing_from_disk(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
+) -> None:
+    tiny.wake_up()
+    old, holder = tiny.actor_pid(REPLICA), tiny.actor_pid(HOLDER)
+    loads = tiny.log().count(": published ")
+    clients = Clients(tiny, puzzles)
+    with clients.asking():
+        wait_until(lambda: clients.answered >= CLIENTS, what="they ask")
+        deploy(tiny, changed(tiny.config, max_requests_per_batch=4))
+        new = wait_until(lambda: pid_in_place_of(tiny, old), what="a new replica", pause_s=0.1)
+        tiny.wait_for_log("waking -> awake (start)", pid=new)
+        answered = clients.answered
+        wait_until(lambda: clients.answered >= answered + 2 * CLIENTS, what="they ask on")
+    assert not clients.wrong
+    tiny.wait_for_log("from the object store", pid=new)
+    assert tiny.actor_pid(HOLDER) == holder
+    assert tiny.log().count(": published ") == loads
+    assert "Fallback" not in "".join(l for l in tiny.log().splitlines() if f"pid={new})" in l)
+
+
+def pid_in_place_of(server: ServeProcess, old: int | None) -> int | None:
+    """Of the new replica, once the old one is gone."""
+    found = pids(server)
+    return found.pop() if len(found) == 1 and old not in found else None
+
+
+def pids(server: ServeProcess) -> set[int]:
+    title = f"ray::ServeReplica:{REPLICA}"
+    return {p.pid for p in server.processes() if " ".join(p.cmdline()).startswith(title)}
