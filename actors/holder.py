@@ -8,7 +8,7 @@ finished images while it loads another.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ class ImageRequest:
     model_id: str
     source: ModelSource  # an absolute path, or a hub's model
     dtype: str  # torch's name, or "auto"
+    ttl_s: float | None = None  # how long the image stays without a lessee; None: for good
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,19 @@ class ImageGrant:
     load_s: float  # what loading it took, whenever that was
 
 
+Published = tuple[
+    ImageGrant, list[ReservedSegment]
+]  # and the views that keep it from being spilled
+
+
 @dataclass(slots=True)
 class _Held:
     """An image in the store. The segments' views keep it from being spilled."""
 
     grant: ImageGrant
     segments: list[ReservedSegment]
+    ttl_s: float | None
+    unused_since_s: float  # when it last had a lessee, or was loaded
     lessees: set[str] = field(default_factory=set)  # actor names
 
 
@@ -68,7 +76,11 @@ class HeldImage:
 class WeightHolder:
     """Loads checkpoints once and hands their images to every replica that asks."""
 
-    def __init__(self, preload: Sequence[ImageRequest] = ()) -> None:
+    def __init__(
+        self, preload: Sequence[ImageRequest] = (), now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Load nothing yet, but for what `preload` names, in the background."""
+        self._now = now
         self._images: dict[ImageKey, _Held] = {}
         self._loading: dict[ImageKey, Future[_Held]] = {}
         self._recycled_bytes = 0  # freed by us in this store, whose pages it keeps
@@ -94,6 +106,7 @@ class WeightHolder:
         if held is None:
             held = await asyncio.shield(asyncio.wrap_future(self._load_once(request, key)))
         held.lessees.add(lessee)
+        held.ttl_s = request.ttl_s
         return held.grant
 
     async def release(self, key: ImageKey, lessee: str) -> bool:
@@ -102,14 +115,24 @@ class WeightHolder:
         if held is None:
             return False
         held.lessees.discard(lessee)
-        alive = {actor["name"] for actor in list_named_actors(all_namespaces=True)}
-        held.lessees &= alive  # replicas that died never said goodbye
+        held.lessees &= _alive()
         if held.lessees:
             return False
-        del self._images[key]
-        self._recycled_bytes += held.grant.manifest.layout.total_bytes
-        logger.info("image %s released", key)
+        self._drop(key, held, "nobody holds a lease")
         return True
+
+    async def expire(self) -> None:
+        """Let go of the images that have had no lessee for their `ttl_s`. To be called now and then."""
+        before = {key: frozenset(held.lessees) for key, held in self._images.items()}
+        alive = await asyncio.to_thread(_alive)
+        now_s = self._now()
+        for key, held in list(self._images.items()):
+            # Not of those that came meanwhile, who may be younger than that list.
+            held.lessees -= before.get(key, frozenset()) - alive
+            if held.lessees:
+                held.unused_since_s = now_s
+            elif held.ttl_s is not None and now_s - held.unused_since_s >= held.ttl_s:
+                self._drop(key, held, f"unused for {held.ttl_s:g} s")
 
     async def stats(self) -> list[HeldImage]:
         return [
@@ -123,6 +146,11 @@ class WeightHolder:
             )
             for key, held in self._images.items()
         ]
+
+    def _drop(self, key: ImageKey, held: _Held, why: str) -> None:
+        del self._images[key]
+        self._recycled_bytes += held.grant.manifest.layout.total_bytes
+        logger.info("image %s released: %s", key, why)
 
     def _load_once(self, request: ImageRequest, key: ImageKey) -> "Future[_Held]":
         future = self._loading.get(key)
@@ -147,13 +175,15 @@ class WeightHolder:
                 raise LayoutMismatch(f"asked for image {key}, this node's checkpoint makes {found}")
             held = self._images.get(found)  # a preload may have been first
             if held is None:
-                held = self._images[found] = self._publish(request.model_id, checkpoint, found)
+                grant, segments = self._publish(request.model_id, checkpoint, found)
+                held = _Held(grant, segments, request.ttl_s, self._now())
+                self._images[found] = held
             return held
         finally:
             if key is not None:
                 self._loading.pop(key, None)
 
-    def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> _Held:
+    def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> Published:
         started_s = time.monotonic()
         logger.info("load_model key:%s: loading %s from %s", key, model_id, checkpoint)
         dtype = packer.checkpoint_dtype(checkpoint, key.dtype)
@@ -176,4 +206,9 @@ class WeightHolder:
             load_s,
         )
         grant = ImageGrant(manifest, tuple(s.ref for s in segments), load_s)
-        return _Held(grant, segments)
+        return grant, segments
+
+
+def _alive() -> set[str]:
+    """Names of the actors there are: replicas that died never said goodbye."""
+    return {actor["name"] for actor in list_named_actors(all_namespaces=True)}

@@ -1,6 +1,7 @@
 """The two applications of serve_config.yaml: the only place where deployments are made and bound."""
 
 import asyncio
+import logging
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from actors.holder import HeldImage, ImageGrant, ImageRequest, WeightHolder
     from actors.weights.layout import ImageKey
 
+logger = logging.getLogger(__name__)
+
 _MAX_HTTP_REQUESTS = 10_000  # an ingress only passes things on; the models' own limits come first
+_EXPIRY_INTERVAL_S = 5.0  # between two looks for images that nobody uses
 _STATS_PERIOD_S = 0.2  # changes of state are sent at once; this is for those that got lost
 _MAX_BACKOFF_S = 0.2  # between two looks for room while every replica is full; Serve's own is 0.5
 _REPORTS_PER_LOOK_BACK = 5  # of replicas and handles to the policy
@@ -50,6 +54,7 @@ class Holder:
     ) -> None:
         adopt_serve_handlers()
         self._made = asyncio.create_task(asyncio.to_thread(_make_holder, models, preload))
+        self._expiry = asyncio.create_task(self._let_go_of_unused())
 
     async def ping(self) -> None:
         """Answers at once: the caller learns that somebody is here."""
@@ -66,6 +71,16 @@ class Holder:
         holder = await asyncio.shield(self._made)
         return await holder.stats()
 
+    async def _let_go_of_unused(self) -> None:
+        holder = await asyncio.shield(self._made)
+        while True:
+            await asyncio.sleep(_EXPIRY_INTERVAL_S)
+            try:
+                await holder.expire()
+            except Exception:
+                # Ray does not say who lives, this time.
+                logger.warning("cannot look for unused images", exc_info=True)
+
     async def check_health(self) -> None:
         """Serve calls it; raising makes Serve start another holder."""
         if self._made.done():
@@ -75,7 +90,10 @@ class Holder:
 def _make_holder(models: tuple[ModelConfig, ...], preload: bool) -> "WeightHolder":
     from actors.holder import ImageRequest, WeightHolder  # torch stays out of the module
 
-    requests = [ImageRequest(model.model_id, model.source, model.dtype) for model in models]
+    requests = [
+        ImageRequest(model.model_id, model.source, model.dtype, model.image_ttl_s)
+        for model in models
+    ]
     return WeightHolder(requests if preload else ())
 
 

@@ -58,7 +58,7 @@ class AutoscalingConfig(BaseModel):
         default=3600.0,
         ge=0,
         description="Seconds for which the image stays in the object store after the last replica "
-        "went; null: for good. Not acted on yet: the holder keeps it.",
+        "went; null: for good. Later, a first replica loads from disk.",
     )
     wake_patience_s: float = Field(
         default=10.0,

@@ -127,6 +127,11 @@ class ModelConfig(BaseModel):
         return self
 
     @property
+    def image_ttl_s(self) -> float | None:
+        """How long the image stays when there is no replica; None: for good."""
+        return None if self.autoscaling is None else self.autoscaling.image_ttl_s
+
+    @property
     def scaling(self) -> AutoscalingConfig | None:
         """`autoscaling`, its default target no higher than what a replica takes at once."""
         if self.autoscaling is None:

@@ -132,7 +132,7 @@ class ModelReplica:
         self._replica_id = context.replica_id.unique_id
         self._announcer = await asyncio.to_thread(_Announcer)
         self._node = ray.get_runtime_context().get_node_id()
-        request = ImageRequest(config.model_id, config.source, config.dtype)
+        request = ImageRequest(config.model_id, config.source, config.dtype, config.image_ttl_s)
         checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
         load = FastLoad(
             holder=_HolderHandle(),

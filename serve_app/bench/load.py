@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from actors.holder import WeightHolder, _Held
+from actors.holder import Published, WeightHolder
 from actors.weights.layout import ImageKey
 from actors.weights.packer import checkpoint_dtype, image_key
 from actors.weights.plasma import store_room
@@ -49,7 +49,7 @@ class CountingHolder(WeightHolder):
         """Loads so far, and bytes read from storage by this process."""
         return self._loads, read_from_disk()
 
-    def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> _Held:
+    def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> Published:
         self._loads += 1
         return super()._publish(model_id, checkpoint, key)
 
