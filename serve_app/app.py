@@ -38,6 +38,8 @@ _REPORTS_PER_LOOK_BACK = 5  # of replicas and handles to the policy
 _MAX_REPORT_INTERVAL_S = 10.0  # Serve's own
 _LIFE: dict[str, Any] = {
     "health_check_period_s": 2.0,  # how soon a dead replica is noticed; Serve's own is 10
+    # A redeploy lets old replicas finish what they have; at Serve's own 20 s it would cut long streams off.
+    "graceful_shutdown_timeout_s": 600.0,
     "graceful_shutdown_wait_loop_s": 0.2,  # how often a stopping replica looks whether it is idle
 }
 

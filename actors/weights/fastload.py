@@ -8,6 +8,8 @@ import asyncio
 import logging
 import mmap
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +47,7 @@ class FastLoad:
     start_timeout_s: float = 120.0  # for a holder that is being deployed together with us
     ping_timeout_s: float = 5.0
     load_timeout_s: float = 1800.0
+    open_timeout_s: float = 300.0  # from another node the bytes come over the network
 
     async def obtain(self) -> WeightImage:
         """The image, from the object store where possible.
@@ -74,16 +77,13 @@ class FastLoad:
 
     async def _from_store(self, holder: HolderClient, key: ImageKey) -> WeightImage:
         started_s = time.monotonic()
-        async with asyncio.timeout(self.start_timeout_s):
+        async with _at_most(self.start_timeout_s, "still being started after"):
             await holder.wait_while_starting()
-        try:
-            async with asyncio.timeout(self.ping_timeout_s):
-                await holder.ping()
-        except TimeoutError:
-            raise HolderLost(f"no answer within {self.ping_timeout_s:g} s") from None
-        async with asyncio.timeout(self.load_timeout_s):
+        async with _at_most(self.ping_timeout_s, "no answer within"):
+            await holder.ping()
+        async with _at_most(self.load_timeout_s, "no image within"):
             grant = await holder.acquire(self.request, key, self.lessee)
-        image = await asyncio.to_thread(_open, grant)
+        image = await asyncio.to_thread(_open, grant, self.open_timeout_s)
         logger.info(
             "Loaded %d tensors from the object store, costed %.3f s (%.2f GiB; loading took %.2f s)",
             len(image.layout.tensors),
@@ -111,9 +111,26 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
     return WeightImage(manifest, buffers, origin="disk")
 
 
-def _open(grant: ImageGrant) -> WeightImage:
-    """Zero-copy views of the published segments, verified once."""
-    objects = ray.get(list(grant.refs))
+@asynccontextmanager
+async def _at_most(seconds: float, what: str) -> AsyncIterator[None]:
+    """Raises HolderLost, which says what was waited for; a TimeoutError says nothing."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise  # the holder's own
+        raise HolderLost(f"{what} {seconds:g} s") from None
+
+
+def _open(grant: ImageGrant, timeout_s: float) -> WeightImage:
+    """Zero-copy views of the published segments, verified once.
+
+    Raises:
+        WeightsCorrupted: they are not what was packed.
+        Exception: Ray's, when they cannot be had; with the holder they are gone.
+    """
+    objects = ray.get(list(grant.refs), timeout=timeout_s)
     layout, offsets = grant.manifest.layout, grant.manifest.payload_offsets
     buffers = [
         whole.data[offset : offset + segment.size]

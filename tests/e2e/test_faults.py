@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -201,6 +203,23 @@ async def until(condition: Callable[[], bool]) -> None:
     await asyncio.to_thread(wait_until, condition)
 
 
+def test_client_that_reads_late_gets_everything_and_keeps_nobody_waiting(
+    tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
+) -> None:
+    narrow = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
+    asked = {**LONG, "n": 1, "stream": True, "logprobs": 1}
+    with (
+        httpx.Client(base_url=tiny.url, transport=narrow, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=asked) as response,
+    ):
+        assert asyncio.run(gather(tiny, [*puzzles])) == [puzzle.answer for puzzle in puzzles]
+        frames = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert frames.pop() == "[DONE]"
+    choices = [json.loads(frame)["choices"][0] for frame in frames]
+    assert sum(len(choice["logprobs"]["tokens"]) for choice in choices) == LONG["max_tokens"]
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+
+
 # --- operators ---
 
 
@@ -243,6 +262,13 @@ def test_sleep_that_aborts_ends_streams_cleanly(
 # --- processes that die ---
 
 
+@pytest.fixture
+def replica(tiny: ServeProcess) -> int:
+    """The only one, awake, whatever the test before left behind."""
+    tiny.wait_until_ready()
+    return int(tiny.wake_up()["process_id"])
+
+
 def kill(server: ServeProcess, name: str) -> int:
     """Kill an actor; gives the process that takes its place."""
     old = server.actor_pid(name)
@@ -282,3 +308,91 @@ def test_killed_holder_costs_nothing_and_its_successor_takes_over(
     status = tiny.wake_up()
     assert (status["process_id"], status["weights_from"]) == (from_image, "image")
     assert [solve(tiny, puzzle) for puzzle in puzzles] == [p.answer for p in puzzles]
+
+
+def test_replica_killed_while_streaming_tells_so_and_others_get_their_answers(
+    tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
+) -> None:
+    """What has begun to arrive cannot begin again; what has not goes to another replica."""
+    asked = {**LONG, "stream": True}
+    with (
+        ThreadPoolExecutor(len(puzzles)) as pool,
+        tiny.http.stream("POST", "/v1/completions", json=asked) as first,
+        tiny.http.stream("POST", "/v1/completions", json=asked) as second,
+    ):
+        streams = [first.iter_lines(), second.iter_lines()]
+        for lines in streams:
+            assert "choices" in next(lines)
+        # The two of them fill the batch, so these wait in the engine.
+        others = [pool.submit(solve, tiny, puzzle) for puzzle in puzzles]
+        wait_until(lambda: tiny.wake_up()["in_flight"] == len(streams) + len(puzzles))
+        os.kill(replica, signal.SIGKILL)
+        for lines in streams:
+            *_, error, done = filter(None, lines)
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_failed"
+            assert done == "data: [DONE]"
+        assert [other.result() for other in others] == [puzzle.answer for puzzle in puzzles]
+    assert tiny.wake_up()["process_id"] != replica
+
+
+def test_replica_killed_while_asleep_is_replaced_for_those_who_ask(
+    tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
+) -> None:
+    tiny.sleep()
+    os.kill(replica, signal.SIGKILL)
+    assert asyncio.run(gather(tiny, [*puzzles])) == [puzzle.answer for puzzle in puzzles]
+    status = tiny.wake_up()
+    assert status["process_id"] != replica
+    assert status["weights_from"] == "image"
+
+
+def test_replica_killed_while_waking_loses_no_request(
+    tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
+) -> None:
+    """The wake from level 2 waits for a holder that does not answer."""
+    tiny.sleep(level=2)
+    holder = tiny.actor_pid(HOLDER)
+    assert holder is not None
+
+    async def scenario() -> None:
+        with stopped(holder):
+            crowd = asyncio.create_task(gather(tiny, [*puzzles]))
+            await until(lambda: tiny.model_states()[MODEL] == "loading")
+            os.kill(replica, signal.SIGKILL)
+        assert await crowd == [puzzle.answer for puzzle in puzzles]
+
+    asyncio.run(scenario())
+    status = tiny.wake_up()
+    assert status["process_id"] != replica
+    assert status["weights_from"] == "image"
+
+
+def test_killed_controller_interrupts_nobody(
+    tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
+) -> None:
+    usage = {"stream_options": {"include_usage": True}}
+    with tiny.http.stream(
+        "POST", "/v1/completions", json={**LONG, **usage, "stream": True}
+    ) as answer:
+        lines = answer.iter_lines()
+        assert "choices" in next(lines)
+        old = controller_pid(tiny)
+        assert old is not None
+        os.kill(old, signal.SIGKILL)
+        *_, last, done = filter(None, lines)
+    assert done == "data: [DONE]"
+    completed = json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"]
+    assert completed == LONG["n"] * LONG["max_tokens"]
+
+    asleep = tiny.sleep()
+    assert asyncio.run(gather(tiny, [*puzzles])) == [puzzle.answer for puzzle in puzzles]
+    new = wait_until(lambda: (pid := controller_pid(tiny)) != old and pid, what="a controller")
+    assert new
+    after = tiny.wake_up()
+    assert after["process_id"] == replica
+    assert after["wakes"] == asleep["wakes"] + 1
+
+
+def controller_pid(server: ServeProcess) -> int | None:
+    found = [p.pid for p in server.processes() if p.name().startswith("ray::ServeContr")]
+    return found[0] if found else None

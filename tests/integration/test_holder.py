@@ -1,8 +1,7 @@
 """WeightHolder and fast load on a real object store."""
 
 import asyncio
-import threading
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +10,23 @@ import ray
 import torch
 
 from actors.errors import LayoutMismatch, StoreFull
-from actors.holder import HeldImage, ImageGrant, ImageRequest, WeightHolder
+from actors.holder import ImageGrant, ImageRequest
 from actors.weights import packer
 from actors.weights.checkpoint import write_checkpoint
 from actors.weights.fastload import FastLoad, load_from_disk
-from actors.weights.image import WeightImage
 from actors.weights.layout import ImageKey
 from actors.weights.plasma import in_shared_memory, reserve, store_room
 from actors.weights.source import ModelSource
-
-MIB = 2**20
-STORE = 160 * MIB
+from tests.integration.holder_harness import (
+    MIB,
+    STORE,
+    ActorHolder,
+    content,
+    fast_load,
+    image_key,
+    image_request,
+    run,
+)
 
 roomy = pytest.mark.parametrize("ray_store", [STORE], indirect=True)
 
@@ -30,79 +35,6 @@ roomy = pytest.mark.parametrize("ray_store", [STORE], indirect=True)
 def checkpoint() -> Path:
     """48 MB: large enough that spilling or copying it would show."""
     return write_checkpoint(Path(__file__).parents[2] / "checkpoints" / "demo", "demo")
-
-
-class GatedHolder(WeightHolder):
-    """A holder whose next load waits until the gate opens."""
-
-    def __init__(self, open_at_once: bool = True) -> None:
-        super().__init__()
-        self._gate = threading.Event()
-        self._begun = threading.Event()
-        if open_at_once:
-            self._gate.set()
-
-    async def wait_until_started(self) -> None: ...
-
-    async def open_gate(self) -> None:
-        self._gate.set()
-
-    async def wait_until_loading(self) -> None:
-        await asyncio.to_thread(self._begun.wait)
-
-    def _publish(self, *args: object):  # type: ignore[no-untyped-def]
-        self._begun.set()
-        self._gate.wait()
-        return super()._publish(*args)  # type: ignore[arg-type]
-
-
-class ActorHolder:
-    """HolderClient over a plain actor handle."""
-
-    def __init__(self, open_at_once: bool = True) -> None:
-        self.actor = ray.remote(GatedHolder).remote(open_at_once)
-
-    async def wait_while_starting(self) -> None:
-        await self.actor.wait_until_started.remote()
-
-    async def ping(self) -> None:
-        await self.actor.ping.remote()
-
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
-        return await self.actor.acquire.remote(request, key, lessee)
-
-    async def release(self, key: ImageKey, lessee: str) -> bool:
-        return await self.actor.release.remote(key, lessee)
-
-    async def stats(self) -> list[HeldImage]:
-        return await self.actor.stats.remote()
-
-    def kill(self) -> None:
-        ray.kill(self.actor)
-
-
-def image_key(checkpoint: Path) -> ImageKey:
-    return packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
-
-
-def image_request(checkpoint: Path) -> ImageRequest:
-    return ImageRequest("demo", ModelSource(id=str(checkpoint)), "auto")
-
-
-def fast_load(holder: ActorHolder | None, checkpoint: Path, **options: float) -> FastLoad:
-    return FastLoad(holder, image_request(checkpoint), checkpoint, "test", **options)  # type: ignore[arg-type]
-
-
-def content(image: WeightImage) -> list[bytes]:
-    return [bytes(image.segment(i)) for i in range(len(image.layout.segments))]
-
-
-def run(scenario: Callable[[], object]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await scenario()  # type: ignore[misc]
-
-    asyncio.run(bounded())
 
 
 @roomy
@@ -125,15 +57,22 @@ def test_image_from_the_store_is_the_one_from_disk(ray_store: int, checkpoint: P
 
 
 @roomy
-def test_concurrent_callers_of_one_key_share_one_load(ray_store: int, checkpoint: Path) -> None:
+def test_four_replicas_that_start_at_once_read_the_disk_once(
+    ray_store: int, tiny_checkpoint: Path
+) -> None:
     async def scenario() -> None:
-        holder = ActorHolder()
-        request, key = image_request(checkpoint), image_key(checkpoint)
-        grants = await asyncio.gather(*(holder.acquire(request, key, f"r{i}") for i in range(4)))
-        assert len({grant.refs for grant in grants}) == 1
+        holder = ActorHolder(open_at_once=False)
+        request = image_request(tiny_checkpoint)
+        loads = [FastLoad(holder, request, tiny_checkpoint, f"r{i}") for i in range(4)]
+        starting = [asyncio.create_task(load.obtain()) for load in loads]
+        await holder.actor.wait_until_loading.remote()
+        await holder.actor.open_gate.remote()
+        images = await asyncio.gather(*starting)
+        assert {image.origin for image in images} == {"image"}
+        assert await holder.actor.loads.remote() == 1
         (held,) = await holder.stats()
         assert held.lessees == 4
-        assert held.bytes == grants[0].manifest.layout.total_bytes
+        assert held.bytes == images[0].layout.total_bytes
         holder.kill()
 
     run(scenario)
@@ -227,9 +166,16 @@ def test_other_checkpoint_than_the_caller_s_falls_back(
 ) -> None:
     async def scenario() -> None:
         holder = ActorHolder()
-        wrong = packer.image_key(checkpoint, torch.bfloat16)
-        with pytest.raises(LayoutMismatch, match="this node's checkpoint makes"):
-            await holder.acquire(image_request(checkpoint), wrong, "me")
+        key = image_key(checkpoint)
+        for wrong in (
+            packer.image_key(checkpoint, torch.bfloat16),
+            replace(key, revision="another"),
+            replace(key, tp_world=2),
+            replace(key, packer_version=key.packer_version + 1),
+        ):
+            with pytest.raises(LayoutMismatch, match="this node's checkpoint makes"):
+                await holder.acquire(image_request(checkpoint), wrong, "me")
+        assert await holder.actor.loads.remote() == 0
         lost = FastLoad(
             holder, ImageRequest("x", ModelSource(id="/nowhere"), "auto"), checkpoint, "me"
         )
@@ -252,6 +198,86 @@ def test_dead_holder_means_disk_at_once(
         image = await fast_load(holder, checkpoint).obtain()
         assert image.origin == "disk"
         assert "ActorDiedError" in caplog.text
+
+    run(scenario)
+
+
+@roomy
+def test_holder_that_dies_while_it_loads_means_disk(
+    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder(open_at_once=False)
+        waiting = [asyncio.create_task(fast_load(holder, tiny_checkpoint).obtain()) for _ in "12"]
+        await holder.actor.wait_until_loading.remote()
+        assert not any(task.done() for task in waiting)
+        holder.kill()
+        expected = content(load_from_disk(tiny_checkpoint, image_key(tiny_checkpoint)))
+        for image in await asyncio.gather(*waiting):
+            assert (image.origin, content(image)) == ("disk", expected)
+        assert caplog.text.count("Fallback to load from disk. error:ActorDiedError") == 2
+
+    run(scenario)
+
+
+class MortalHolder(ActorHolder):
+    """Dies once it has handed out an image, before anybody looked at it."""
+
+    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
+        grant = await super().acquire(request, key, lessee)
+        self.kill()
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            await self.ping()
+        return grant
+
+
+@roomy
+def test_holder_that_dies_before_a_replica_opens_the_image(
+    ray_store: int, tiny_checkpoint: Path
+) -> None:
+    """Ray may still have the bytes or not (OwnerDiedError); the replica starts either way, soon."""
+
+    async def scenario() -> None:
+        image = await fast_load(MortalHolder(), tiny_checkpoint).obtain()
+        expected = load_from_disk(tiny_checkpoint, image_key(tiny_checkpoint))
+        assert content(image) == content(expected)
+
+    run(scenario)
+
+
+@roomy
+def test_load_that_takes_too_long_is_not_waited_for_and_not_lost(
+    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder(open_at_once=False)
+        await holder.ping()
+        load = fast_load(holder, tiny_checkpoint, load_timeout_s=0.2)
+        assert (await load.obtain()).origin == "disk"
+        assert "error:HolderLost: no image within 0.2 s" in caplog.text
+        await holder.actor.open_gate.remote()
+        assert (await fast_load(holder, tiny_checkpoint).obtain()).origin == "image"
+        assert await holder.actor.loads.remote() == 1
+        holder.kill()
+
+    run(scenario)
+
+
+@roomy
+def test_image_with_a_changed_byte_is_refused_and_read_from_disk(
+    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        holder = ActorHolder()
+        right = await fast_load(holder, tiny_checkpoint).obtain()
+        assert right.origin == "image"
+        await holder.actor.change_a_byte.remote()
+        image = await fast_load(holder, tiny_checkpoint).obtain()
+        assert image.origin == "disk"
+        assert image.manifest.digests == right.manifest.digests
+        image.verify()
+        assert "error:WeightsCorrupted: segment" in caplog.text
+        holder.kill()
 
     run(scenario)
 
