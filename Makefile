@@ -19,11 +19,12 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test gpu check fmt clean
+.PHONY: help serve test test-all gpu check fmt clean
 
 help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
-	@echo 'make test    all tests that need no GPU'
+	@echo 'make test    the tests that need no GPU and are quick'
+	@echo 'make test-all  all that need no GPU: half an hour on two cores'
 	@echo 'make gpu     the tests that need one; PY=python3: with that interpreter, installing nothing'
 	@echo 'make check   formatting, lint, types'
 	@echo 'make fmt     format, and fix what lint can fix'
@@ -37,6 +38,9 @@ serve: $(STAMP) $(DEMO)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(LOOPBACK) exec $(PY) -m ray.serve.scripts run serve_config.yaml
 
 test: $(STAMP) $(DEMO)
+	$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+
+test-all: $(STAMP) $(DEMO)
 	$(PY) -m pytest -m "not gpu" $(ARGS)
 
 # `make gpu PY=python3` takes that interpreter as it is: a GPU host often has no registry, but all that

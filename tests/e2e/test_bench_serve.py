@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.serve_process import PROJECT
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_phase_is_measured_and_nothing_is_left(

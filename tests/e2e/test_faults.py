@@ -203,6 +203,7 @@ async def until(condition: Callable[[], bool]) -> None:
     await asyncio.to_thread(wait_until, condition)
 
 
+@pytest.mark.slow
 def test_client_that_reads_late_gets_everything_and_keeps_nobody_waiting(
     tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
 ) -> None:
@@ -310,6 +311,7 @@ def test_killed_holder_costs_nothing_and_its_successor_takes_over(
     assert [solve(tiny, puzzle) for puzzle in puzzles] == [p.answer for p in puzzles]
 
 
+@pytest.mark.slow
 def test_replica_killed_while_streaming_tells_so_and_others_get_their_answers(
     tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
 ) -> None:
@@ -335,6 +337,7 @@ def test_replica_killed_while_streaming_tells_so_and_others_get_their_answers(
     assert tiny.wake_up()["process_id"] != replica
 
 
+@pytest.mark.slow
 def test_replica_killed_while_asleep_is_replaced_for_those_who_ask(
     tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
 ) -> None:
@@ -346,6 +349,7 @@ def test_replica_killed_while_asleep_is_replaced_for_those_who_ask(
     assert status["weights_from"] == "image"
 
 
+@pytest.mark.slow
 def test_replica_killed_while_waking_loses_no_request(
     tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
 ) -> None:
@@ -367,6 +371,7 @@ def test_replica_killed_while_waking_loses_no_request(
     assert status["weights_from"] == "image"
 
 
+@pytest.mark.slow
 def test_killed_controller_interrupts_nobody(
     tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
 ) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.e2e.serve_process import ServeProcess, wait_until
 
+pytestmark = pytest.mark.slow
+
 MODEL = "tiny"
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "Hello", "max_tokens": 4, "temperature": 0}
 

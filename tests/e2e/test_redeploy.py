@@ -10,10 +10,13 @@ from typing import Any
 import httpx
 import openai
 import psutil
+import pytest
 import yaml
 
 from tests.e2e.puzzles import Puzzle
 from tests.e2e.serve_process import ServeProcess, wait_until
+
+pytestmark = pytest.mark.slow
 
 MODEL = "tiny"
 CLIENTS = 4

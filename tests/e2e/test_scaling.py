@@ -14,6 +14,8 @@ import pytest
 
 from tests.e2e.serve_process import ServeProcess, wait_until
 
+pytestmark = pytest.mark.slow
+
 _REPLICA = "ray::ServeReplica:llm:model"
 ROOM = 2  # of a replica of `pair`
 DOWNSCALE_DELAY_S = 4.0

@@ -19,6 +19,8 @@ from tests.integration.holder_harness import (
     run,
 )
 
+pytestmark = pytest.mark.slow
+
 NODE = {"num_cpus": 1, "object_store_memory": STORE, "node_ip_address": "127.0.0.1"}
 
 
