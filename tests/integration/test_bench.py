@@ -29,6 +29,8 @@ from serve_app.bench.wake import Plan, WakeBench
 from serve_app.bench.wake_report import report
 from serve_app.cli import app
 
+pytestmark = pytest.mark.slow
+
 ENGINE = {
     "device": "cpu",
     "num_blocks": 32,
