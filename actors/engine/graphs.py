@@ -45,9 +45,8 @@ _SHORTEST_PREFILL, _LONGEST_PREFILL = 16, 256  # tokens, powers of 2
 # the host longer than the launches that it saves.
 _MANY = 1024
 
-_WORKSPACE = (
-    2**26
-)  # bytes for cuBLAS, which takes 32 MiB on Hopper and less before (torch's CUDABlas)
+# Bytes for cuBLAS, which takes 32 MiB on Hopper and less before (torch's CUDABlas).
+_WORKSPACE = 2**26
 
 _Key = tuple[int, int, bool]  # of a graph: its inputs' address, tokens, whether it is a decode step
 

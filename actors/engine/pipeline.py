@@ -23,10 +23,10 @@ from transformers.generation.continuous_batching.input_outputs import (
 )
 
 from actors.errors import DeviceMemoryShort
+from actors.memory.arena import RETRY_SHORT_AFTER_S
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SHORT_AFTER_S = 5.0  # as for a wake that finds no memory
 # A batch of so many sequences has its first tokens read at once. In larger ones every other batch
 # brings first tokens, and the overlap is worth more to everybody.
 _FEW = 16
@@ -111,7 +111,7 @@ class PipelinedManager(ContinuousBatchingManager):
                 state = request.state
                 if scheduler.active_requests.get(state.request_id) is state:
                     refusal = DeviceMemoryShort(
-                        f"no memory for a step on {self.model.device}", _RETRY_SHORT_AFTER_S
+                        f"no memory for a step on {self.model.device}", RETRY_SHORT_AFTER_S
                     )
                     processor.output_router.fail_and_deliver(state, refusal)
                     scheduler.finish_request(state.request_id)

@@ -9,7 +9,7 @@ from actors.errors import DeviceMemoryShort
 from actors.memory.driver import HostLink, MemoryDriver, describe, gib
 from actors.memory.transfer import SegmentCopy, Transfer
 
-_RETRY_SHORT_AFTER_S = 5.0  # a neighbour's idle time is of that order; nobody knows better
+RETRY_SHORT_AFTER_S = 5.0  # a neighbour's idle time is of that order; nobody knows better
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class DeviceArena:
             wanted = sum(self.spans[i].size for i in missing)
             found = describe(self._driver.memory(), self._driver.holders())
             raise DeviceMemoryShort(
-                f"{gib(wanted)} do not fit on {self.device}: {found}", _RETRY_SHORT_AFTER_S
+                f"{gib(wanted)} do not fit on {self.device}: {found}", RETRY_SHORT_AFTER_S
             ) from exc
         except BaseException:
             self.unmap(done)

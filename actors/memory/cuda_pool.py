@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from actors.errors import DeviceMemoryError, DeviceMemoryShort
-from actors.memory.arena import DeviceArena
+from actors.memory.arena import RETRY_SHORT_AFTER_S, DeviceArena
 from actors.memory.driver import MemoryDriver
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SHORT_AFTER_S = 5.0
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 # torch keeps requests of up to 1 MiB apart, in segments of 2 MiB (CUDACachingAllocator).
 _SMALL = 2**20
@@ -67,7 +66,7 @@ class CudaPool:
                 ]
         except torch.OutOfMemoryError as exc:
             raise DeviceMemoryShort(
-                f"no room for {size} bytes of graphs on {self._driver.device}", _RETRY_SHORT_AFTER_S
+                f"no room for {size} bytes of graphs on {self._driver.device}", RETRY_SHORT_AFTER_S
             ) from exc
         del pieces  # they stay in the pool
         self._largest = size
