@@ -50,6 +50,12 @@ def serve(
         list[int] | None,
         typer.Option(min=1, metavar="N...", help="Requests at once; 1 16 64 256 when absent."),
     ] = None,
+    requests_per_stream: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="One after the other, in each round of a throughput."
+        ),
+    ] = 4,
     prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a prompt.")] = 128,
     answer_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Of an answer.")] = 128,
     warm_when: Annotated[
@@ -89,6 +95,7 @@ def serve(
             cycles=cycles,
             pause_s=pause_s,
             concurrency=tuple(concurrency or Plan().concurrency),
+            requests_per_stream=requests_per_stream,
             prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens,
             warm_when=_pattern(warm_when),

@@ -49,7 +49,9 @@ class CardFiller:
         traceback: TracebackType | None,
     ) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
+        self._process.stdout.close()
         try:
             self._process.wait(_EXIT_S)
         except BaseException:

@@ -118,6 +118,7 @@ class ServeBench:
             "checkpoint": self._served.checkpoint.name,
             "config": self._served.settings,
             **self._environment,
+            "requests_per_stream": self._plan.requests_per_stream,
             "complete": self.complete,
             **self._result,
             "skipped": self._skipped,

@@ -54,6 +54,8 @@ class Plan:
     Attributes:
         phases: of `PHASES`; the start is always one of them.
         pause_s: asleep in each cycle.
+        requests_per_stream: one after the other, in a round. With 1, all requests of a round come in the
+            same moment.
         warm_when: a line of the log after which a replica is as fast as it will be; waited for.
         limit_s: phases that have not begun by then are left out.
     """
@@ -62,6 +64,7 @@ class Plan:
     cycles: int = 20
     pause_s: float = 0.3
     concurrency: tuple[int, ...] = (1, 16, 64, 256)
+    requests_per_stream: int = 4
     prompt_tokens: int = 128
     answer_tokens: int = 128
     warm_when: re.Pattern[str] | None = None
@@ -70,7 +73,7 @@ class Plan:
     def loads(self) -> list[Load]:
         """For each number of requests a round to warm up, and two or three that are timed."""
         return [
-            Load(concurrency=count, requests=count)
+            Load(concurrency=count, requests=count * self.requests_per_stream)
             for count in self.concurrency
             for _ in range(1 + (2 if count > _MANY else 3))
         ]
@@ -161,6 +164,7 @@ class Phases:
         status = await self._wake_up()
         found |= {"seconds_to_warm": None, "weights_from": status.weights_from}
         found["steps"] = steps_since(self._server.log(), since_s)
+        found["seconds_to_ready"] = found["steps"].get("awake")
         found["seconds_to_warm"] = await self._until_warm(since_s)
         found["steps"] = steps_since(self._server.log(), since_s)
 
@@ -208,7 +212,7 @@ class Phases:
             found["over_link_s"] = found["ttft_asleep_s"]["median"] - link_s
 
     async def _throughput(self, found: Found) -> None:
-        """So many streams at once, each with a random prompt; all of a round are waited for."""
+        """So many streams at once, each request with a random prompt; all of a round are waited for."""
         plan = self._plan
         workload = Workload(
             model=MODEL,

@@ -155,9 +155,17 @@ def test_two_replicas_share_a_card(servers: Servers) -> None:
     for _ in range(2):
         awake = replicas(pair, "/wake_up")
         assert len({replica["process_id"] for replica in awake}) == 2
+        alone = {complete(pair) for _ in range(4)}
+        # Whoever has fewer requests is asked: this stream keeps one busy, and the other answers.
+        # Each has a batch of one, which always rounds alike.
         began_s = time.monotonic()
-        # One at a time: the router takes either replica, and a batch of one always rounds alike.
-        assert len({complete(pair) for _ in range(16)}) == 1
+        stream = {**ASK, "prompt": "Another one", "max_tokens": 2000, "stream": True}
+        with pair.http.stream("POST", "/v1/completions", json=stream) as busy:
+            lines = busy.iter_lines()
+            assert next(lines).startswith("data: ")
+            alone.add(complete(pair))
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert len(alone) == 1
         asked_s = time.monotonic() - began_s
         asleep = replicas(pair, "/sleep")
         assert all(replica["idle_s"] < asked_s for replica in asleep), "one was never asked"

@@ -83,8 +83,9 @@ def test_round_that_warms_up_and_one_that_was_broken_off_do_not_count() -> None:
 
 
 def test_plan_warms_up_once_for_each_number_of_requests() -> None:
-    loads = Plan(concurrency=(1, 256)).loads()
+    loads = Plan(concurrency=(1, 256), requests_per_stream=3).loads()
     assert [load.concurrency for load in loads] == [1, 1, 1, 1, 256, 256, 256]
+    assert {load.requests for load in loads} == {3, 768}
 
 
 # --- what is served ---
