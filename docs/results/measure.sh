@@ -3,6 +3,10 @@
 #
 #   bash docs/results/measure.sh DIR                      # everything, about 25 minutes
 #   bash docs/results/measure.sh DIR wake throughput      # some steps, in this order
+#
+# Several GPUs: one call for each, at once, with its own CUDA_VISIBLE_DEVICES and steps. Those whose times are
+# to be compared with the link's (wake, kept, others) want a host that does nothing else.
+#
 #   python docs/results/table.py                          # then: the README's table
 #   sleepserve bench report DIR/*.json --report DIR       # and the page with plots
 #
@@ -15,14 +19,14 @@ project=$(cd "$(dirname "$0")/../.." && pwd)
 checkpoint=${CHECKPOINT:-/tmp/deepseek-r1-distill-qwen-7b}
 demo=${DEMO:-/tmp/demo-bfloat16}
 blocks="num_blocks=${BLOCKS:-600}"
-config=$project/configs/deepseek-r1-distill-qwen-7b_h200.yaml
+config=configs/deepseek-r1-distill-qwen-7b_h200.yaml
 export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 PYTHONUNBUFFERED=1
-cd "$out" || exit 1
+cd "$project" || exit 1
 
 run() {  # NAME SECONDS ARGUMENT...
     local name=$1 seconds=$2 began=$SECONDS
     shift 2
-    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m serve_app.cli "$@" > "$name.txt" 2> "$name.log"
+    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m serve_app.cli "$@" > "$out/$name.txt" 2> "$out/$name.log"
     echo "$name: exit code $?, $((SECONDS - began)) s"
 }
 
@@ -33,18 +37,18 @@ step() {
             run checkpoint 180 make-checkpoint "$checkpoint" --shape deepseek-r1-distill-qwen-7b
         [ -e "$demo/config.json" ] || run demo 60 make-checkpoint "$demo" --shape demo --dtype bfloat16 ;;
     wake) run wake 240 bench wake "$checkpoint" --variants pipelined,serial,unpinned,kept-sweep \
-        --cycles 20 --limit-s 110 --assert goals --engine "$blocks" --json wake.json ;;
+        --cycles 20 --limit-s 110 --assert goals --engine "$blocks" --json "$out/wake.json" ;;
     kept) run kept 200 bench wake "$checkpoint" --variants pipelined,kept-8,kept-8-middle,kept-8-last \
-        --prompt-tokens 7 2048 --cycles 10 --requests 0 --limit-s 70 --engine "$blocks" --json kept.json ;;
+        --prompt-tokens 7 2048 --cycles 10 --requests 0 --limit-s 70 --engine "$blocks" --json "$out/kept.json" ;;
     others) run others 300 bench wake "$checkpoint" --variants others --cycles 3 --other-cycles 3 \
-        --requests 0 --limit-s 150 --engine "$blocks" --json others.json ;;
-    throughput) run throughput 180 bench throughput "$checkpoint" --engine "$blocks" --json throughput.json ;;
-    serve) run serve 420 bench serve "$checkpoint" --config "$config" --engine "$blocks" \
-        --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json serve.json --log serve_run.log ;;
-    load) run load 300 bench load "$checkpoint" --engine "$blocks" --json load.json ;;
-    eval) run eval 180 eval "$checkpoint" --cycles 3 --assert-ttft 5 --json eval.json ;;
-    soak) run soak 540 bench soak "$checkpoint" --cycles 1000 --limit-s 440 --engine "$blocks" --json soak.json ;;
-    soak-demo) run soak-demo 120 bench soak "$demo" --cycles 1000 --limit-s 60 --json soak_demo.json ;;
+        --requests 0 --limit-s 150 --engine "$blocks" --json "$out/others.json" ;;
+    throughput) run throughput 180 bench throughput "$checkpoint" --engine "$blocks" --json "$out/throughput.json" ;;
+    serve) run serve 420 bench serve "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
+        --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$out/serve.json" --log "$out/serve_run.log" ;;
+    load) run load 300 bench load "$checkpoint" --engine "$blocks" --json "$out/load.json" ;;
+    eval) run eval 180 eval "$checkpoint" --cycles 3 --assert-ttft 5 --json "$out/eval.json" ;;
+    soak) run soak 540 bench soak "$checkpoint" --cycles 1000 --limit-s 440 --engine "$blocks" --json "$out/soak.json" ;;
+    soak-demo) run soak-demo 120 bench soak "$demo" --cycles 1000 --limit-s 60 --json "$out/soak_demo.json" ;;
     *) echo "no step $1" >&2; exit 2 ;;
     esac
 }

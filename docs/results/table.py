@@ -13,37 +13,73 @@ from typing import Any
 
 RESULTS = Path(__file__).parent
 README = RESULTS.parents[1] / "README.md"
-RUN = RESULTS / "2026-11-21_h200"
+WAKE = "2026-11-21_h200_second/wake.json"
+SERVE = "2026-11-22_h200/serve.json"
+THROUGHPUT = "2026-11-22_h200/throughput.json"
+SOAK = "2026-11-22_h200/soak.json"
 _BLOCK = re.compile(r"(<!-- measured: .*? -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
+Result = dict[str, Any]
 
-def table(result: dict[str, Any], http: dict[str, Any]) -> str:
-    def ms(name: str, of: dict[str, Any] = result) -> str:
-        found = of[name]
-        return f"{1e3 * found['median']:.1f} ms ({1e3 * found['min']:.1f}-{1e3 * found['max']:.1f})"
 
-    gb = result["weights_bytes"] / 1e9
-    rate = result["gb_per_s"]["median"]
-    mapped = (result["weights_bytes"] + result["kv_bytes"]) / 2**30
-    asleep = result["asleep_bytes"]["median"] / 2**30
+def table(wake: Result, serve: Result, throughput: Result, soak: Result) -> str:
+    http, again = serve["latency"], serve["redeploy"]
+    gb = wake["weights_bytes"] / 1e9
+    mapped = (wake["weights_bytes"] + wake["kv_bytes"]) / 2**30
+    left = (wake["left_bytes"]["median"] - wake["context_bytes"]["median"]) / 2**30
+    context = wake["context_bytes"]["median"] / 2**30
+    counts = [count for count in serve["throughput"] if count in throughput["concurrency"]]
     rows = [
-        ("first token of a sleeping replica", ms("ttft_asleep_s")),
-        ("the same over HTTP, through Ray Serve", ms("ttft_asleep_s", http)),
-        (f"the link's own time for the {gb:.2f} GB, at {rate:.1f} GB/s", ms("link_s")),
-        ("first token of an awake replica", ms("ttft_awake_s")),
-        ("the same over HTTP", ms("ttft_awake_s", http)),
-        ("going to sleep", ms("sleep_s")),
-        (f"left on the card asleep, of {mapped:.1f} GiB weights and KV cache", f"{asleep:.2f} GiB"),
-        ("image for the first replica: page cache to object store", f"{result['image_s']:.1f} s"),
-        ("image for a second replica of the node", f"{result['second_image_s']:.2f} s"),
+        ("first token of a sleeping replica", _ms(wake["ttft_asleep_s"])),
         (
-            f"wrong answers in {result['cycles'] + http['cycles']} cycles",
-            str(result["wrong"] + http["wrong"]),
+            f"the link's own time for the {gb:.2f} GB, at {wake['pinned_gb_per_s']:.1f} GB/s",
+            f"{wake['weights_bytes'] / wake['pinned_gb_per_s'] / 1e6:.1f} ms",
+        ),
+        ("first token of a sleeping replica over HTTP", _ms(http["ttft_asleep_s"])),
+        ("first token of an awake replica", _ms(wake["ttft_awake_s"])),
+        ("the same over HTTP", _ms(http["ttft_awake_s"])),
+        ("going to sleep", _ms(wake["sleep_s"])),
+        (
+            f"left on the card asleep, of {mapped:.1f} GiB weights and KV cache",
+            f"{left:.2f} GiB, and {context:.2f} GiB of CUDA's context",
+        ),
+        (
+            f"tokens per second, {' / '.join(counts)} requests at once",
+            " / ".join(
+                f"{throughput['concurrency'][count]['tokens_per_s']['median']:.0f}"
+                for count in counts
+            ),
+        ),
+        (
+            "the same, streamed over HTTP",
+            " / ".join(
+                f"{serve['throughput'][count]['tokens_per_s']['median']:.0f}" for count in counts
+            ),
+        ),
+        (
+            "a new replica's start to its first token, image in memory",
+            f"{again['seconds_to_first_token']:.1f} s",
+        ),
+        (
+            f"wrong answers after wakes, of {wake['compared'] + http['cycles'] + soak['compared']}",
+            str(wake["wrong"] + http["wrong"] + soak["wrong"]),
+        ),
+        (
+            f"growth over {soak['cycles']} sleeps and wakes: device, host memory",
+            f"{_growth(soak, 'device_bytes')}, {_growth(soak, 'rss_anon_bytes')}",
         ),
     ]
-    head = f"7B shape, bf16, one {result['device']}; in the replica's process"
+    head = f"7B shape, bf16, one {wake['device']}"
     lines = [f"| {head} | median (min-max) |", "|---|---|"]
     return "\n".join(lines + [f"| {name} | {value} |" for name, value in rows]) + "\n"
+
+
+def _ms(found: dict[str, float]) -> str:
+    return f"{1e3 * found['median']:.1f} ms ({1e3 * found['min']:.1f}-{1e3 * found['max']:.1f})"
+
+
+def _growth(soak: Result, name: str) -> str:
+    return f"{soak['trends'][name]['per_1000_cycles'] / 2**20:.2f} MiB"
 
 
 def main() -> int:
@@ -51,8 +87,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     before = README.read_text(encoding="utf-8")
-    wake, http = (json.loads((RUN / name).read_text()) for name in ("wake.json", "http.json"))
-    text = table(wake, http)
+    results = [json.loads((RESULTS / name).read_text()) for name in (WAKE, SERVE, THROUGHPUT, SOAK)]
+    text = table(*results)
     after = _BLOCK.sub(lambda found: found[1] + text + found[2], before)
     if arguments.check:
         return int(after != before)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 _PACKAGES = ("sleepserve", "torch", "transformers", "accelerate", "ray", "triton")
 
@@ -24,7 +23,7 @@ def environment() -> dict[str, str | int | None]:
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["sleepserve", *sys.argv[1:]]),
     }
 
 

@@ -193,7 +193,7 @@ def free_port() -> int:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """The caller's without its Ray, and Ray on loopback with a modest store and a place of its own."""
+    """The caller's without its Ray, and Ray as `make serve` has it, with a modest store and a place of its own."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     search = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return inherited | {
@@ -203,6 +203,7 @@ def _environment(home: Path) -> dict[str, str]:
         "RAY_ADDRESS": "local",  # never join a Ray that somebody else has started
         "RAY_TMPDIR": str(home),
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),
+        "RAY_SERVE_PROXY_USE_GRPC": "1",  # half of the proxy's time for a streamed event
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_COLOR_PREFIX": "0",

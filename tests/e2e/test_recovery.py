@@ -81,7 +81,11 @@ def test_missing_model_is_fetched_when_the_server_starts(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sleep": {"idle_timeout": 3}}, "sleep.idle_timeout: unknown key; did you mean"),
+        pytest.param(
+            {"sleep": {"idle_timeout": 3}},
+            "sleep.idle_timeout: unknown key; did you mean",
+            marks=pytest.mark.slow,
+        ),
         ({"engine": {"max_model_len": 10**7}}, "engine.max_model_len is 10000000, but"),
     ],
 )

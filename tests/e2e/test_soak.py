@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import psutil
+import pytest
 
 from tests.e2e.puzzles import Puzzle
 from tests.e2e.serve_process import ServeProcess
@@ -72,6 +73,7 @@ async def ask(
     return text
 
 
+@pytest.mark.slow
 def test_hundred_cycles_in_the_middle_of_traffic(
     tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
 ) -> None:
