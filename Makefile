@@ -7,6 +7,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
 DEMO := checkpoints/demo/config.json
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -15,16 +16,21 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 # machine needs none of them from outside.
 LOOPBACK := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 
+# Serve's proxy takes streamed events over gRPC: half of its time for each (2.60).
+QUICK_PROXY := RAY_SERVE_PROXY_USE_GRPC=1
+
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all gpu check fmt clean
+.PHONY: help serve test test-all test-page test-clients gpu check fmt clean
 
 help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
 	@echo 'make test    the tests that need no GPU and are quick'
 	@echo 'make test-all  all that need no GPU: half an hour on two cores'
+	@echo 'make test-clients  what other people wrote: OpenAI, schemathesis, evalscope; 1.3 GB in .venv-clients'
+	@echo 'make test-page  the status page in a browser; needs chromium'
 	@echo 'make gpu     the tests that need one; PY=python3: with that interpreter, installing nothing'
 	@echo 'make check   formatting, lint, types'
 	@echo 'make fmt     format, and fix what lint can fix'
@@ -35,13 +41,27 @@ serve: $(STAMP) $(DEMO)
 	@echo 'When the models are up, try:'
 	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"demo\", \"max_tokens\": 32, \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(LOOPBACK) exec $(PY) -m ray.serve.scripts run serve_config.yaml
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(LOOPBACK) $(QUICK_PROXY) exec $(PY) -m ray.serve.scripts run serve_config.yaml
 
 test: $(STAMP) $(DEMO)
-	$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+	$(PY) -m pytest -m "not gpu and not slow and not browser" $(ARGS)
 
 test-all: $(STAMP) $(DEMO)
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	$(PY) -m pytest -m "not gpu and not browser" $(ARGS)
+
+# With Debian's chromium: playwright would have to download its own.
+test-page: $(STAMP)
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+		echo 'make test-page needs a browser. Debian, Ubuntu: apt-get install chromium' >&2; exit 1; }
+	@$(PY) -c 'import playwright' 2>/dev/null || \
+		$(PY) -m pip install --quiet -c constraints.txt -e ".[page]"
+	$(LOOPBACK) $(PY) -m pytest -m browser $(ARGS) tests/browser
+	@echo 'Pictures of the page: .pytest_cache/page'
+
+# Clients in an environment without the server's packages; they start a server of the other one.
+test-clients: $(STAMP) $(CLIENTS)/.installed
+	SERVER_PYTHON=$(CURDIR)/$(PY) $(CLIENTS)/bin/python -m pytest tests/clients --confcutdir tests/clients \
+		-W default $(ARGS)
 
 # `make gpu PY=python3` takes that interpreter as it is: a GPU host often has no registry, but all that
 # these tests need. Only modules with the mark are imported; others may need what is not there.
@@ -58,7 +78,7 @@ fmt: $(STAMP)
 	$(PY) -m ruff check --fix
 
 clean:
-	rm -rf $(VENV) checkpoints/demo checkpoints/tiny .mypy_cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) checkpoints/demo checkpoints/tiny .mypy_cache .hypothesis .pytest_cache .ruff_cache
 	find actors serve_app tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A Python that has a CUDA build of torch keeps it (a GPU image brings its own). Without any torch
@@ -80,6 +100,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet -c constraints.txt $$index -e ".[$$extras]"; \
 	if [ -z "$$($(PY) -c 'import torch; print(torch.version.cuda or "")')" ]; then \
 		$(PY) -m pip install --quiet -c constraints.txt -e ".[cpu]"; fi
+	@touch $@
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	@if [ -z "$(PYTHON)" ]; then echo "needs Python 3.11 or newer; found none" >&2; exit 1; fi
+	@echo "Installing into $(CLIENTS): some minutes, once."
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
 	@touch $@
 
 $(DEMO): actors/weights/checkpoint.py | $(STAMP)

@@ -16,6 +16,7 @@ ServingError
   ReplicaFailed           ours; the replica is replaced: 500
     DeviceMemoryError       mapping or copying device memory failed
     LayoutMismatch          image and module disagree
+    ImageMissing            the holder has no such image and cannot make it
     WeightsCorrupted        bytes do not match their digest
     StoreFull               the image does not fit into the object store or /dev/shm
     HolderLost              the holder of the image went away
@@ -103,6 +104,10 @@ class DeviceMemoryError(ReplicaFailed):
 
 class LayoutMismatch(ReplicaFailed):
     """An image and a module or arena disagree about where tensors sit."""
+
+
+class ImageMissing(ReplicaFailed):
+    """A holder has no image of that key, and no checkpoint that would make it."""
 
 
 class WeightsCorrupted(ReplicaFailed):

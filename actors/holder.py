@@ -3,27 +3,36 @@
 It owns the object references, so the images live as long as it does, and longer for whoever still
 looks at them. Loading runs on a thread of its own: the holder answers health checks and hands out
 finished images while it loads another.
+
+A node has one. An image that another node's holder has is copied from there instead of being read from
+disk, once, and what was copied is this holder's own: it stays when the other one goes.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import ray
 from ray.util import list_named_actors
 
-from actors.errors import LayoutMismatch
+from actors.errors import ImageMissing, LayoutMismatch, WeightsCorrupted
 from actors.weights import packer
-from actors.weights.download import ensure_checkpoint
+from actors.weights.download import CheckpointMissing, ensure_checkpoint
+from actors.weights.download_errors import DownloadError
+from actors.weights.image import WeightImage
 from actors.weights.layout import ImageKey, Manifest
 from actors.weights.plasma import ByteArray, ReservedSegment, reserve, store_room, was_spilled
+from actors.weights.pull import Peer, pull
 from actors.weights.source import ModelSource
 
 logger = logging.getLogger(__name__)
+
+Origin = Literal["disk", "node"]  # read here, or copied from another node's holder
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class _Held:
 
     grant: ImageGrant
     segments: list[ReservedSegment]
+    origin: Origin
     ttl_s: float | None
     unused_since_s: float  # when it last had a lessee, or was loaded
     lessees: set[str] = field(default_factory=set)  # actor names
@@ -71,16 +81,53 @@ class HeldImage:
     load_s: float
     lessees: int
     spilled: bool
+    origin: Origin
+
+
+@dataclass(slots=True)
+class HolderCounts:
+    """What a holder has done since it started."""
+
+    disk_loads: int = 0
+    disk_bytes: int = 0  # of the images that came out of it
+    pulls: int = 0  # images copied from other nodes
+    pulled_bytes: int = 0
+    lent_bytes: int = 0  # segments handed to other nodes
+    corrupted: int = 0  # images dropped because their bytes had changed
+
+
+def nobody() -> Iterable[Peer]:
+    """The peers of a holder whose node is the only one."""
+    return ()
+
+
+def keep_quiet(origin: Origin, size: int) -> None:
+    """Nobody wants to hear of loads."""
 
 
 class WeightHolder:
-    """Loads checkpoints once and hands their images to every replica that asks."""
+    """Loads checkpoints once and hands their images to every replica of its node that asks."""
 
     def __init__(
-        self, preload: Sequence[ImageRequest] = (), now: Callable[[], float] = time.monotonic
+        self,
+        preload: Sequence[ImageRequest] = (),
+        now: Callable[[], float] = time.monotonic,
+        peers: Callable[[], Iterable[Peer]] = nobody,
+        on_load: Callable[[Origin, int], None] = keep_quiet,
     ) -> None:
-        """Load nothing yet, but for what `preload` names, in the background."""
+        """Load nothing yet, but for what `preload` names, in the background.
+
+        Args:
+            preload: what to load without being asked.
+            now: seconds by some clock.
+            peers: the other nodes' holders as of now. Called before anything is read from disk, on
+                the loader's thread.
+            on_load: told where an image came from, and its bytes. On the same thread.
+        """
         self._now = now
+        self._peers = peers
+        self._on_load = on_load
+        self._counts = HolderCounts()
         self._images: dict[ImageKey, _Held] = {}
         self._loading: dict[ImageKey, Future[_Held]] = {}
         self._recycled_bytes = 0  # freed by us in this store, whose pages it keeps
@@ -99,7 +146,8 @@ class WeightHolder:
             lessee: name of the asking actor, kept until it releases the image or dies.
 
         Raises:
-            LayoutMismatch: this node's checkpoint is not the caller's.
+            ImageMissing: there is none, and this node's checkpoint is another or not complete.
+            LayoutMismatch: this node packs the same checkpoint in another way.
             StoreFull: there is no room for it.
         """
         held = self._images.get(key)
@@ -134,6 +182,56 @@ class WeightHolder:
             elif held.ttl_s is not None and now_s - held.unused_since_s >= held.ttl_s:
                 self._drop(key, held, f"unused for {held.ttl_s:g} s")
 
+    async def recheck(self, key: ImageKey) -> bool:
+        """For who found wrong bytes: compare the image with its digests; drop it if they differ.
+
+        A reader's own memory or device may be to blame, so nobody's word is taken for it. Whoever
+        still looks at a dropped image finds that out by itself; the next `acquire` loads anew.
+
+        Returns:
+            True when the image was dropped.
+        """
+        held = self._images.get(key)
+        if held is None:
+            return False
+        manifest = held.grant.manifest
+        payloads = [segment.payload.data for segment in held.segments]
+        try:
+            await asyncio.to_thread(WeightImage(manifest, payloads, "image").verify)
+        except WeightsCorrupted as exc:
+            if self._images.get(key) is held:  # nobody else was first
+                self._counts.corrupted += 1
+                self._drop(key, held, str(exc))
+            return True
+        logger.warning("image %s is intact here; whoever read something else has to look", key)
+        return False
+
+    async def lend(self, key: ImageKey) -> Manifest | None:
+        """For another node's holder: what `segment` has; None if there is nothing.
+
+        Never waits for a load: two holders would wait for each other.
+        """
+        held = self._images.get(key)
+        return None if held is None else held.grant.manifest
+
+    async def segment(self, key: ImageKey, index: int) -> ByteArray:
+        """For another node's holder: the bytes of one segment.
+
+        Raises:
+            ImageMissing: the image has gone meanwhile.
+        """
+        held = self._images.get(key)
+        if held is None:
+            raise ImageMissing(f"image {key} is no longer here")
+        manifest, source = held.grant.manifest, held.segments[index]
+        size = manifest.layout.segments[index].size
+        self._counts.lent_bytes += size
+        # Of the view, which keeps the bytes there until they have been sent.
+        return source.view[source.payload_offset : source.payload_offset + size]
+
+    async def counts(self) -> HolderCounts:
+        return self._counts
+
     async def stats(self) -> list[HeldImage]:
         return [
             HeldImage(
@@ -143,13 +241,15 @@ class WeightHolder:
                 load_s=held.grant.load_s,
                 lessees=len(held.lessees),
                 spilled=was_spilled([segment.ref for segment in held.segments]),
+                origin=held.origin,
             )
             for key, held in self._images.items()
         ]
 
     def _drop(self, key: ImageKey, held: _Held, why: str) -> None:
         del self._images[key]
-        self._recycled_bytes += held.grant.manifest.layout.total_bytes
+        if not held.lessees:  # or its pages are still looked at
+            self._recycled_bytes += held.grant.manifest.layout.total_bytes
         logger.info("image %s released: %s", key, why)
 
     def _load_once(self, request: ImageRequest, key: ImageKey) -> "Future[_Held]":
@@ -168,20 +268,60 @@ class WeightHolder:
     def _load(self, request: ImageRequest, key: ImageKey | None) -> _Held:
         """On the loader thread, of which there is one: the dictionaries have one writer at a time."""
         try:
-            checkpoint = ensure_checkpoint(request.source)
-            dtype = packer.checkpoint_dtype(checkpoint, request.dtype)
-            found = packer.image_key(checkpoint, dtype)
+            checkpoint, found = _look_up(request)
             if key is not None and key != found:
-                raise LayoutMismatch(f"asked for image {key}, this node's checkpoint makes {found}")
+                raise _mismatch(key, found)
             held = self._images.get(found)  # a preload may have been first
             if held is None:
-                grant, segments = self._publish(request.model_id, checkpoint, found)
-                held = _Held(grant, segments, request.ttl_s, self._now())
-                self._images[found] = held
+                held = self._images[found] = self._obtain(request, checkpoint, found)
             return held
         finally:
             if key is not None:
                 self._loading.pop(key, None)
+
+    def _obtain(self, request: ImageRequest, checkpoint: Path, key: ImageKey) -> _Held:
+        origin: Origin = "node"
+        published = self._from_peers(key)
+        if published is None:
+            origin, published = "disk", self._publish(request.model_id, checkpoint, key)
+        grant, segments = published
+        size = grant.manifest.layout.total_bytes
+        if origin == "disk":
+            self._counts.disk_loads += 1
+            self._counts.disk_bytes += size
+        else:
+            self._counts.pulls += 1
+            self._counts.pulled_bytes += size
+        self._on_load(origin, size)
+        return _Held(grant, segments, origin, request.ttl_s, self._now())
+
+    def _from_peers(self, key: ImageKey) -> Published | None:
+        """Our own copy of another holder's image; None if nobody has it, or nobody's could be had."""
+        for peer in self._peers():
+            started_s = time.monotonic()
+            try:
+                lent = peer.lend(key)
+                if lent is None:
+                    continue
+                manifest, segments = pull(lent, peer, self._recycled_bytes)
+            except WeightsCorrupted as exc:
+                logger.warning("image %s of %s: %s", key, peer.name, exc)
+                _have_rechecked(peer, key)
+            except Exception as exc:  # noqa: BLE001  # whatever it was, there is the disk
+                logger.warning(
+                    "no image %s from %s: %s: %s", key, peer.name, type(exc).__name__, exc
+                )
+            else:
+                load_s = time.monotonic() - started_s
+                logger.info(
+                    "load_model key:%s: copied %.2f GiB from %s, costed %.2f s",
+                    key,
+                    manifest.layout.total_bytes / 2**30,
+                    peer.name,
+                    load_s,
+                )
+                return ImageGrant(manifest, tuple(s.ref for s in segments), load_s), segments
+        return None
 
     def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> Published:
         started_s = time.monotonic()
@@ -207,6 +347,30 @@ class WeightHolder:
         )
         grant = ImageGrant(manifest, tuple(s.ref for s in segments), load_s)
         return grant, segments
+
+
+def _look_up(request: ImageRequest) -> tuple[Path, ImageKey]:
+    """This node's checkpoint, and the key of the image that it makes."""
+    try:
+        checkpoint = ensure_checkpoint(request.source)
+    except (CheckpointMissing, DownloadError) as exc:
+        raise ImageMissing(f"no checkpoint of {request.model_id} on this node: {exc}") from exc
+    dtype = packer.checkpoint_dtype(checkpoint, request.dtype)
+    return checkpoint, packer.image_key(checkpoint, dtype)
+
+
+def _mismatch(asked: ImageKey, found: ImageKey) -> LayoutMismatch | ImageMissing:
+    text = f"asked for image {asked}, this node's checkpoint makes {found}"
+    if (asked.model, asked.revision) != (found.model, found.revision):
+        return ImageMissing(text)
+    return LayoutMismatch(text)
+
+
+def _have_rechecked(peer: Peer, key: ImageKey) -> None:
+    try:
+        peer.recheck(key)
+    except Exception as exc:  # noqa: BLE001  # it concerns the others; we have the disk
+        logger.warning("%s did not check image %s: %s", peer.name, key, exc)
 
 
 def _alive() -> set[str]:

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from actors.errors import DrainTimeout, HeldAsleep, ReplicaFailed, Unavailable, WakeTimeout
 from actors.idle import IdleClock
 from actors.protocol import MemoryLeft, ReplicaState, SleepCommand, SleepMode
+from actors.telemetry import Observer, SleepCause, WakeCause, WakeResult
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class Lifecycle:
         name: str = "replica",
         on_change: Callable[[], None] = lambda: None,
         held: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self.idle = IdleClock(now)
         self.reason = "starting"
@@ -134,6 +136,7 @@ class Lifecycle:
         self._now = now
         self._name = name
         self._on_change = on_change
+        self._observer = observer or Observer()
         self._state = ReplicaState.ASLEEP
         self._drained = asyncio.Event()
         self._drained.set()
@@ -162,7 +165,12 @@ class Lifecycle:
             if self.idle.in_flight == 0:
                 self._drained.set()
 
-    async def sleep(self, command: SleepCommand, reason: str = "asked to") -> None:
+    async def sleep(
+        self,
+        command: SleepCommand,
+        reason: str = "asked to",
+        cause: SleepCause = SleepCause.COMMAND,
+    ) -> None:
         """Finish, abort or freeze the requests in flight, then sleep. Idempotent.
 
         Raises:
@@ -176,10 +184,10 @@ class Lifecycle:
             raise ReplicaFailed(f"{self._name} has failed: {self.reason}")
         if self._state is ReplicaState.AWAKE or command.level > self.level:
             await asyncio.shield(
-                self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command), reason)
+                self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command, cause), reason)
             )
 
-    async def wake_up(self, reason: str = "asked to") -> None:
+    async def wake_up(self, reason: str = "asked to", cause: WakeCause = WakeCause.COMMAND) -> None:
         """End a hold and wake. Idempotent.
 
         Raises:
@@ -188,7 +196,7 @@ class Lifecycle:
         """
         self.held = False
         while self._state is not ReplicaState.AWAKE:
-            if await self._step_to_awake(reason):
+            if await self._step_to_awake(reason, cause):
                 break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
         self.idle.touch()
 
@@ -205,6 +213,7 @@ class Lifecycle:
                     await self.sleep(
                         SleepCommand(level=self._config.level),
                         f"idle {idle_s:.1f} s >= {timeout_s:g} s",
+                        SleepCause.IDLE,
                     )
                 except DrainTimeout:  # a request came in between; it keeps the replica awake
                     continue
@@ -212,6 +221,7 @@ class Lifecycle:
                     return
 
     async def _await_awake(self, request_id: str) -> None:
+        started_s = self._now() if self._state is not ReplicaState.AWAKE else None
         self.waiting_for_wake += 1
         try:
             async with asyncio.timeout(self._config.wake_timeout_s):
@@ -221,7 +231,7 @@ class Lifecycle:
                             "the model is held asleep by an operator; POST /wake_up ends it",
                             _HELD_RETRY_AFTER_S,
                         )
-                    await self._step_to_awake(f"request {request_id}")
+                    await self._step_to_awake(f"request {request_id}", WakeCause.REQUEST)
         except TimeoutError:
             raise WakeTimeout(
                 f"the model did not wake within {self._config.wake_timeout_s:g} s "
@@ -230,8 +240,10 @@ class Lifecycle:
             ) from None
         finally:
             self.waiting_for_wake -= 1
+            if started_s is not None:
+                self._observer.waited(self._now() - started_s)
 
-    async def _step_to_awake(self, reason: str) -> bool:
+    async def _step_to_awake(self, reason: str, cause: WakeCause) -> bool:
         """Wait for the transition under way, or begin the wake that everybody then shares.
 
         Returns:
@@ -242,7 +254,7 @@ class Lifecycle:
         if self._state is ReplicaState.DRAINING and self._transition is not None:
             await self._join(self._transition)  # its outcome is for those who asked for a sleep
             return False
-        task = self._transition or self._begin(ReplicaState.WAKING, self._run_wake(), reason)
+        task = self._transition or self._begin(ReplicaState.WAKING, self._run_wake(cause), reason)
         await asyncio.shield(task)
         return True
 
@@ -275,19 +287,24 @@ class Lifecycle:
         finally:
             self._transition = None
 
-    async def _run_wake(self) -> None:
+    async def _run_wake(self, cause: WakeCause) -> None:
         started_s = self._now()
+        result = WakeResult.FAILED
         try:
             change = await self._effects.wake()
+            result = WakeResult.OK
         except Unavailable as exc:
+            result = WakeResult.REFUSED
             self._enter(ReplicaState.ASLEEP, f"could not wake: {exc}")
             raise
+        finally:
+            self._observer.woke(cause, result, self._now() - started_s)
         self.last_wake_s = self._now() - started_s
         self.wakes += 1
         self.level = 0
         self._enter(ReplicaState.AWAKE, self.reason, self.last_wake_s, change)
 
-    async def _drain_and_sleep(self, command: SleepCommand) -> None:
+    async def _drain_and_sleep(self, command: SleepCommand, cause: SleepCause) -> None:
         if command.mode is SleepMode.ABORT:
             self._effects.abort_in_flight()
         if command.mode is not SleepMode.KEEP and not self.level:  # asleep: nothing is running
@@ -298,6 +315,7 @@ class Lifecycle:
         self.last_sleep = change
         self.sleeps += 1
         self.level = command.level
+        self._observer.slept(cause, command.level, self.last_sleep_s, change.released_bytes)
         self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
 
     async def _drain(self) -> None:

@@ -20,7 +20,7 @@ from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.memory.driver import AllocatorPool, DeviceMemory, HostLink, MemoryDriver, describe
 from actors.memory.transfer import Transfer, TransferStats
-from actors.protocol import MemoryLeft, WakeReport
+from actors.protocol import DeviceNow, MemoryLeft, WakeReport
 from actors.weights.attach import attach
 from actors.weights.checksum import checksum
 from actors.weights.gates import SegmentGates
@@ -116,6 +116,20 @@ class ModelMemory:
     def free_bytes(self) -> int:
         """What the device has free now, for everybody."""
         return self._driver.memory().free
+
+    def device_now(self, node: str) -> DeviceNow:
+        """The device and what it has free now.
+
+        Args:
+            node: tells the CPUs of several machines apart.
+        """
+        if self.device.type == "cpu":
+            device_id, name = f"cpu of node {node}", "CPU memory"
+        else:
+            card = torch.cuda.get_device_properties(self.device)
+            device_id, name = f"GPU-{card.uuid}", card.name
+        memory = self._driver.memory()
+        return DeviceNow(device_id, name, memory.total, memory.free, self.wake_bytes)
 
     @property
     def kv_bytes(self) -> int:

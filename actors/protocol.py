@@ -33,6 +33,24 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # a sleep in mode "abort"
 
 
+class GrammarKind(StrEnum):
+    """What `Grammar.text` is."""
+
+    JSON_SCHEMA = "JSON schema"
+    REGEX = "regular expression"  # of the whole output, in the syntax of Rust's regex crate
+    CHOICE = "list of strings"  # JSON; the output is one of them
+    CFG = "grammar"  # Lark, or EBNF as llama.cpp and xgrammar have it
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The only form that an output may have. Its end ends the output; `max_tokens` may do so before."""
+
+    kind: GrammarKind
+    text: str
+    param: str  # the field of the request that it came in, for error messages
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the next token. The defaults are OpenAI's; names beyond OpenAI's are vLLM's.
@@ -55,13 +73,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # not part of the output
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # None: none; k: the sampled token's and those of the k likeliest
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Messages for the model's chat template."""
 
-    messages: tuple[Mapping[str, Any], ...]  # {"role", "content": str, ...}
+    # {"role", "content": str, ...}; the arguments of tool calls are objects, not JSON text
+    messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
@@ -78,19 +98,35 @@ class GenerateRequest:
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
-    echo: bool = False  # first event of each continuation: the prompt's text, no token ids
+    # First event of each continuation: the prompt's text without token ids, and with `sampling.logprobs`
+    # the log-probabilities of its tokens.
+    echo: bool = False
     stream: bool = True  # False: one event per continuation, at its end
+    # Those that the tokenizer adds by itself, as BOS. None: to text, not to messages.
+    add_special_tokens: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a token under the model's own distribution (before temperature)."""
+    """Natural-log probability of a token under the model's own distribution (before temperature).
+
+    Under a grammar: among the tokens that it allows, as vLLM has it; `top` lists no others.
+    """
 
     token_id: int
     token: str  # may hold U+FFFD where a character spans tokens; `token_bytes` is exact
     token_bytes: bytes
-    logprob: float
+    logprob: float | None  # None: the first token of a prompt, which nothing predicts
     top: tuple["TokenLogprob", ...] = ()  # likeliest first; empty inside `top` itself
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """How a model writes what in its messages is not content; None where it has no form for it."""
+
+    reasoning: str | None = None  # a name of `serve_app.reasoning`
+    tools: str | None = None  # a name of `serve_app.tool_calls`
+    in_reasoning: bool = False  # the prompt ends inside the reasoning, so the output begins there
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +143,9 @@ class TokenEvent:
     prompt_tokens: int  # the same in every event of a request
     finish_reason: FinishReason | None = None  # set in the last event of a continuation
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one per entry of `token_ids`
+    # One per entry of `token_ids`; in an echo, one per token of the prompt.
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    form: MessageForm | None = None  # in the first event of a continuation in a chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +196,17 @@ class DeviceMemoryStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceNow:
+    """The device of a replica as it is now, in bytes."""
+
+    id: str  # the card's uuid as `nvidia-smi -L` has it, or "cpu of node ..."
+    name: str
+    total: int
+    free: int  # for everybody
+    wake_bytes: int  # what a wake of this replica would map; 0 while awake
+
+
+@dataclass(frozen=True, slots=True)
 class WakeReport:
     """What a wake moved, and what the device computed of the bytes where they landed."""
 
@@ -182,6 +231,7 @@ class ReplicaStatus:
     in_flight: int  # requests being generated
     waiting_for_wake: int
     idle_s: float  # seconds since the last inference request ended; 0 while one is in flight
+    idle_timeout_s: float | None  # it sleeps when `idle_s` gets there; None: never by itself
     sleeps: int
     wakes: int
     last_sleep_s: float | None
@@ -192,5 +242,6 @@ class ReplicaStatus:
     weights_from: str  # "image", "disk" or "" while the image is released
     reason: str  # why it is in this state, in words
     max_model_len: int  # tokens of prompt and output together
+    device: DeviceNow
     device_memory: DeviceMemoryStatus
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked

@@ -10,9 +10,10 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,15 +23,32 @@ from transformers import PreTrainedModel
 from actors.engine.architectures import check_architecture
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput, EngineStats, TransformersEngine
+from actors.engine.grammar import GrammarCompiler
+from actors.engine.message_form import ChatConfig
 from actors.engine.output import OutputAssembler
+from actors.engine.plain import prompt_logprobs
 from actors.engine.sampling import SequenceSampling
 from actors.engine.stream import RequestStream
 from actors.engine.text import TextCodec
-from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed, Unavailable
+from actors.errors import (
+    DeviceMemoryShort,
+    EngineDied,
+    InvalidRequest,
+    ReplicaFailed,
+    Unavailable,
+)
 from actors.lifecycle import MemoryChange, SleepConfig
 from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
-from actors.protocol import ChatPrompt, FinishReason, GenerateRequest, TokenEvent
+from actors.protocol import (
+    ChatPrompt,
+    FinishReason,
+    GenerateRequest,
+    MessageForm,
+    TokenEvent,
+    TokenLogprob,
+)
+from actors.telemetry import Ending, EngineMeter, Observer, WakePhase
 from actors.weights import packer
 from actors.weights.attach import build_on_meta
 from actors.weights.image import WeightImage
@@ -51,6 +69,8 @@ class Prepared:
     request: GenerateRequest
     prompt_ids: tuple[int, ...]
     sequences: tuple[SequenceSampling, ...]  # one per continuation
+    form: MessageForm | None  # of a chat
+    arrived_s: float  # of `time.perf_counter`
 
 
 class ModelRuntime:
@@ -69,6 +89,8 @@ class ModelRuntime:
         release_image: Callable[[ImageKey], Awaitable[None]],
         engine: EngineConfig,
         sleep: SleepConfig,
+        chat: ChatConfig | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """Build memory and engine. Blocks for a while: call it on a thread.
 
@@ -76,12 +98,15 @@ class ModelRuntime:
             module: from `build_module`; becomes this runtime's own.
             reload_image: gets the image again after a level 2 sleep dropped it.
             release_image: told when a level 2 sleep drops it.
+            chat: how its messages are written, where the chat template does not show it.
+            observer: told what happens.
 
         Raises:
             ValueError: the configuration cannot work for this model.
             LayoutMismatch: image and architecture disagree.
         """
-        self.codec = TextCodec.load(checkpoint)
+        self.codec = TextCodec.load(checkpoint, chat)
+        self._grammars = GrammarCompiler(self.codec)
         self._module = module
         self.memory = ModelMemory(module, image, sleep.keep_layers, engine.device)
         # Beside a GPU, what little is done here takes longer shared out among threads than alone.
@@ -94,6 +119,8 @@ class ModelRuntime:
         self._failure: ReplicaFailed | None = None
         # sequence id -> stream, continuation
         self._streams: dict[str, tuple[RequestStream, int]] = {}
+        self._observer = observer or Observer()
+        self._meter = EngineMeter(self._observer)
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
@@ -146,21 +173,36 @@ class ModelRuntime:
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Tokenise and check a request. Needs no weights, so a bad request wakes nobody.
 
+        Any thread may call it. A new grammar takes milliseconds, in bad cases seconds, so a request with
+        one is not for the event loop.
+
         Raises:
             InvalidRequest: naming the field.
+            Unavailable: too many grammars are being compiled.
         """
-        prompt_ids = self.codec.encode_prompt(request.prompt)
-        params = request.sampling
+        arrived_s = time.perf_counter()
+        prompt, params = request.prompt, request.sampling
+        prompt_ids = self.codec.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(self.codec.eos_ids)
+            frozenset() if params.ignore_eos and params.grammar is None else self.codec.eos_ids
         )
         sequences = tuple(
             SequenceSampling(params, prompt_ids, _wrap_int64(seed + i), stops)
             for i in range(request.n)
         )
         self._engine.check(sequences[0])
-        return Prepared(request, prompt_ids, sequences)
+        if params.grammar is not None:
+            grammar = self._grammars.compile(params.grammar)
+            for sequence in sequences:
+                sequence.grammar = grammar.fork()
+        form = None
+        if isinstance(prompt, ChatPrompt):
+            form = self.codec.message_form(prompt, prompt_ids)
+            if params.grammar is not None:
+                # It leaves no room to reason, whatever the prompt ends with.
+                form = replace(form, in_reasoning=False)
+        return Prepared(request, prompt_ids, sequences, form, arrived_s)
 
     async def generate(self, prepared: Prepared) -> AsyncIterator[TokenEvent]:
         """Events of all continuations, as they come; closing the iterator cancels the rest.
@@ -172,14 +214,16 @@ class ModelRuntime:
         Raises:
             ReplicaFailed: the generation loop ended underneath, or the weights are corrupted.
             DeviceMemoryShort: other processes left too little memory for a step.
+            InvalidRequest: the grammar turned out to be too much work, or a dead end.
         """
         self.check_health()
         self._loop = asyncio.get_running_loop()
         stream = self._open(prepared)
         try:
             if prepared.request.echo:
+                logprobs = await self._prompt_logprobs(prepared)
                 for index in range(len(prepared.sequences)):
-                    yield self._echo(prepared, index)
+                    yield self._echo(prepared, index, logprobs)
             if not prepared.request.stream:
                 await stream.settled.wait()
             while True:
@@ -188,7 +232,7 @@ class ModelRuntime:
                     raise stream.error
                 for event in stream.take():
                     yield event
-                if stream.settled.is_set() and not stream.events:
+                if stream.settled.is_set() and not stream.events and stream.error is None:
                     return
                 await stream.pace(len(self._streams) / self._max_events_per_s)
         finally:
@@ -200,11 +244,17 @@ class ModelRuntime:
             if not assembler.done:
                 self._engine.cancel(stream.sequence_ids[index])
                 stream.push(assembler.push((), finish=FinishReason.ABORT))
+                self._meter.ended(stream.sequence_ids[index], Ending.ABORT)
 
     async def wake(self) -> MemoryChange:
+        started_s = time.perf_counter()
         if self.memory.image is None:
             await self._on_control(self.memory.take_image, await self._reload_image())
+            reloaded_s = time.perf_counter()
+            self._observer.wake_phase(WakePhase.IMAGE, reloaded_s - started_s)
+            started_s = reloaded_s
         change = await self._on_control(self._wake_now)
+        self._observer.wake_phase(WakePhase.MAP, time.perf_counter() - started_s)
         self._control.submit(self._settle)
         return change
 
@@ -240,6 +290,7 @@ class ModelRuntime:
 
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
+        self._grammars.close()
         await self._on_control(self._engine.stop)
         await self._on_control(self.memory.close_link)
         self._control.shutdown(wait=False)
@@ -334,10 +385,14 @@ class ModelRuntime:
 
     def _settle(self) -> None:
         """Have a wake that went wrong fail the replica, instead of serving rubbish."""
+        before = self.memory.last_wake
         try:
             self.memory.settle()
         except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
             self._fail(exc, "a wake")
+        report = self.memory.last_wake
+        if report is not None and report is not before:
+            self._observer.restored(report)
 
     def _fail(self, reason: Exception, what: str) -> None:
         """Nothing is served any more; the health check has the replica replaced."""
@@ -363,6 +418,7 @@ class ModelRuntime:
                     prompt_tokens=len(prepared.prompt_ids),
                     stops=params.stop,
                     min_tokens=params.min_tokens,
+                    form=prepared.form,
                 )
                 for i in range(len(prepared.sequences))
             ],
@@ -374,6 +430,7 @@ class ModelRuntime:
             self._streams[sequence_id] = (stream, i)
         try:
             for sequence_id, sequence in zip(stream.sequence_ids, prepared.sequences, strict=True):
+                self._meter.submitted(sequence_id, len(prepared.prompt_ids), prepared.arrived_s)
                 self._engine.submit(sequence_id, sequence)
         except BaseException:
             self._close(stream)
@@ -384,11 +441,37 @@ class ModelRuntime:
         for index, sequence_id in enumerate(stream.sequence_ids):
             if self._streams.pop(sequence_id, None) and not stream.assemblers[index].done:
                 self._engine.cancel(sequence_id)
+            self._meter.ended(sequence_id, Ending.ABORT if stream.error is None else Ending.ERROR)
 
-    def _echo(self, prepared: Prepared, index: int) -> TokenEvent:
+    def _echo(
+        self, prepared: Prepared, index: int, logprobs: tuple[TokenLogprob, ...] | None
+    ) -> TokenEvent:
         prompt = prepared.request.prompt
         text = prompt if isinstance(prompt, str) else self.codec.decode(prepared.prompt_ids)
-        return TokenEvent(index, text, (), len(prepared.prompt_ids))
+        return TokenEvent(index, text, (), len(prepared.prompt_ids), logprobs=logprobs)
+
+    async def _prompt_logprobs(self, prepared: Prepared) -> tuple[TokenLogprob, ...] | None:
+        """One per token of the prompt, if the request wants any.
+
+        The engine only computes the logits that it samples from, so this is a forward of its own, in
+        which the other requests wait.
+        """
+        top = prepared.request.sampling.logprobs
+        if top is None:
+            return None
+        ids = prepared.prompt_ids
+        try:
+            found = await self.with_model(lambda model: prompt_logprobs(model, ids, top))
+        except torch.OutOfMemoryError as exc:
+            device = self.memory.device
+            raise DeviceMemoryShort(f"no memory for {len(ids)} tokens on {device}") from exc
+        self.check_health()  # the bytes of the last wake have been checked by now
+        return tuple(
+            self.codec.token_logprob(token_id, None)
+            if raw is None
+            else self.codec.token_logprob(raw.token_id, raw.logprob, raw.top)
+            for token_id, raw in zip(ids, found, strict=True)
+        )
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """On the engine's thread: hand a step's outputs to the event loop."""
@@ -400,12 +483,13 @@ class ModelRuntime:
             logger.warning("outputs of %d sequences have nowhere to go", len(outputs))
 
     def _dispatch(self, outputs: Sequence[EngineOutput]) -> None:
+        self._meter.advanced(outputs)
         for output in outputs:
             found = self._streams.get(output.sequence_id)
             if found is None:
                 continue  # cancelled a moment ago
             stream, index = found
-            if isinstance(output.error, Unavailable):
+            if isinstance(output.error, InvalidRequest | Unavailable):
                 stream.fail(output.error)
                 continue
             if output.error is not None:
@@ -423,9 +507,10 @@ class ModelRuntime:
                 ]
             told = output.stop_token_id if output.stop_token_id in stream.stop_token_ids else None
             event = assembler.push(output.token_ids, logprobs, output.finish, told)
-            ended = event is not None and event.finish_reason is not None
-            if ended and output.finish is None:  # a stop string: the engine knows nothing of it
-                self._engine.cancel(output.sequence_id)
+            if event is not None and event.finish_reason is not None:
+                if output.finish is None:  # a stop string: the engine knows nothing of it
+                    self._engine.cancel(output.sequence_id)
+                self._meter.ended(output.sequence_id, Ending(event.finish_reason))
             stream.push(event)
 
 
@@ -446,14 +531,17 @@ async def build_runtime(
     load: "FastLoad",
     engine: EngineConfig,
     sleep: SleepConfig,
+    chat: ChatConfig | None = None,
+    observer: Observer | None = None,
 ) -> ModelRuntime:
     """A runtime whose image came from `load`; off the event loop, because it takes seconds.
 
     Raises:
         ValueError, LayoutMismatch: as ModelRuntime.
     """
+    image_from = load.obtain, load.release
     return await asyncio.to_thread(
-        ModelRuntime, module, load.checkpoint, image, load.obtain, load.release, engine, sleep
+        ModelRuntime, module, load.checkpoint, image, *image_from, engine, sleep, chat, observer
     )
 
 

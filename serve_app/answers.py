@@ -1,7 +1,7 @@
 """Token events -> OpenAI's chat completions and completions, streamed or whole.
 
-Beyond OpenAI's fields there is one, vLLM's: `stop_reason` on a choice, when a stop string or a stop
-token id ended it. A generation that a sleep aborted has `finish_reason` "length", since it is cut
+Beyond OpenAI's fields there are two: vLLM's `stop_reason` on a choice, when a stop string or a stop
+token id ended it; and DeepSeek's `reasoning_content` beside `content`. A generation that a sleep aborted has `finish_reason` "length", since it is cut
 short and OpenAI's list has no word for that (typed clients refuse vLLM's "abort"), with
 `stop_reason` "abort".
 """
@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from actors.protocol import FinishReason, TokenEvent, TokenLogprob
+from actors.protocol import FinishReason, MessageForm, TokenEvent, TokenLogprob
+from serve_app.messages import MessageParser, Parts
 from serve_app.schemas import Ask
+from serve_app.tool_calls import ToolCall
 
 _FINISH: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
@@ -40,11 +42,13 @@ class _TextOffsets:
 class _Continuation:
     """One choice as it grows."""
 
-    begun: bool = False
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     last: TokenEvent | None = None  # the event with the finish reason
     offsets: _TextOffsets = field(default_factory=_TextOffsets)
+    form: MessageForm | None = None
+    parser: MessageParser | None = None  # of a streamed chat, once it has begun
+    calls: int = 0  # told so far
 
 
 class _Answer:
@@ -102,13 +106,16 @@ class _Answer:
         continuation = self._continuations[index]
         self._prompt_tokens[prompt_index] = event.prompt_tokens
         self._completion_tokens += len(event.token_ids)
+        continuation.form = continuation.form or event.form
         if event.finish_reason is not None:
             continuation.last = event
         return index, continuation
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
-        return {**chunk, "usage": None} if self._ask.include_usage else chunk
+        if not self._ask.include_usage:
+            return chunk
+        return {**chunk, "usage": self._usage() if self._ask.continuous_usage else None}
 
     def _usage(self) -> dict[str, int]:
         prompt, completion = sum(self._prompt_tokens), self._completion_tokens
@@ -134,29 +141,58 @@ class ChatAnswer(_Answer):
 
     def _deltas(self, continuation: _Continuation, event: TokenEvent) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        if not continuation.begun:
-            continuation.begun = True
-            role = {"role": "assistant", "content": ""}
-            deltas.append({"delta": role, "logprobs": None, "finish_reason": None})
-        logprobs = self._logprobs(event.logprobs) if event.logprobs else None
-        if event.text or logprobs or event.finish_reason:
-            delta = {"content": event.text} if event.text or logprobs else {}
-            finish = _finish_reason(event)
-            deltas.append({"delta": delta, "logprobs": logprobs, "finish_reason": finish})
-        return deltas
+        if continuation.parser is None:
+            continuation.parser = self._parser(continuation)
+            deltas.append({"role": "assistant", "content": ""})
+        ended = event.finish_reason is not None
+        parts = continuation.parser.feed(event.text, last=ended)
+        begun = len(deltas)
+        if parts.reasoning:
+            deltas.append({"reasoning_content": parts.reasoning})
+        if parts.content:
+            deltas.append({"content": parts.content})
+        if calls := self._told_calls(parts, continuation.calls):
+            first = continuation.calls
+            indexed = [{"index": first + i, **call} for i, call in enumerate(calls)]
+            deltas.append({"tool_calls": indexed})
+            continuation.calls += len(calls)
+        if len(deltas) == begun and (event.logprobs or ended):
+            deltas.append({"content": ""} if event.logprobs else {})
+        choices: list[dict[str, Any]] = [
+            {"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        if event.logprobs:  # the text of some of them may be held back, and come later
+            choices[begun]["logprobs"] = self._logprobs(event.logprobs)
+        if ended:
+            choices[-1]["finish_reason"] = _finish_reason(event, continuation.calls > 0)
+        return choices
 
     def _choice(self, continuation: _Continuation) -> dict[str, Any]:
         wanted = self._ask.sampling.logprobs is not None
-        text = "".join(continuation.text)
+        parts = self._parser(continuation).feed("".join(continuation.text), last=True)
+        calls = self._told_calls(parts, 0)
+        nothing_else = not (parts.reasoning or calls)
+        content = parts.content if parts.content or nothing_else else None
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
         return {
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": {**message, "tool_calls": calls} if calls else message,
             "logprobs": self._logprobs(continuation.logprobs) if wanted else None,
-            "finish_reason": _finish_reason(continuation.last),
+            "finish_reason": _finish_reason(continuation.last, bool(calls)),
         }
+
+    def _parser(self, continuation: _Continuation) -> MessageParser:
+        return MessageParser(continuation.form or MessageForm(), self._ask.tools)
+
+    def _told_calls(self, parts: Parts, told: int) -> list[dict[str, Any]]:
+        """Those that the client wants: one at most, if it said so."""
+        limit = len(parts.calls) if self._ask.parallel_tool_calls else 1 - told
+        return [_shown_call(call) for call in parts.calls[: max(0, limit)]]
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         def shown(entry: TokenLogprob) -> dict[str, Any]:
-            logprob = max(entry.logprob, _MIN_LOGPROB)
+            logprob = _sendable(entry)
             return {"token": entry.token, "logprob": logprob, "bytes": list(entry.token_bytes)}
 
         tops = self._ask.sampling.logprobs or 0
@@ -195,22 +231,40 @@ class CompletionAnswer(_Answer):
         tops = self._ask.sampling.logprobs or 0
         return {
             "tokens": [entry.token for entry in entries],
-            "token_logprobs": [max(entry.logprob, _MIN_LOGPROB) for entry in entries],
+            "token_logprobs": [_sendable(entry) for entry in entries],
             "top_logprobs": [_top_of(entry, tops) for entry in entries],
             "text_offset": [continuation.offsets.next(entry.token_bytes) for entry in entries],
         }
 
 
-def _top_of(entry: TokenLogprob, tops: int) -> dict[str, float]:
-    """The sampled token and the likeliest. Where two have the same text, the first stays."""
-    top: dict[str, float] = {}
+def _top_of(entry: TokenLogprob, tops: int) -> dict[str, float | None] | None:
+    """The token itself and the likeliest; None for the first of a prompt.
+
+    Where two have the same text, the first stays.
+    """
+    if entry.logprob is None:
+        return None
+    top: dict[str, float | None] = {}
     for candidate in (entry, *entry.top[:tops]):
-        top.setdefault(candidate.token, max(candidate.logprob, _MIN_LOGPROB))
+        top.setdefault(candidate.token, _sendable(candidate))
     return top
 
 
-def _finish_reason(event: TokenEvent | None) -> str | None:
-    return None if event is None or event.finish_reason is None else _FINISH[event.finish_reason]
+def _sendable(entry: TokenLogprob) -> float | None:
+    return None if entry.logprob is None else max(entry.logprob, _MIN_LOGPROB)
+
+
+def _shown_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
+
+
+def _finish_reason(event: TokenEvent | None, called: bool = False) -> str | None:
+    if event is None or event.finish_reason is None:
+        return None
+    if called and event.finish_reason is FinishReason.STOP:
+        return "tool_calls"
+    return _FINISH[event.finish_reason]
 
 
 def _stop_reason(event: TokenEvent | None) -> dict[str, str | int]:

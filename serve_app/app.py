@@ -1,10 +1,9 @@
 """The two applications of serve_config.yaml: the only place where deployments are made and bound."""
 
-import asyncio
-import logging
+import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray import serve
 from ray.serve import Application, Deployment
@@ -16,22 +15,19 @@ from starlette.applications import Starlette
 from serve_app.autoscaling_config import AutoscalingConfig
 from serve_app.client import HandleClient
 from serve_app.config import AppArgs, ModelConfig, WeightsArgs
-from serve_app.deployment import HOLDER_DEPLOYMENT, ModelReplica
+from serve_app.deployment import ModelReplica
+from serve_app.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder
 from serve_app.ingress import HttpSettings, build_asgi
+from serve_app.keys import read_keys
 from serve_app.logs import adopt_serve_handlers
 from serve_app.model_client import ModelInfo
 from serve_app.patience import Patience
 from serve_app.serve_scaler import ServeScaler
+from serve_app.status.images import held_images
+from serve_app.tokenizer import LocalTokenizer
 from serve_app.wanted import ClusterStore
 
-if TYPE_CHECKING:
-    from actors.holder import HeldImage, ImageGrant, ImageRequest, WeightHolder
-    from actors.weights.layout import ImageKey
-
-logger = logging.getLogger(__name__)
-
 _MAX_HTTP_REQUESTS = 10_000  # an ingress only passes things on; the models' own limits come first
-_EXPIRY_INTERVAL_S = 5.0  # between two looks for images that nobody uses
 _STATS_PERIOD_S = 0.2  # changes of state are sent at once; this is for those that got lost
 _MAX_BACKOFF_S = 0.2  # between two looks for room while every replica is full; Serve's own is 0.5
 _REPORTS_PER_LOOK_BACK = 5  # of replicas and handles to the policy
@@ -42,61 +38,6 @@ _LIFE: dict[str, Any] = {
     "graceful_shutdown_timeout_s": 600.0,
     "graceful_shutdown_wait_loop_s": 0.2,  # how often a stopping replica looks whether it is idle
 }
-
-
-class Holder:
-    """WeightHolder as a deployment.
-
-    It brings torch in, which takes seconds. That happens on a thread, after the constructor: replicas
-    that start at the same time do not wait long for a `ping`, and would load from disk for good.
-    """
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, models: tuple[ModelConfig, ...], preload: bool
-    ) -> None:
-        adopt_serve_handlers()
-        self._made = asyncio.create_task(asyncio.to_thread(_make_holder, models, preload))
-        self._expiry = asyncio.create_task(self._let_go_of_unused())
-
-    async def ping(self) -> None:
-        """Answers at once: the caller learns that somebody is here."""
-
-    async def acquire(self, request: "ImageRequest", key: "ImageKey", lessee: str) -> "ImageGrant":
-        holder = await asyncio.shield(self._made)
-        return await holder.acquire(request, key, lessee)
-
-    async def release(self, key: "ImageKey", lessee: str) -> bool:
-        holder = await asyncio.shield(self._made)
-        return await holder.release(key, lessee)
-
-    async def stats(self) -> "list[HeldImage]":
-        holder = await asyncio.shield(self._made)
-        return await holder.stats()
-
-    async def _let_go_of_unused(self) -> None:
-        holder = await asyncio.shield(self._made)
-        while True:
-            await asyncio.sleep(_EXPIRY_INTERVAL_S)
-            try:
-                await holder.expire()
-            except Exception:
-                # Ray does not say who lives, this time.
-                logger.warning("cannot look for unused images", exc_info=True)
-
-    async def check_health(self) -> None:
-        """Serve calls it; raising makes Serve start another holder."""
-        if self._made.done():
-            self._made.result()
-
-
-def _make_holder(models: tuple[ModelConfig, ...], preload: bool) -> "WeightHolder":
-    from actors.holder import ImageRequest, WeightHolder  # torch stays out of the module
-
-    requests = [
-        ImageRequest(model.model_id, model.source, model.dtype, model.image_ttl_s)
-        for model in models
-    ]
-    return WeightHolder(requests if preload else ())
 
 
 @serve.ingress()
@@ -113,6 +54,8 @@ class Ingress:
         self._models = models
         self._handles = handles
         self._settings = settings
+        # Here, so that a server whose keys cannot be read does not come up, and never comes up open.
+        self._keys = read_keys(settings.api_keys_file, settings.admin_keys_file, os.environ)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Serve asks for the app once the constructor is through."""
@@ -124,6 +67,7 @@ class Ingress:
                     max_model_len=model.engine.max_model_len,
                     root=model.source.id,
                     created=started,
+                    tokenizer=LocalTokenizer(model.source),
                 ),
                 self._handles[model.model_id],
                 _scaler_of(model),
@@ -133,7 +77,13 @@ class Ingress:
             for model in self._models
         }
         # Serve's proxy answers with a request id of its own making.
-        return build_asgi(clients, self._settings, send_request_id=False)
+        return build_asgi(
+            clients,
+            self._settings,
+            send_request_id=False,
+            read_images=held_images,
+            keys=self._keys,
+        )
 
 
 def _scaler_of(model: ModelConfig) -> ServeScaler:
@@ -150,11 +100,7 @@ def build_weights(args: WeightsArgs) -> Application:
         num_replicas=1,
         max_ongoing_requests=1000,
         **_LIFE,
-        # Ray no longer hides GPUs from actors that asked for none.
-        ray_actor_options={
-            "num_cpus": 0,
-            "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
-        },
+        ray_actor_options={"num_cpus": 0, "runtime_env": NO_GPU},
     )
     return _bind(options(Holder), args.models, args.preload)
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from serve_app.bench_cli import bench
+from serve_app.doctor_cli import doctor
 from serve_app.download_cli import download
 from serve_app.eval_cli import evaluate
+from serve_app.operator_cli import sleep, status, wake
 
 if TYPE_CHECKING:
     from actors.weights.checkpoint import DtypeName, ShapeName
@@ -26,11 +28,14 @@ EXIT_USAGE = 2
 app = typer.Typer(
     help="LLM serving on Ray Serve whose idle replicas sleep and wake.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(download)
 app.command("eval")(evaluate)
+app.command()(status)
+app.command()(sleep)
+app.command()(wake)
+app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 

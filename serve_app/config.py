@@ -33,6 +33,7 @@ from pydantic import (
 )
 
 from actors.engine.config import EngineConfig
+from actors.engine.message_form import ChatConfig
 from actors.lifecycle import SleepConfig
 from actors.weights.source import Hub, ModelSource
 from serve_app.autoscaling_config import AutoscalingConfig
@@ -45,6 +46,7 @@ from serve_app.config_errors import (
     validate,
 )
 from serve_app.ingress import HttpSettings
+from serve_app.keys import read_keys, variables_in
 
 _PROJECT_MARKERS = ("serve_config.yaml", "pyproject.toml")
 # What `autoscaling` could say when it was Ray Serve's AutoscalingConfig, and ours has not.
@@ -80,6 +82,9 @@ class ModelConfig(BaseModel):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Limits of the engine.")
     sleep: SleepConfig = Field(
         default_factory=SleepConfig, description="When a replica sleeps, and how long things take."
+    )
+    chat: ChatConfig = Field(
+        default_factory=ChatConfig, description="What the model's messages are made of."
     )
     num_replicas: int = Field(
         default=1, gt=0, description="Replicas to keep; not together with `autoscaling`."
@@ -195,10 +200,21 @@ class WeightsArgs(_ModelList):
     )
 
 
+def _find_key_files(http: HttpSettings, info: ValidationInfo) -> HttpSettings:
+    project = _project_in(info)
+    files = {"api_keys_file": http.api_keys_file, "admin_keys_file": http.admin_keys_file}
+    located = {
+        name: str(project / Path(file).expanduser())
+        for name, file in files.items()
+        if file is not None
+    }
+    return http.model_copy(update=located)
+
+
 class AppArgs(_ModelList):
     """Arguments of the `llm` application."""
 
-    http: HttpSettings = Field(
+    http: Annotated[HttpSettings, AfterValidator(_find_key_files)] = Field(
         default_factory=HttpSettings, description="What the HTTP front allows."
     )
 
@@ -261,6 +277,7 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> tuple[ModelConfi
     from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
     problems = list(unknown_keys(data, ServeDeploySchema))  # here, too, Ray drops them
+    problems += variables_in(data)
     schema = validate(ServeDeploySchema, data)
     http = data.get("http_options") or {}
     problems += [p.inside(("http_options",)) for p in unknown_keys(http, HTTPOptionsSchema)]
@@ -292,11 +309,13 @@ def _check_application(
         text = f"nothing to build at {import_path}{did_you_mean(import_path, _ARGS)}"
         raise ConfigError([Problem(text, ("import_path",))])
     try:
-        models = validate(_ARGS[import_path], args, {"project": project}).models
-        _require_checkpoints(models, args["models"], project)
+        valid = validate(_ARGS[import_path], args, {"project": project})
+        _require_checkpoints(valid.models, args["models"], project)
+        if isinstance(valid, AppArgs):
+            read_keys(valid.http.api_keys_file, valid.http.admin_keys_file, {})
     except ConfigError as error:
         raise error.inside(("args",)) from error
-    return models
+    return valid.models
 
 
 def _require_checkpoints(

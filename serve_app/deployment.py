@@ -9,16 +9,14 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray import serve
 from ray.serve._private.common import RequestRoutingInfo
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ApplicationStatus
 
-from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
+from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCorrupted
 from actors.lifecycle import Lifecycle
 from actors.protocol import (
     DeviceMemoryStatus,
@@ -28,53 +26,19 @@ from actors.protocol import (
     SleepCommand,
     TokenEvent,
 )
+from actors.telemetry import WakeCause
 from serve_app.config import ModelConfig
+from serve_app.holders import HolderOfThisNode
+from serve_app.instruments import Instruments, gauges, saved_bytes
 from serve_app.logs import adopt_serve_handlers
+from serve_app.ray_mirror import RayMirror
 from serve_app.reports import RoutingNews, ScalingSample
+from serve_app.tally import Snapshot, Tally
 from serve_app.wanted import ClusterStore, Follower, Wanted
-
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
-
-    from actors.holder import ImageGrant, ImageRequest
-    from actors.weights.layout import ImageKey
 
 logger = logging.getLogger(__name__)
 
-HOLDER_APP = "weights"
-HOLDER_DEPLOYMENT = "WeightHolder"
-
-_STARTING = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOYING)
-_STATUS_INTERVAL_S = 0.2
-
-
-class _HolderHandle:
-    """HolderClient over a Serve handle."""
-
-    @cached_property
-    def _handle(self) -> "DeploymentHandle[Any]":
-        """Made at the first use, where a missing application is one of the ways to fail."""
-        return serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
-
-    async def wait_while_starting(self) -> None:
-        """`serve run` deploys both applications at once, and ours may be the quicker one."""
-        while True:
-            status = await asyncio.to_thread(serve.status)
-            app = status.applications.get(HOLDER_APP)
-            if app is None or app.status not in _STARTING:
-                return
-            await asyncio.sleep(_STATUS_INTERVAL_S)
-
-    async def ping(self) -> None:
-        await self._handle.ping.remote()
-
-    async def acquire(self, request: "ImageRequest", key: "ImageKey", lessee: str) -> "ImageGrant":
-        grant: ImageGrant = await self._handle.acquire.remote(request, key, lessee)
-        return grant
-
-    async def release(self, key: "ImageKey", lessee: str) -> bool:
-        gone: bool = await self._handle.release.remote(key, lessee)
-        return gone
+_MIRROR_INTERVAL_S = 5.0  # of gauges; Ray reports every 10 s
 
 
 class _Announcer:
@@ -131,19 +95,25 @@ class ModelReplica:
         self._config = config
         self._replica_id = context.replica_id.unique_id
         self._announcer = await asyncio.to_thread(_Announcer)
+        self._mirror = RayMirror(config.model_id)
+        self._instruments = Instruments(Tally(self._mirror), time.monotonic)
         self._node = ray.get_runtime_context().get_node_id()
         request = ImageRequest(config.model_id, config.source, config.dtype, config.image_ttl_s)
         checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
         load = FastLoad(
-            holder=_HolderHandle(),
+            holder=HolderOfThisNode(),
             request=request,
             checkpoint=checkpoint,
             lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
+            tell=self._instruments.obtained,
         )
+        self._load = load
+        self._has_complained = False  # of the image
         # First what needs no weights: a model that cannot be served is refused in a second.
         module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
         image = await load.obtain()
-        self._runtime = await build_runtime(module, image, load, config.engine, config.sleep)
+        settings = config.engine, config.sleep, config.chat
+        self._runtime = await build_runtime(module, image, load, *settings, self._instruments)
         follower = Follower(ClusterStore(context.app_name, config.model_id))
         wanted = await follower.at_start()
         self._lifecycle = Lifecycle(
@@ -151,15 +121,17 @@ class ModelReplica:
             config.sleep,
             time.monotonic,
             f"{config.model_id}/{self._replica_id}",
-            self._announce,
+            self._changed,
             held=wanted is not None and wanted.held,
+            observer=self._instruments,
         )
-        self._announce()
+        self._changed()
         if not (config.sleep.start_asleep or self._lifecycle.held):
-            await self._lifecycle.wake_up("start")
+            await self._lifecycle.wake_up("start", WakeCause.START)
         self._watches = [
             asyncio.create_task(self._lifecycle.sleep_when_idle()),
             asyncio.create_task(follower.follow(self._obey)),
+            asyncio.create_task(self._mirror_gauges()),
         ]
 
     async def generate(
@@ -174,12 +146,16 @@ class ModelReplica:
             ReplicaFailed: this replica cannot serve any more.
         """
         try:
-            prepared = self._runtime.prepare(request)
+            if request.sampling.grammar is None:
+                prepared = self._runtime.prepare(request)
+            else:  # which may take its time
+                prepared = await asyncio.to_thread(self._runtime.prepare, request)
             async with self._lifecycle.serving(request.request_id):
                 async for event in self._runtime.generate(prepared):
                     yield event
         except (InvalidRequest, Unavailable) as refusal:
             logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
+            self._instruments.refused(refusal)
             yield refusal
 
     async def sleep(self, command: SleepCommand) -> ReplicaStatus:
@@ -211,6 +187,7 @@ class ModelReplica:
             in_flight=lifecycle.idle.in_flight,
             waiting_for_wake=lifecycle.waiting_for_wake,
             idle_s=lifecycle.idle.idle_s(),
+            idle_timeout_s=self._config.sleep.idle_timeout_s,
             sleeps=lifecycle.sleeps,
             wakes=lifecycle.wakes,
             last_sleep_s=lifecycle.last_sleep_s,
@@ -221,9 +198,16 @@ class ModelReplica:
             weights_from=runtime.image_origin,
             reason=lifecycle.reason,
             max_model_len=runtime.max_model_len,
+            device=runtime.memory.device_now(self._node),
             device_memory=self._device_memory(),
             last_wake=runtime.memory.last_wake,
         )
+
+    async def metrics(self) -> Snapshot:
+        """What this replica has counted, and what it is now; never wakes it, never counts as use."""
+        self._count_savings()
+        now = gauges(self._lifecycle, self._runtime)
+        return self._instruments.snapshot(self._replica_id, self._lifecycle.state, now)
 
     def _device_memory(self) -> DeviceMemoryStatus:
         slept, memory = self._lifecycle.last_sleep, self._runtime.memory
@@ -264,6 +248,20 @@ class ModelReplica:
         elif self._lifecycle.held:
             await self._lifecycle.wake_up("no longer held")
 
+    def _changed(self) -> None:
+        self._announce()
+        self._count_savings()
+
+    def _count_savings(self) -> None:
+        self._instruments.saves(saved_bytes(self._lifecycle, self._runtime))
+
+    async def _mirror_gauges(self) -> None:
+        """Until cancelled. Counters and histograms go to Ray as they happen."""
+        while True:
+            self._count_savings()
+            self._mirror.set(gauges(self._lifecycle, self._runtime))
+            await asyncio.sleep(_MIRROR_INTERVAL_S)
+
     def _announce(self) -> None:
         self._announcer.announce(self._lifecycle.state, self._lifecycle.held)
 
@@ -271,7 +269,18 @@ class ModelReplica:
         """Serve calls it; raising makes Serve replace the replica. Asleep is healthy."""
         if self._lifecycle.state is ReplicaState.FAILED:
             raise ReplicaFailed(f"replica {self._replica_id} failed: {self._lifecycle.reason}")
-        self._runtime.check_health()
+        try:
+            self._runtime.check_health()
+        except WeightsCorrupted:
+            await self._have_rechecked()
+            raise
+
+    async def _have_rechecked(self) -> None:
+        """Once, before Serve replaces this replica: the next one shall find a good image."""
+        image = self._runtime.memory.image
+        if image is not None and not self._has_complained:
+            self._has_complained = True
+            await self._load.recheck(image.manifest.key)
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops, after it has drained."""

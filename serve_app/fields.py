@@ -132,6 +132,54 @@ def to_text(value: object) -> object:
     return "\n".join(texts)
 
 
+def to_tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list):
+        raise wrong("must be an array of tools")
+    for tool in value:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if (
+            isinstance(tool, dict)
+            and isinstance(kind := tool.get("type"), str)
+            and kind != "function"
+        ):
+            raise unsupported(f"may only have tools of type function, found {shown(kind)}")
+        if not isinstance(function, dict) or not _is_name(function.get("name")):
+            raise wrong('must have {"type": "function", "function": {"name": ...}} as items')
+        if not isinstance(function.get("parameters", {}), dict | None):
+            raise wrong("must have objects as parameters of functions")
+    return tuple(value)
+
+
+def to_tool_calls(value: object) -> list[dict[str, Any]]:
+    """Earlier calls of an assistant, their arguments parsed: so most chat templates want them."""
+    if not isinstance(value, list):
+        raise wrong("must be an array of tool calls")
+    return [_to_tool_call(call) for call in value]
+
+
+def _to_tool_call(call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(call, dict)
+        or not isinstance(function, dict)
+        or not _is_name(function.get("name"))
+    ):
+        raise wrong('must have {"type": "function", "function": {"name", "arguments"}} as items')
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = from_json(arguments, allow_inf_nan=False)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise wrong("must have a JSON object, as text, as arguments of every function")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
 def to_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 

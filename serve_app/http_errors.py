@@ -33,6 +33,18 @@ class RequestTimeout(errors.ServingError):
     """A request that is not streamed took longer than the configuration allows."""
 
 
+class InvalidApiKey(errors.ServingError):
+    """A request without a key, or with one that nobody was given."""
+
+
+class AdminKeyRequired(errors.ServingError):
+    """A key for inference where one for operators is needed."""
+
+
+class KeyBusy(errors.Unavailable):
+    """As many requests with this key are being answered as it may have at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """How one class of errors looks to an HTTP client."""
@@ -52,6 +64,9 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.UnsupportedParameter: Row(400, _CLIENT, "unsupported_parameter"),
     errors.ModelNotFound: Row(404, _CLIENT, "model_not_found"),
     errors.PayloadTooLarge: Row(413, _CLIENT, "payload_too_large"),
+    InvalidApiKey: Row(401, _CLIENT, "invalid_api_key"),
+    AdminKeyRequired: Row(403, _CLIENT, "admin_key_required"),
+    KeyBusy: Row(429, "rate_limit_error", "key_busy"),
     RequestTimeout: Row(408, _SERVER, "request_timeout"),
     errors.Unavailable: Row(503, _SERVER, "unavailable"),
     errors.QueueFull: Row(429, "rate_limit_error", "queue_full"),
@@ -63,6 +78,7 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.ReplicaFailed: Row(500, _SERVER, "replica_failed"),
     errors.DeviceMemoryError: Row(500, _SERVER, "device_memory_error"),
     errors.LayoutMismatch: Row(500, _SERVER, "layout_mismatch"),
+    errors.ImageMissing: Row(500, _SERVER, "image_missing"),
     errors.WeightsCorrupted: Row(500, _SERVER, "weights_corrupted"),
     errors.StoreFull: Row(500, _SERVER, "store_full"),
     errors.HolderLost: Row(500, _SERVER, "holder_lost"),
@@ -128,6 +144,8 @@ def _headers(exc: errors.ServingError) -> dict[str, str]:
         # Clamped before rounding: math.ceil takes neither inf nor nan.
         wait_s = min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, exc.retry_after_s))
         return {"Retry-After": str(math.ceil(wait_s))}
+    if isinstance(exc, InvalidApiKey):
+        return {"WWW-Authenticate": "Bearer"}
     if isinstance(exc, RequestTimeout):
         # openai-python retries a 408 by itself, which would compute everything once more.
         return {"x-should-retry": "false"}

@@ -6,15 +6,17 @@ the three that generate and `/wake_up` can wake a model; the others never do, no
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -28,9 +30,13 @@ from actors.protocol import (
 )
 from serve_app.answers import ChatAnswer, CompletionAnswer
 from serve_app.controls import Controls
+from serve_app.exposition import Exposition
 from serve_app.fields import parse_json
+from serve_app.gate import Gate
 from serve_app.http_errors import Edge, http_exception
+from serve_app.keys import KeyRing, KeysFile, refuse_keys
 from serve_app.model_client import ModelClient
+from serve_app.openapi import document
 from serve_app.schemas import (
     Ask,
     parse_chat,
@@ -39,8 +45,13 @@ from serve_app.schemas import (
 )
 from serve_app.served import ServedModels
 from serve_app.sse import HeldResponse, collect, event_stream, text_stream, unless_gone
+from serve_app.status.feed import ReadImages
+from serve_app.status.routes import StatusRoutes
+from serve_app.tokenizing import Tokenizing
 
 logger = logging.getLogger(__name__)
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 class HttpSettings(BaseModel):
@@ -75,10 +86,49 @@ class HttpSettings(BaseModel):
     status_timeout_s: float = Field(
         default=1.0, gt=0, description="Seconds to wait for the replicas' own account."
     )
+    api_keys_file: KeysFile | None = Field(
+        default=None,
+        description="File with the keys for inference, one per line, `name:key` or the key alone; "
+        "others than its owner and group may not read it. Without it and SLEEPSERVE_API_KEYS inference "
+        "needs no key.",
+    )
+    admin_keys_file: KeysFile | None = Field(
+        default=None,
+        description="The same of the keys for sleep, wake, scale and status; the variable is "
+        "SLEEPSERVE_ADMIN_KEYS.",
+    )
+    max_concurrent_requests_per_key: int | None = Field(
+        default=None,
+        gt=0,
+        description="Requests with one key that are answered at once; a further one gets 429. No limit "
+        "when absent.",
+    )
+    cors_allow_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins whose pages a browser lets read our answers, as `https://chat.example.com`; "
+        "`*` for all.",
+    )
+
+    _no_keys = model_validator(mode="before")(refuse_keys)
+
+    @field_validator("cors_allow_origins")
+    @classmethod
+    def _are_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin; write scheme://host or scheme://host:port, without a path"
+                )
+        return origins
 
 
 def build_asgi(
-    models: Mapping[str, ModelClient], settings: HttpSettings, *, send_request_id: bool = True
+    models: Mapping[str, ModelClient],
+    settings: HttpSettings,
+    *,
+    send_request_id: bool = True,
+    read_images: ReadImages | None = None,
+    keys: KeyRing | None = None,
 ) -> Starlette:
     """The HTTP application for `models`.
 
@@ -87,51 +137,82 @@ def build_asgi(
         settings: limits.
         send_request_id: answer with the header x-request-id. False behind Ray Serve's proxy, which
             adds one to every response (ray/serve/_private/http_util.py, RequestIdMiddleware, 2.60).
+        read_images: asks the weight holder, for the status page.
+        keys: what `read_keys` read; None: everything is open.
     """
-    return Ingress(models, settings).app(send_request_id)
+    return Ingress(models, settings, read_images).app(send_request_id, keys or KeyRing())
 
 
 class Ingress:
     """The routes, and what they share."""
 
-    def __init__(self, models: Mapping[str, ModelClient], settings: HttpSettings) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, ModelClient],
+        settings: HttpSettings,
+        read_images: ReadImages | None = None,
+    ) -> None:
         self._models = ServedModels(models, settings.status_timeout_s)
         self._settings = settings
+        self._exposition = Exposition(models)
         self._load = Load()
         self._version = _version()
+        self._status = StatusRoutes(self._models, self.banner, self._version, read_images)
 
-    def app(self, send_request_id: bool) -> Starlette:
+    def app(self, send_request_id: bool, keys: KeyRing) -> Starlette:
         counted = [Middleware(self._load.wrap)]
         routes = [
-            Route("/", self.banner, methods=["GET"]),
+            *self._status.routes(),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{model_id:path}", self.show_model, methods=["GET"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"], middleware=counted),
             Route("/v1/completions", self.completions, methods=["POST"], middleware=counted),
             Route("/completions", self.seed_completions, methods=["POST"], middleware=counted),
             *Controls(self._models, self._form).routes(),
+            *Tokenizing(self._models, self._json).routes(),
             Route("/health", self.health, methods=["GET", "POST"]),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.show_version, methods=["GET"]),
             Route("/load", self.show_load, methods=["GET"]),
+            Route("/metrics", self._exposition.respond, methods=["GET"]),
+            Route("/openapi.json", self.show_openapi, methods=["GET"]),
         ]
         app = Starlette(
             routes=routes,
-            middleware=[Middleware(Edge, send_request_id=send_request_id)],
+            middleware=[
+                *self._cors(),  # outermost: a page of another origin may read errors, too
+                Middleware(Edge, send_request_id=send_request_id),
+                Middleware(
+                    Gate, keys=keys, max_per_key=self._settings.max_concurrent_requests_per_key
+                ),
+            ],
             exception_handlers={HTTPException: http_exception},
         )
         app.router.redirect_slashes = False  # a redirect behind a TLS proxy leads to plain HTTP
         return app
 
+    def _cors(self) -> list[Middleware]:
+        if not self._settings.cors_allow_origins:
+            return []
+        return [
+            Middleware(
+                CORSMiddleware,
+                allow_origins=self._settings.cors_allow_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],  # names them one by one, so Authorization is among them
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        ]
+
     # --- generation ---
 
     async def chat(self, request: Request) -> Response:
-        ask = parse_chat(parse_json(await self._body(request)))
+        ask = parse_chat(await self._json(request))
         model = self._models.one(ask.model)
         return await self._answer(request, model, ask, ChatAnswer(ask, *self._head(model)))
 
     async def completions(self, request: Request) -> Response:
-        fields = parse_json(await self._body(request))
+        fields = await self._json(request)
         ask = parse_completion(fields, self._settings.max_continuations)
         model = self._models.one(ask.model)
         return await self._answer(request, model, ask, CompletionAnswer(ask, *self._head(model)))
@@ -230,6 +311,9 @@ class Ingress:
     async def show_load(self, request: Request) -> Response:
         return JSONResponse({"server_load": self._load.in_flight})
 
+    async def show_openapi(self, request: Request) -> Response:
+        return JSONResponse(document(self._version, list(self._models.all)))
+
     # --- shared ---
 
     async def _body(self, request: Request) -> bytes:
@@ -244,6 +328,9 @@ class Ingress:
             if len(body) > limit:
                 raise too_large
         return bytes(body)
+
+    async def _json(self, request: Request) -> dict[str, Any]:
+        return parse_json(await self._body(request))
 
     async def _form(self, request: Request) -> dict[str, Any]:
         """The fields of the query and of the JSON body; the body's win."""

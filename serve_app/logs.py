@@ -18,5 +18,21 @@ def adopt_serve_handlers() -> None:
         logger.handlers = list(serve.handlers)
         logger.setLevel(serve.level)
         logger.propagate = False
+    _quieten()
+
+
+def log_to_stderr() -> None:
+    """The same in an actor that is no replica; Ray keeps what it writes."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s - %(message)s"))
+    for package in _PACKAGES:
+        logger = logging.getLogger(package)
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    _quieten()
+
+
+def _quieten() -> None:
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)

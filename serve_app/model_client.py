@@ -6,6 +6,8 @@ from typing import Protocol
 
 from actors.protocol import GenerateRequest, ReplicaStatus, SleepCommand, TokenEvent
 from serve_app.scaling import Scaler
+from serve_app.tally import Snapshot
+from serve_app.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,15 @@ class ModelInfo:
     max_model_len: int | None  # as configured; None if only the replicas know
     root: str  # the checkpoint it was loaded from
     created: int  # seconds since the epoch; constant, as OpenAI's is
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What the replicas of one model told of their counts."""
+
+    snapshots: Sequence[Snapshot] = ()  # of those that answered
+    silent: int = 0  # replicas that did not, in time
 
 
 class ModelClient(Protocol):
@@ -38,3 +49,6 @@ class ModelClient(Protocol):
 
     async def status(self) -> Sequence[ReplicaStatus]:
         """One status per replica. Never wakes; answers during a wake; empty without replicas."""
+
+    async def metrics(self, within_s: float) -> Scrape:
+        """What the replicas tell in time. Never wakes, and waits for none that is stuck."""

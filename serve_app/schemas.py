@@ -8,7 +8,7 @@ Fields that would change the output and that we cannot honour are refused with
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -16,27 +16,37 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    model_validator,
 )
 
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams, SleepMode
+from serve_app.chat_form import ChatForm, Part
 from serve_app.fields import (
     MAX_COUNT,
+    MAX_STOP_CHARS,
     parse_form,
     shown,
     to_list,
     to_logit_bias,
     to_prompts,
     to_stop,
-    to_text,
     to_token_ids,
     to_tool_choice,
-    wrong,
 )
+from serve_app.grammars import GrammarFields
 
 MAX_N = 128
 MAX_INT64 = 2**63 - 1
+
+_TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Ids = Annotated[list[_TokenId], Field(min_length=1)]
+_Prompts = (
+    str
+    | _Ids
+    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[list[_Ids], Field(min_length=1)]
+)
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 SEED_PROMPT = "The future of artificial intelligence is"
 
@@ -46,11 +56,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": ([], ["text"]),
@@ -69,6 +75,15 @@ class Ask:
     echo: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False  # in every chunk, not in the last alone
+    parallel_tool_calls: bool = True
+    add_special_tokens: bool | None = None
+
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """What the model may call."""
+        (prompt, *_) = self.prompts
+        return (prompt.tools or ()) if isinstance(prompt, ChatPrompt) else ()
 
     def requests(self, answer_id: str) -> list[GenerateRequest]:
         """One request per prompt. Their ids are ours: callers may use theirs twice."""
@@ -80,49 +95,18 @@ class Ask:
                 n=self.n,
                 echo=self.echo,
                 stream=self.stream,
+                add_special_tokens=self.add_special_tokens,
             )
             for index, prompt in enumerate(self.prompts)
         ]
 
 
-class _Part(BaseModel):
-    """A piece of a request body: JSON types as they are, nothing converted."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
-
-
-class _StreamOptions(_Part):
+class _StreamOptions(Part):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class _ResponseFormat(_Part):
-    type: str
-
-
-class _Message(_Part):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(to_text)] = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and self.role != "assistant":
-            raise wrong(f"needs content, because its role is {self.role}")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: `developer`, which most do not know, is `system`."""
-        message = self.model_dump(exclude_none=True)
-        message.setdefault("content", "")
-        if self.role == "developer":
-            message["role"] = "system"
-        return message
-
-
-class _Body(_Part):
+class _Body(GrammarFields):
     """What all three forms have in common."""
 
     model: str | None = None
@@ -134,8 +118,12 @@ class _Body(_Part):
     top_k: int = Field(default=0, ge=-1, le=MAX_COUNT)
     min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-MAX_INT64 - 1, le=MAX_INT64)
-    stop: Annotated[tuple[str, ...], PlainValidator(to_stop)] = ()
-    stop_token_ids: Annotated[tuple[int, ...], PlainValidator(to_token_ids)] = ()
+    stop: Annotated[
+        tuple[str, ...], PlainValidator(to_stop, json_schema_input_type=_Stop | list[_Stop])
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], PlainValidator(to_token_ids, json_schema_input_type=list[_TokenId])
+    ] = ()
     ignore_eos: bool = False
     # As vLLM: one token at least, although OpenAI's completions take 0 together with echo.
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -143,7 +131,10 @@ class _Body(_Part):
     repetition_penalty: float = Field(default=1.0, gt=0)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: Annotated[dict[int, float], PlainValidator(to_logit_bias)] = {}
+    logit_bias: Annotated[
+        dict[int, float], PlainValidator(to_logit_bias, json_schema_input_type=dict[str, float])
+    ] = Field(default_factory=dict)
+    add_special_tokens: bool | None = None
 
     def ask(
         self,
@@ -152,6 +143,7 @@ class _Body(_Part):
         max_tokens: int | None,
         logprobs: int | None = None,
         echo: bool = False,
+        parallel_tool_calls: bool = True,
     ) -> Ask:
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise InvalidRequest(
@@ -174,7 +166,9 @@ class _Body(_Part):
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             logprobs=logprobs,
+            grammar=self.grammar(),
         )
+        include_usage = self.stream and bool(self.stream_options.include_usage)
         return Ask(
             model=self.model,
             prompts=prompts,
@@ -182,25 +176,29 @@ class _Body(_Part):
             n=self.n,
             echo=echo,
             stream=self.stream,
-            include_usage=self.stream and bool(self.stream_options.include_usage),
+            include_usage=include_usage,
+            continuous_usage=include_usage and bool(self.stream_options.continuous_usage_stats),
+            parallel_tool_calls=parallel_tool_calls,
+            add_special_tokens=self.add_special_tokens,
         )
 
 
-class _ChatBody(_Body):
-    messages: list[_Message] = Field(min_length=1)
+class _ChatBody(ChatForm, _Body):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    tools: list[dict[str, Any]] = []
-    tool_choice: Annotated[str, PlainValidator(to_tool_choice)] = "auto"
-    response_format: _ResponseFormat = _ResponseFormat(type="text")
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    tool_choice: Annotated[
+        str,
+        PlainValidator(to_tool_choice, json_schema_input_type=Literal["auto", "none"]),
+    ] = "auto"
+    parallel_tool_calls: bool = True
 
 
 class _CompletionBody(_Body):
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(to_prompts)]
+    prompt: Annotated[
+        tuple[str | tuple[int, ...], ...],
+        PlainValidator(to_prompts, json_schema_input_type=_Prompts),
+    ]
     max_tokens: int = Field(default=16, ge=1, le=MAX_COUNT)
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool = False
@@ -213,6 +211,39 @@ class _SeedBody(_Body):
     n: Literal[1] = 1
     stream: bool = True
     temperature: float = Field(default=0.0, ge=0, le=2)
+
+
+class _TokenizeOptions(Part):
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class _TokenizeText(_TokenizeOptions):
+    prompt: str
+
+
+class _TokenizeChat(ChatForm, _TokenizeOptions):
+    pass
+
+
+class DetokenizeForm(Part):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[
+        tuple[int, ...], PlainValidator(to_token_ids, json_schema_input_type=list[_TokenId])
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeAsk:
+    """POST /tokenize."""
+
+    model: str | None
+    prompt: Prompt
+    add_special_tokens: bool | None
+    return_token_strs: bool
 
 
 class SleepForm(BaseModel):
@@ -232,7 +263,10 @@ class WakeForm(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     model: str | None = None
-    tags: Annotated[tuple[Literal["weights", "kv_cache"], ...], BeforeValidator(to_list)] = ()
+    tags: Annotated[
+        tuple[Literal["weights", "kv_cache"], ...],
+        BeforeValidator(to_list, json_schema_input_type=str | list[str]),
+    ] = ()
 
 
 class ScaleForm(BaseModel):
@@ -244,29 +278,35 @@ class ScaleForm(BaseModel):
     replicas: int | None = Field(default=None, ge=0)
 
 
+BODIES: Mapping[str, tuple[type[BaseModel], ...]] = {
+    "/v1/chat/completions": (_ChatBody,),
+    "/v1/completions": (_CompletionBody,),
+    "/completions": (_SeedBody,),
+    "/tokenize": (_TokenizeText, _TokenizeChat),
+    "/detokenize": (DetokenizeForm,),
+    "/sleep": (SleepForm,),
+    "/wake_up": (WakeForm,),
+    "/scaleout": (ScaleForm,),
+    "/scalein": (ScaleForm,),
+}
+
+
 def parse_chat(fields: Mapping[str, Any]) -> Ask:
     """POST /v1/chat/completions."""
     _refuse_unsupported(fields)
     body = parse_form(_ChatBody, fields)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    if body.response_format.type != "text":
-        kind = shown(body.response_format.type)
-        raise UnsupportedParameter(
-            f'response_format must be {{"type": "text"}}, found {kind}', "response_format"
-        )
-    template_kwargs = dict(body.chat_template_kwargs)
-    if body.continue_final_message:
-        template_kwargs["continue_final_message"] = True
-    prompt = ChatPrompt(
-        messages=tuple(message.for_template() for message in body.messages),
-        tools=tuple(body.tools) or None,
-        template_kwargs=template_kwargs,
-        add_generation_prompt=body.add_generation_prompt,
-    )
+    # "none" keeps the tools from the model: it cannot call what it does not know.
+    prompt = body.prompt(with_tools=body.tool_choice != "none")
     max_tokens = body.max_completion_tokens or body.max_tokens
     logprobs = body.top_logprobs if body.logprobs else None
-    return body.ask((prompt,), max_tokens=max_tokens, logprobs=logprobs)
+    return body.ask(
+        (prompt,),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        parallel_tool_calls=body.parallel_tool_calls,
+    )
 
 
 def parse_completion(fields: Mapping[str, Any], max_continuations: int) -> Ask:
@@ -277,8 +317,6 @@ def parse_completion(fields: Mapping[str, Any], max_continuations: int) -> Ask:
         raise UnsupportedParameter(
             f"best_of must be at most n ({body.n}), found {body.best_of}", "best_of"
         )
-    if body.echo and body.logprobs is not None:
-        raise UnsupportedParameter("echo together with logprobs is not supported yet", "echo")
     if (asked := len(body.prompt) * body.n) > max_continuations:
         raise InvalidRequest(
             f"prompts times n is {asked}; the limit is {max_continuations} "
@@ -286,6 +324,24 @@ def parse_completion(fields: Mapping[str, Any], max_continuations: int) -> Ask:
             "prompt",
         )
     return body.ask(body.prompt, max_tokens=body.max_tokens, logprobs=body.logprobs, echo=body.echo)
+
+
+def parse_tokenize(fields: Mapping[str, Any]) -> TokenizeAsk:
+    """POST /tokenize: a text, or messages."""
+    body: _TokenizeText | _TokenizeChat
+    prompt: Prompt
+    if fields.get("messages") is None:
+        body = parse_form(_TokenizeText, fields)
+        prompt = body.prompt
+    else:
+        body = parse_form(_TokenizeChat, fields)
+        prompt = body.prompt()
+    return TokenizeAsk(body.model, prompt, body.add_special_tokens, body.return_token_strs)
+
+
+def parse_detokenize(fields: Mapping[str, Any]) -> DetokenizeForm:
+    """POST /detokenize."""
+    return parse_form(DetokenizeForm, fields)
 
 
 def parse_seed(fields: Mapping[str, Any]) -> Ask:

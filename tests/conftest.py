@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+collect_ignore = ["clients"]  # in an environment of their own: make test-clients
+
 TESTS = Path(__file__).parent
 PROJECT = TESTS.parent
 

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 from actors.protocol import (
     DeviceMemoryStatus,
+    DeviceNow,
     FinishReason,
     GenerateRequest,
     MemoryLeft,
+    MessageForm,
+    Prompt,
     ReplicaState,
     ReplicaStatus,
     SleepCommand,
@@ -16,7 +19,7 @@ from actors.protocol import (
     TokenLogprob,
     WakeReport,
 )
-from serve_app.model_client import ModelInfo
+from serve_app.model_client import ModelInfo, Scrape
 from serve_app.scaling import Scale
 
 
@@ -33,6 +36,9 @@ class FakeModel:
         stop_short: the generation ends after the first piece, with no finish reason.
         fail_control: raised by sleep, wake_up and status.
         hang_status: status never answers.
+        asked_for_status: status was called.
+        scrape: what `metrics` gives; while `hang_status`, it never does.
+        form: how its messages are written, in chats.
     """
 
     def __init__(
@@ -49,9 +55,11 @@ class FakeModel:
             max_model_len=None,
             root=f"checkpoint-of-{model_id}",
             created=1700000000,
+            tokenizer=FakeTokenizer(),
         )
         self.scaler = FakeScaler(len(states))
         self.pieces = tuple(pieces)
+        self.form: MessageForm | None = None
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
         self.states = list(states)
@@ -64,6 +72,8 @@ class FakeModel:
         self.stop_short = False
         self.fail_control: Exception | None = None
         self.hang_status = False
+        self.asked_for_status = False
+        self.scrape = Scrape()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         self.requests.append(request)
@@ -90,9 +100,17 @@ class FakeModel:
         return self._move(ReplicaState.AWAKE)
 
     async def status(self) -> Sequence[ReplicaStatus]:
+        self.asked_for_status = True
         if self.hang_status:
             await asyncio.Event().wait()
         return self._statuses()
+
+    async def metrics(self, within_s: float) -> Scrape:
+        if self.hang_status:
+            await asyncio.Event().wait()
+        if self.fail_control is not None:
+            raise self.fail_control
+        return self.scrape
 
     def _move(self, state: ReplicaState) -> Sequence[ReplicaStatus]:
         statuses = self._statuses()
@@ -112,6 +130,7 @@ class FakeModel:
                 in_flight=0,
                 waiting_for_wake=0,
                 idle_s=1.5,
+                idle_timeout_s=300.0,
                 sleeps=1,
                 wakes=1,
                 last_sleep_s=0.2,
@@ -122,6 +141,13 @@ class FakeModel:
                 weights_from="image",
                 reason="as the test wants it",
                 max_model_len=4096,
+                device=DeviceNow(
+                    id="GPU-0",
+                    name="fake card",
+                    total=9000,
+                    free=4000,
+                    wake_bytes=2048 if state is ReplicaState.ASLEEP else 0,
+                ),
                 device_memory=DeviceMemoryStatus(
                     total=9000,
                     free=4000,
@@ -139,14 +165,20 @@ class FakeModel:
         """Piece by piece, the continuations taking turns."""
         if request.echo:
             for index in range(request.n):
-                yield TokenEvent(index, prompt_text(request), (), PROMPT_TOKENS)
+                logprobs = self._logprobs(request, prompt_text(request))
+                if logprobs is not None:
+                    logprobs = (replace(logprobs[0], logprob=None, top=()),)
+                yield TokenEvent(index, prompt_text(request), (), PROMPT_TOKENS, logprobs=logprobs)
         if not request.stream:
             yield from (self._whole(request, index) for index in range(request.n))
             return
         for position, piece in enumerate(self.pieces):
             for index in range(request.n):
                 logprobs = self._logprobs(request, piece)
-                event = TokenEvent(index, piece, (position,), PROMPT_TOKENS, logprobs=logprobs)
+                form = self.form if position == 0 else None
+                event = TokenEvent(
+                    index, piece, (position,), PROMPT_TOKENS, logprobs=logprobs, form=form
+                )
                 yield self._ended(event) if position == len(self.pieces) - 1 else event
             if self.fail_later is not None:
                 raise self.fail_later
@@ -163,6 +195,7 @@ class FakeModel:
             tuple(range(len(self.pieces))),
             PROMPT_TOKENS,
             logprobs=tuple(each for some in logprobs if some for each in some) or None,
+            form=self.form,
         )
         return event if self.stop_short else self._ended(event)
 
@@ -174,6 +207,41 @@ class FakeModel:
             return None
         top = (_logprob(piece, -0.5), _logprob("other", float("-inf")))[:wanted]
         return (TokenLogprob(1, piece, piece.encode(), -0.5, top),)
+
+
+class FakeTokenizer:
+    """A `Tokenizer` of characters.
+
+    Attributes:
+        asked: what came to `encode`.
+        fail: raised by every method.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Prompt, bool | None]] = []
+        self.fail: Exception | None = None
+
+    async def encode(self, prompt: Prompt, add_special_tokens: bool | None) -> Sequence[int]:
+        self._check()
+        self.asked.append((prompt, add_special_tokens))
+        text = prompt if isinstance(prompt, str) else str(prompt.messages[-1]["content"])  # type: ignore[union-attr]
+        return [ord(char) for char in text]
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        self._check()
+        return "".join(map(chr, token_ids))
+
+    async def texts(self, token_ids: Sequence[int]) -> Sequence[str]:
+        self._check()
+        return [chr(token_id) for token_id in token_ids]
+
+    async def describe(self) -> dict[str, str | None]:
+        self._check()
+        return {"eos_token": "</s>", "bos_token": None, "pad_token": None, "chat_template": "{{}}"}
+
+    def _check(self) -> None:
+        if self.fail is not None:
+            raise self.fail
 
 
 class FakeScaler:

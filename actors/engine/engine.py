@@ -53,6 +53,7 @@ class EngineOutput:
     finish: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if a token did
     error: Exception | None = None
+    started_s: float | None = None  # when it left the queue last, of `time.perf_counter`
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,11 @@ class _SequenceState(RequestState):
             finish = FinishReason.STOP if stopped else FinishReason.LENGTH
             stop_token_id = new[-1] if stopped else None
         logprobs = self.sampling.take_logprobs(len(new))
-        return EngineOutput(self.request_id, new, logprobs, finish, stop_token_id)
+        grammar = self.sampling.grammar
+        error = None if grammar is None else grammar.refusal
+        return EngineOutput(
+            self.request_id, new, logprobs, finish, stop_token_id, error, self.lifespan[0]
+        )
 
     def create_equivalent_initial_request(self) -> "_SequenceState":
         """The same sequence with its tokens so far as the prompt, for a requeue."""
@@ -227,6 +232,7 @@ class TransformersEngine:
         self._manager = _make_manager(model, config, limits, self._sampler)
         self._manager.output_router = _StepRouter(sink)  # type: ignore[assignment]  # the same duck
         self._manager.start_over = self._start_over
+        self._manager.needs_results = lambda: self._sampler.needs_results
         self._processor = self._manager._create_batch_processor()
         self._manager.batch_processor = self._processor
         self._runner: GraphRunner | None = None

@@ -72,6 +72,24 @@ def _floats(params_PB: Tensor, param: Param) -> Tensor:
     return params_PB[param].view(torch.float32)[:, None]
 
 
+def forbid(logits_BV: Tensor, rows_R: Tensor, allowed_RW: Tensor) -> Tensor:
+    """A copy of the logits with -inf in some rows wherever a token is not allowed.
+
+    Args:
+        logits_BV: [B, V].
+        rows_R: int64, which rows; on the logits' device, as everything is.
+        allowed_RW: int32 [R, W] with V <= 32 W; bit i of word w allows token 32 w + i.
+    """
+    # By bytes, so that what is spread out takes one byte per logit, not four. Hosts and devices are
+    # little-endian.
+    bits_8 = torch.arange(8, dtype=torch.uint8, device=allowed_RW.device)
+    bytes_RW = allowed_RW.view(torch.uint8)
+    allowed_RV = (bytes_RW[:, :, None] >> bits_8 & 1).flatten(1)[:, : logits_BV.size(1)].bool()
+    logits_BV = logits_BV.clone()
+    logits_BV[rows_R] = logits_BV[rows_R].masked_fill_(~allowed_RV, -torch.inf)
+    return logits_BV
+
+
 @dataclass(frozen=True, slots=True)
 class Adjustments:
     """What the host knows about the logits of one step, [N] each; empty where nothing is asked.

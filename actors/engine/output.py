@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from actors.engine.detokenizer import StreamDecoder
-from actors.protocol import FinishReason, TokenEvent, TokenLogprob
+from actors.protocol import FinishReason, MessageForm, TokenEvent, TokenLogprob
 
 
 class StopMatcher:
@@ -104,6 +104,7 @@ class OutputAssembler:
         prompt_tokens: copied into every event.
         stops: stop strings.
         min_tokens: of the sampling parameters.
+        form: goes with the first event.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class OutputAssembler:
         prompt_tokens: int = 0,
         stops: Sequence[str] = (),
         min_tokens: int = 0,
+        form: MessageForm | None = None,
     ) -> None:
         self.done = False  # an event with a finish reason has been made; the engine may cancel
         self._decoder = decoder
@@ -125,6 +127,7 @@ class OutputAssembler:
         # Not sent yet: they go with the next event.
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None
+        self._form = form
 
     def push(
         self,
@@ -181,6 +184,7 @@ class OutputAssembler:
             finish_reason=finish,
             stop_reason=stop_reason,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            form=self._form,
         )
-        self._token_ids, self._logprobs = [], None
+        self._token_ids, self._logprobs, self._form = [], None, None
         return event

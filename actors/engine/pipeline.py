@@ -39,13 +39,14 @@ class PipelinedManager(ContinuousBatchingManager):
     """Launches a batch, then reads the results of the one before.
 
     The newest batch is read at once where somebody waits for it: if it brings the first tokens of a
-    few sequences, if there is nothing left to compute, and before a pause. Without asynchronous
-    batching every batch is.
+    few sequences, if the next batch depends on its tokens, if there is nothing left to compute, and
+    before a pause. Without asynchronous batching every batch is.
 
     Attributes:
         complete_batch: called between preparing a batch and launching it.
         start_over: called when the memory for a batch was missing; has all sequences begin again
             from their tokens so far.
+        needs_results: whether the batch after the one launched last depends on what that one gives.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,6 +56,7 @@ class PipelinedManager(ContinuousBatchingManager):
         self._is_short = False  # of memory: the last launch failed
         self.complete_batch: Callable[[], None] = _nothing
         self.start_over: Callable[[], None] = _nothing
+        self.needs_results: Callable[[], bool] = bool
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()
@@ -121,7 +123,7 @@ class PipelinedManager(ContinuousBatchingManager):
 
     def _is_awaited(self, processor: ContinuousBatchProcessor) -> bool:
         io = processor.inputs_and_outputs
-        if not isinstance(io, ContinuousBatchingAsyncIOs):
+        if not isinstance(io, ContinuousBatchingAsyncIOs) or self.needs_results():
             return True
         batch = io.io_pairs[1 - io.current_pair].host_io.requests_in_batch
         return len(batch) <= _FEW and any(

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from actors.engine.logits import Adjustments, Param, adjust, logprobs, perturb
+from actors.engine.grammar import SequenceGrammar, allowed_tokens
+from actors.engine.logits import Adjustments, Param, adjust, forbid, logprobs, perturb
 from actors.engine.validation import MAX_LOGPROBS
 from actors.protocol import SamplingParams
 
@@ -46,6 +47,7 @@ class SequenceSampling:
     seed: int
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop tokens; end the sequence
     output_ids: list[int] = field(default_factory=list)  # the engine appends after every step
+    grammar: SequenceGrammar | None = None  # its end is among `stop_ids`
     _pending: dict[int, tuple["_StepLogprobs", int]] = field(default_factory=dict, init=False)
     _counts: Counter[int] = field(default_factory=Counter, init=False)
     _counted: int = field(default=0, init=False)
@@ -65,6 +67,13 @@ class SequenceSampling:
         )
         if p.repetition_penalty != 1:  # the only one that looks at the prompt
             self._counts.update(dict.fromkeys(self.prompt_ids, 0))
+
+    def withheld(self, generated: int) -> frozenset[int]:
+        """Tokens that its grammar must do without, after `generated` tokens."""
+        assert self.grammar is not None
+        if generated < self.params.min_tokens:
+            return self.stop_ids
+        return self.grammar.end_ids if self.params.ignore_eos else frozenset()
 
     def history(self, length: int) -> Counter[int]:
         """Distinct tokens that penalties look at, with their counts in the first `length` outputs."""
@@ -98,6 +107,9 @@ class BatchSampler:
     The number of tokens a sequence has generated is read off its position, never counted here, so a
     sequence that starts over after a requeue, or is scheduled ahead of its newest token
     (asynchronous batching), goes on with the same noise.
+
+    A grammar must know the newest token: while `needs_results` is true, the manager reads what a batch
+    gave before it prepares the next one.
     """
 
     do_processing = True
@@ -107,6 +119,12 @@ class BatchSampler:
         self._samples = self._filters = False
         self._adjustments: Adjustments | None = None
         self._logprob_rows: list[tuple[int, SequenceSampling, int]] = []
+        self._grammar_rows: list[tuple[int, SequenceSampling, int]] = []
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether the batch after the one prepared last depends on this one's tokens."""
+        return bool(self._grammar_rows)
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
         int32_tensor.zero_()  # greedy
@@ -137,6 +155,7 @@ class BatchSampler:
         self._filters = any(sequence.is_filtered for _, sequence, _ in batch)
         self._adjustments = _make_adjustments(batch, len(packed))
         self._logprob_rows = [entry for entry in batch if entry[1].params.logprobs is not None]
+        self._grammar_rows = [entry for entry in batch if entry[1].grammar is not None]
         return arg_storage
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
@@ -147,14 +166,33 @@ class BatchSampler:
             scores: the model's logits [B, V], float32; left as they are.
             logits_processor_args: [P, B], rows as in `Param`. Rows of B beyond the batch are padding.
         """
-        result = scores
+        result, forms = scores, None
         if self._adjustments is not None:
             result = adjust(result, input_ids, self._adjustments.to(scores.device))
+        if self._grammar_rows:
+            # Only now, while the device computes the logits. What is forbidden stays so whatever the
+            # adjustments were.
+            forms = self._follow_grammars(scores)
+            result = forbid(result, *forms)
         if self._samples:
             result = perturb(result, logits_processor_args, filters=self._filters)
         if self._logprob_rows:
-            self._keep_logprobs(scores, result)
+            logits = scores if forms is None else forbid(scores, *forms)
+            self._keep_logprobs(logits, result)
         return result
+
+    def _follow_grammars(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows with a grammar, and the tokens that it allows, as `forbid` takes them."""
+        steps = []
+        for _, sequence, generated in self._grammar_rows:
+            assert sequence.grammar is not None
+            assert generated == len(sequence.output_ids), "the batch before has been read"
+            sequence.grammar.follow(sequence.output_ids)
+            steps.append((sequence.grammar, sequence.withheld(generated)))
+        allowed_RW = allowed_tokens(steps, logits_BV.size(1), pinned=logits_BV.is_cuda)
+        rows_R = torch.tensor([row for row, _, _ in self._grammar_rows])
+        device = logits_BV.device
+        return rows_R.to(device, non_blocking=True), allowed_RW.to(device, non_blocking=True)
 
     def _keep_logprobs(self, logits_BV: Tensor, scores_BV: Tensor) -> None:
         rows_R = torch.tensor([row for row, _, _ in self._logprob_rows]).to(logits_BV.device)
@@ -176,9 +214,8 @@ class _StepLogprobs:
         if self._lists is None:
             self._lists = [tensor.tolist() for tensor in self._tensors]
         token_id, logprob, top_ids, top_logprobs = (column[row] for column in self._lists)
-        likeliest = sorted(
-            zip(top_ids, top_logprobs, strict=True), key=lambda pair: (-pair[1], pair[0])
-        )
+        possible = (pair for pair in zip(top_ids, top_logprobs, strict=True) if pair[1] > -math.inf)
+        likeliest = sorted(possible, key=lambda pair: (-pair[1], pair[0]))
         return RawLogprob(token_id, logprob, tuple(likeliest[:top]))
 
 
@@ -193,7 +230,7 @@ def _make_adjustments(
     for row, sequence, generated in batch:
         p = sequence.params
         bias += ((row, token, value) for token, value in p.logit_bias.items())
-        if generated < p.min_tokens:
+        if generated < p.min_tokens and sequence.grammar is None:  # see SequenceSampling.withheld
             bias += ((row, token, -math.inf) for token in sequence.stop_ids)
         if sequence.is_penalised:
             penalties[row] = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)

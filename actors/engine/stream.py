@@ -68,4 +68,5 @@ def merge_events(first: TokenEvent, second: TokenEvent) -> TokenEvent:
         finish_reason=second.finish_reason,
         stop_reason=second.stop_reason,
         logprobs=logprobs,
+        form=first.form,
     )

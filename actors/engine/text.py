@@ -6,7 +6,8 @@ makes for one continuation (`stream`) is not.
 
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from actors.engine.detokenizer import ByteStream, StreamDecoder, TokenBytes, WindowStream
+from actors.engine.message_form import ChatConfig, ends_in_reasoning, form_of
 from actors.engine.validation import check_token_ids
 from actors.errors import InvalidRequest
-from actors.protocol import ChatPrompt, Prompt, TokenLogprob
+from actors.protocol import ChatPrompt, MessageForm, Prompt, TokenLogprob
 
 # Arguments of `apply_chat_template` that belong to the request; the others are ours.
 _TEMPLATE_OPTIONS = {"documents", "continue_final_message"}
+_STUMBLES = TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
+_END_TOKENS = 16  # of a prompt, enough to see a tag and the white space behind it
 
 
 class TextCodec:
@@ -29,10 +33,15 @@ class TextCodec:
         tokenizer: of transformers.
         vocab_size: rows of the model's embedding; may exceed the tokenizer's own size.
         eos_ids: tokens that end a sequence.
+        chat: how its messages are written, where the chat template does not show it.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Iterable[int]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        chat: ChatConfig | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.eos_ids = frozenset(eos_ids)
@@ -47,9 +56,10 @@ class TextCodec:
             self._table = TokenBytes.of(tokenizer.backend_tokenizer)
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = set(parameters) - _TEMPLATE_OPTIONS - {"kwargs"}
+        self._form = form_of(chat or ChatConfig(), _all_templates(tokenizer))
 
     @classmethod
-    def load(cls, checkpoint_dir: str | Path) -> "TextCodec":
+    def load(cls, checkpoint_dir: str | Path, chat: ChatConfig | None = None) -> "TextCodec":
         """Read tokenizer and model configuration from a checkpoint in Hugging Face layout.
 
         End-of-sequence ids are those of the tokenizer, `generation_config.json` and `config.json`
@@ -66,37 +76,82 @@ class TextCodec:
         for source in sources:
             ids = source if isinstance(source, list) else [source]
             eos_ids.update(i for i in ids if i is not None and 0 <= i < config.vocab_size)
-        return cls(tokenizer, config.vocab_size, eos_ids)
+        return cls(tokenizer, config.vocab_size, eos_ids, chat)
 
-    def encode_prompt(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's token ids, at least one.
+    @property
+    def fast_tokenizer(self) -> PreTrainedTokenizerFast | None:
+        """The tokenizer, if its tokens have bytes of their own."""
+        tokenizer = self._tokenizer
+        if self._table is None or not isinstance(tokenizer, PreTrainedTokenizerFast):
+            return None
+        return tokenizer
 
-        Text gets the special tokens that the tokenizer adds by itself; messages get those that the
-        chat template writes.
-
-        Raises:
-            InvalidRequest: no tokens, ids outside the vocabulary, no chat template, or the template
-                refused the messages.
-        """
-        param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        if isinstance(prompt, ChatPrompt):
-            ids = self._encode(self._render(prompt), param, add_special_tokens=False)
-        elif isinstance(prompt, str):
-            ids = self._encode(prompt, param, add_special_tokens=True)
-        else:
-            ids = tuple(prompt)
-        check_token_ids(ids, param, self.vocab_size)
+    def encode_prompt(
+        self, prompt: Prompt, *, add_special_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        """The prompt's token ids, at least one. Otherwise as `tokenize`."""
+        ids = self.tokenize(prompt, add_special_tokens=add_special_tokens)
         if not ids:
+            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequest("the prompt has no tokens; it must have at least one", param)
         return ids
 
+    def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        """The prompt's token ids.
+
+        Args:
+            prompt: text, messages or ids.
+            add_special_tokens: those that the tokenizer adds by itself, as BOS. When None, text gets
+                them, and messages only have those that the chat template writes.
+
+        Raises:
+            InvalidRequest: ids outside the vocabulary, no chat template, or the template refused the
+                messages.
+        """
+        param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        if isinstance(prompt, ChatPrompt):
+            text = self._render(prompt)
+            ids = self._encode(text, param, add_special_tokens=bool(add_special_tokens))
+        elif isinstance(prompt, str):
+            ids = self._encode(prompt, param, add_special_tokens=add_special_tokens is not False)
+        else:
+            ids = tuple(prompt)
+        check_token_ids(ids, param, self.vocab_size)
+        return ids
+
+    def message_form(self, prompt: ChatPrompt, prompt_ids: Sequence[int]) -> MessageForm:
+        """How the answer to these messages is written; `prompt_ids` are those of `prompt`."""
+        if self._form.reasoning is None:
+            return self._form
+        end = "".join(map(self.token_text, prompt_ids[-_END_TOKENS:]))
+        return replace(self._form, in_reasoning=ends_in_reasoning(prompt, end))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a sequence, without special tokens."""
-        text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return self._decode(token_ids, skip_special_tokens=True)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of any ids, with special tokens.
+
+        Raises:
+            InvalidRequest: one is outside the vocabulary.
+        """
+        check_token_ids(token_ids, "tokens", self.vocab_size)
+        return self._decode(token_ids, skip_special_tokens=False)
+
+    def describe(self) -> dict[str, str | None]:
+        """Special tokens and the chat template, as vLLM's /tokenizer_info names them."""
+        tokenizer = self._tokenizer
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "bos_token": _text_or_none(tokenizer.bos_token),
+            "eos_token": _text_or_none(tokenizer.eos_token),
+            "pad_token": _text_or_none(tokenizer.pad_token),
+            "unk_token": _text_or_none(tokenizer.unk_token),
+            "chat_template": _text_or_none(tokenizer.chat_template),
+        }
 
     def stream(self, context: Sequence[int] = ()) -> StreamDecoder:
         """A decoder for one continuation.
@@ -122,7 +177,7 @@ class TextCodec:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_logprob(
-        self, token_id: int, logprob: float, top: Iterable[tuple[int, float]] = ()
+        self, token_id: int, logprob: float | None, top: Iterable[tuple[int, float]] = ()
     ) -> TokenLogprob:
         """A log-probability with the token's text; `top` holds pairs of id and log-probability."""
         return TokenLogprob(
@@ -132,6 +187,15 @@ class TextCodec:
             logprob=logprob,
             top=tuple(self.token_logprob(*pair) for pair in top),
         )
+
+    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        assert isinstance(text, str)
+        return text
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         try:
@@ -150,17 +214,48 @@ class TextCodec:
             raise InvalidRequest(
                 f"{', '.join(reserved)} cannot be set for the chat template", "chat_template_kwargs"
             )
-        options: dict[str, Any] = dict(prompt.template_kwargs)
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in prompt.messages],
-                tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
-                add_generation_prompt=prompt.add_generation_prompt,
-                tokenize=False,
-                **options,
-            )
+            try:
+                return self._apply_template(prompt, prompt.messages)
+            except TypeError:  # DeepSeek's templates add the arguments of tool calls to a string
+                return self._apply_template(prompt, _with_arguments_as_text(prompt.messages))
         # A template is a program over the caller's messages: what it stumbles over, they sent.
-        except (TemplateError, TypeError, ValueError, LookupError) as exc:
+        except _STUMBLES as exc:
             raise InvalidRequest(f"the chat template refused: {exc}", "messages") from exc
+
+    def _apply_template(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
+        options: dict[str, Any] = dict(prompt.template_kwargs)
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
+            add_generation_prompt=prompt.add_generation_prompt,
+            tokenize=False,
+            **options,
+        )
         assert isinstance(text, str)
         return text
+
+
+def _with_arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _all_templates(tokenizer: PreTrainedTokenizerBase) -> str:
+    """One after the other, where there are several by name."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+
+def _text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -10,6 +10,7 @@ from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import SamplingParams
 
 MAX_LOGPROBS = 20  # OpenAI's limit for chat completions
+MAX_GRAMMAR_CHARS = 2**16
 _FLOAT32_MAX = 3.4028234e38
 
 
@@ -18,7 +19,8 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
 
     Raises:
         InvalidRequest: a value is out of range; `param` names the field.
-        UnsupportedParameter: more log-probabilities than this server gives.
+        UnsupportedParameter: more log-probabilities than this server gives, a longer grammar than
+            it compiles.
     """
     p = params
     # Written so that NaN, which compares false with everything, fails.
@@ -52,6 +54,11 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
             raise UnsupportedParameter(
                 f"logprobs is {p.logprobs}; this server gives at most {MAX_LOGPROBS}", "logprobs"
             )
+    if p.grammar is not None and len(p.grammar.text) > MAX_GRAMMAR_CHARS:
+        raise UnsupportedParameter(
+            f"{p.grammar.param} has {len(p.grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARS}",
+            p.grammar.param,
+        )
 
 
 def check_token_ids(token_ids: Iterable[int], param: str, vocab_size: int) -> None:

@@ -90,6 +90,21 @@ def ensure_checkpoint(
     return request.directory
 
 
+def find_checkpoint(source: ModelSource) -> Path:
+    """The checkpoint directory of a configured model, if it is there already.
+
+    Raises:
+        CheckpointMissing: it is not, or not complete.
+    """
+    if source.hub is Hub.PATH:
+        return ensure_checkpoint(source)
+    models_dir = Path(source.models_dir or DEFAULT_MODELS_DIR)
+    request = DownloadRequest(source.hub, source.id, source.revision, models_dir)
+    if (missing := missing_from_checkpoint(request.directory)) is not None:
+        raise CheckpointMissing(f"no checkpoint at {request.directory}: {missing}")
+    return request.directory
+
+
 def _path_missing(source: ModelSource, directory: Path, missing: str) -> str:
     where = shlex.quote(str(directory))
     like_an_id = source.id.count("/") == 1 and source.id[0] not in "./~" and not directory.exists()

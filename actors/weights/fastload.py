@@ -1,28 +1,71 @@
 """How a replica gets its image: from the holder's object store, or else from disk.
 
 The fast path may fail in any way without taking the replica with it: the fallback loads the
-checkpoint into this process and says so. Nobody waits for a holder that is not there.
+checkpoint into this process, says so, and tells which way it went. Nobody waits for a holder that is
+not there.
 """
 
 import asyncio
 import logging
 import mmap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
-from actors.errors import HolderLost
+from actors.errors import HolderLost, ImageMissing, LayoutMismatch, StoreFull, WeightsCorrupted
 from actors.holder import ImageGrant, ImageRequest
 from actors.weights import packer
 from actors.weights.image import WeightImage
 from actors.weights.layout import ImageKey, Manifest
 
 logger = logging.getLogger(__name__)
+
+
+class Way(StrEnum):
+    """How a replica came to its image: from the object store, or why from disk."""
+
+    IMAGE = "image"
+    NO_HOLDER = "no_holder"  # nobody was to be asked
+    MISSING_KEY = "missing_key"  # the holder has no such image and cannot make it
+    LAYOUT_MISMATCH = "layout_mismatch"  # it makes another: dtype, ranks, packer
+    STORE_FULL = "store_full"
+    DIGEST_MISMATCH = "digest_mismatch"  # what the store has is not what was packed
+    TIMEOUT = "timeout"
+    HOLDER_GONE = "holder_gone"  # or with it, the bytes
+    ERROR = "error"  # anything else; the log has it
+
+
+class HolderSilent(HolderLost):
+    """It did not answer in time."""
+
+
+_WAYS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Way], ...] = (
+    (ImageMissing, Way.MISSING_KEY),
+    (LayoutMismatch, Way.LAYOUT_MISMATCH),
+    (StoreFull, Way.STORE_FULL),
+    (WeightsCorrupted, Way.DIGEST_MISMATCH),
+    ((HolderSilent, TimeoutError, GetTimeoutError), Way.TIMEOUT),
+    ((HolderLost, RayActorError, ObjectLostError), Way.HOLDER_GONE),
+)
+
+
+def way_of(failure: Exception) -> Way:
+    """Which way a failure of the fast path is counted as.
+
+    Ray raises what the holder raised in a class made on the fly, which inherits from its class.
+    """
+    return next((way for kind, way in _WAYS if isinstance(failure, kind)), Way.ERROR)
+
+
+def keep_quiet(way: Way) -> None:
+    """Nobody counts."""
 
 
 class HolderClient(Protocol):
@@ -34,6 +77,7 @@ class HolderClient(Protocol):
     async def ping(self) -> None: ...
     async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant: ...
     async def release(self, key: ImageKey, lessee: str) -> bool: ...
+    async def recheck(self, key: ImageKey) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +92,8 @@ class FastLoad:
     ping_timeout_s: float = 5.0
     load_timeout_s: float = 1800.0
     open_timeout_s: float = 300.0  # from another node the bytes come over the network
+    recheck_timeout_s: float = 20.0  # hashing 100 GB takes 3 s; Serve gives a health check 30 s
+    tell: Callable[[Way], None] = keep_quiet  # called once for each `obtain`
 
     async def obtain(self) -> WeightImage:
         """The image, from the object store where possible.
@@ -58,12 +104,11 @@ class FastLoad:
         dtype = packer.checkpoint_dtype(self.checkpoint, self.request.dtype)
         key = packer.image_key(self.checkpoint, dtype)
         logger.info("load_model key:%s", key)
-        if self.holder is not None:
-            try:
-                return await self._from_store(self.holder, key)
-            except Exception as exc:  # noqa: BLE001  # whatever it was, loading from disk is left
-                logger.warning("Fallback to load from disk. error:%s: %s", type(exc).__name__, exc)
-        return await asyncio.to_thread(load_from_disk, self.checkpoint, key)
+        image, way = await self._fast(key)
+        self.tell(way)
+        if image is None:
+            image = await asyncio.to_thread(load_from_disk, self.checkpoint, key)
+        return image
 
     async def release(self, key: ImageKey) -> None:
         """Tell the holder that this replica no longer looks at the image."""
@@ -74,6 +119,37 @@ class FastLoad:
                 await self.holder.release(key, self.lessee)
         except Exception as exc:  # noqa: BLE001  # the views are gone; the lease ends with us
             logger.warning("could not release image %s: %s: %s", key, type(exc).__name__, exc)
+
+    async def recheck(self, key: ImageKey) -> None:
+        """Have the holder look at an image that was found to differ here.
+
+        It drops what is corrupted, so that the next replica gets a good one. Failures are logged.
+        """
+        if self.holder is None:
+            return
+        try:
+            async with asyncio.timeout(self.recheck_timeout_s):
+                dropped = await self.holder.recheck(key)
+        except Exception as exc:  # noqa: BLE001  # whoever attaches the image next finds it, too
+            logger.warning("image %s not rechecked: %s: %s", key, type(exc).__name__, exc)
+            return
+        logger.warning(
+            "image %s differs here: %s",
+            key,
+            "the holder had it wrong, and dropped it" if dropped else "the holder's is intact",
+        )
+
+    async def _fast(self, key: ImageKey) -> tuple[WeightImage | None, Way]:
+        if self.holder is None:
+            return None, Way.NO_HOLDER
+        try:
+            return await self._from_store(self.holder, key), Way.IMAGE
+        except Exception as exc:  # noqa: BLE001  # whatever it was, loading from disk is left
+            way, kind = way_of(exc), type(exc).__name__
+            logger.warning("Fallback to load from disk. error:%s: %s (%s)", kind, exc, way)
+            if way is Way.DIGEST_MISMATCH:
+                await self.recheck(key)
+            return None, way
 
     async def _from_store(self, holder: HolderClient, key: ImageKey) -> WeightImage:
         started_s = time.monotonic()
@@ -113,14 +189,14 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
 
 @asynccontextmanager
 async def _at_most(seconds: float, what: str) -> AsyncIterator[None]:
-    """Raises HolderLost, which says what was waited for; a TimeoutError says nothing."""
+    """Raises HolderSilent, which says what was waited for; a TimeoutError says nothing."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
     except TimeoutError:
         if not limit.expired():
             raise  # the holder's own
-        raise HolderLost(f"{what} {seconds:g} s") from None
+        raise HolderSilent(f"{what} {seconds:g} s") from None
 
 
 def _open(grant: ImageGrant, timeout_s: float) -> WeightImage:

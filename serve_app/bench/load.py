@@ -251,6 +251,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
         ]
         rows.append(["whole", *(f"{i['seconds']:.2f}" for i in instances.values())])
         rows.append(["weights from", *(_origin(i) for i in instances.values())])
+        rows.append(["the checkpoint was read", *(_times(i) for i in instances.values())])
+        delivered = (f"{i['storage_bytes'] / 1e9:.2f} GB" for i in instances.values())
+        rows.append(["came from storage", *delivered])
         found.append(Table(("seconds", *instances), rows))
     told = [(f"{name} / second", f"{value:.1f} x") for name, value in result["ratios"].items()]
     if told:
@@ -278,3 +281,7 @@ def _origin(instance: Instance) -> str:
     if not instance["loads"]:
         return "image"
     return "disk, image" if instance["cold"] else "page cache, image"
+
+
+def _times(instance: Instance) -> str:
+    return "once" if instance["loads"] == 1 else f"{instance['loads']} times"

@@ -125,6 +125,9 @@ class HolderActor:
     async def release(self, key: ImageKey, lessee: str) -> bool:
         return bool(await self.actor.release.remote(key, lessee))
 
+    async def recheck(self, key: ImageKey) -> bool:
+        return bool(await self.actor.recheck.remote(key))
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -9,8 +9,7 @@ difference of weights.
 # T tokens of one window, V vocabulary
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,24 +65,9 @@ def _logits(model: "PreTrainedModel", token_ids: Sequence[int]) -> "Tensor":
     """[T, V], for one sequence alone."""
     import torch
 
+    from actors.engine.plain import plain_attention
+
     ids = torch.tensor([token_ids], device=model.device)
-    with torch.no_grad(), _plain(model):
+    with torch.no_grad(), plain_attention(model):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits[0]
-
-
-@contextmanager
-def _plain(model: "PreTrainedModel") -> Iterator[None]:
-    """Transformers' own attention in the place of the engine's, and nothing compiled."""
-    import torch
-
-    engines = model.config._attn_implementation
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    try:
-        if model.device.type == "cpu":  # nothing is; and the stance would import a compiler
-            yield
-        else:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-    finally:
-        model.set_attn_implementation(engines)

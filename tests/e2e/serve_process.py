@@ -112,6 +112,15 @@ class ServeProcess(bench.ServeProcess):
         assert line is not None
         return line
 
+    def logs(self) -> dict[str, str]:
+        """Every log by its path: that of `serve run`, and those that Ray keeps."""
+        files = [self._log, *self._home.glob("ray/session_*/logs/**/*")]
+        return {
+            str(file): file.read_text(errors="replace")
+            for file in files
+            if file.is_file() and not file.is_symlink()
+        }
+
     # --- the end ---
 
     def interrupt(self) -> Leftovers:

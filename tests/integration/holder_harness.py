@@ -1,18 +1,22 @@
 """A WeightHolder in an actor, whose loads a test holds up, and what replicas ask it with."""
 
 import asyncio
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from actors.holder import HeldImage, ImageGrant, ImageRequest, WeightHolder
+from actors.holder import HeldImage, HolderCounts, ImageGrant, ImageRequest, WeightHolder
 from actors.weights import packer
-from actors.weights.fastload import FastLoad
+from actors.weights.fastload import FastLoad, Way, keep_quiet
 from actors.weights.image import WeightImage
 from actors.weights.layout import ImageKey
+from actors.weights.plasma import ByteArray
+from actors.weights.pull import ActorPeer
 from actors.weights.source import ModelSource
 
 MIB = 2**20
@@ -22,11 +26,16 @@ STORE = 160 * MIB
 class GatedHolder(WeightHolder):
     """A holder whose next load waits until the gate opens."""
 
-    def __init__(self, open_at_once: bool = True) -> None:
-        super().__init__()
+    def __init__(self, open_at_once: bool = True, peers: tuple[Any, ...] = ()) -> None:
+        def alive() -> Iterator[ActorPeer]:
+            for number, actor in enumerate(peers):
+                yield ActorPeer(f"peer {number}", actor, 10.0, 10.0)
+
+        super().__init__(peers=alive)
         self._gate = threading.Event()
         self._begun = threading.Event()
         self._loads = 0
+        self._last: int | None = None
         if open_at_once:
             self._gate.set()
 
@@ -47,6 +56,15 @@ class GatedHolder(WeightHolder):
         (held,) = self._images.values()
         held.segments[-1].payload[-1] ^= 1
 
+    async def die_at_segment(self, index: int) -> None:
+        """As soon as another node asks for that one."""
+        self._last = index
+
+    async def segment(self, key: ImageKey, index: int) -> ByteArray:
+        if index == self._last:
+            os._exit(1)
+        return await super().segment(key, index)
+
     def _publish(self, *args: object):  # type: ignore[no-untyped-def]
         self._loads += 1
         self._begun.set()
@@ -57,8 +75,11 @@ class GatedHolder(WeightHolder):
 class ActorHolder:
     """HolderClient over a plain actor handle."""
 
-    def __init__(self, open_at_once: bool = True, **options: Any) -> None:
-        self.actor = ray.remote(GatedHolder).options(**options).remote(open_at_once)
+    def __init__(
+        self, open_at_once: bool = True, peers: "tuple[ActorHolder, ...]" = (), **options: Any
+    ) -> None:
+        others = tuple(peer.actor for peer in peers)
+        self.actor = ray.remote(GatedHolder).options(**options).remote(open_at_once, others)
 
     async def wait_while_starting(self) -> None:
         await self.actor.wait_until_started.remote()
@@ -72,11 +93,26 @@ class ActorHolder:
     async def release(self, key: ImageKey, lessee: str) -> bool:
         return await self.actor.release.remote(key, lessee)
 
+    async def recheck(self, key: ImageKey) -> bool:
+        return await self.actor.recheck.remote(key)
+
+    async def counts(self) -> HolderCounts:
+        return await self.actor.counts.remote()
+
     async def stats(self) -> list[HeldImage]:
         return await self.actor.stats.remote()
 
     def kill(self) -> None:
         ray.kill(self.actor)
+
+
+class AskingForAnother(ActorHolder):
+    """As a replica would that makes another key of the same checkpoint."""
+
+    changes: dict[str, Any]
+
+    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
+        return await super().acquire(request, replace(key, **self.changes), lessee)
 
 
 def image_key(checkpoint: Path) -> ImageKey:
@@ -87,8 +123,14 @@ def image_request(checkpoint: Path) -> ImageRequest:
     return ImageRequest("demo", ModelSource(id=str(checkpoint)), "auto")
 
 
-def fast_load(holder: ActorHolder | None, checkpoint: Path, **options: float) -> FastLoad:
-    return FastLoad(holder, image_request(checkpoint), checkpoint, "test", **options)  # type: ignore[arg-type]
+def fast_load(
+    holder: ActorHolder | None,
+    checkpoint: Path,
+    tell: Callable[[Way], None] = keep_quiet,
+    **options: float,
+) -> FastLoad:
+    request = image_request(checkpoint)
+    return FastLoad(holder, request, checkpoint, "test", tell=tell, **options)  # type: ignore[arg-type]
 
 
 def content(image: WeightImage) -> list[bytes]:
@@ -97,7 +139,7 @@ def content(image: WeightImage) -> list[bytes]:
 
 def run(scenario: Callable[[], object]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await scenario()  # type: ignore[misc]
 
     asyncio.run(bounded())

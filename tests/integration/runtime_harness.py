@@ -10,6 +10,7 @@ from actors.engine.config import EngineConfig
 from actors.lifecycle import SleepConfig
 from actors.protocol import GenerateRequest, SamplingParams, TokenEvent
 from actors.runtime import ModelRuntime, Prepared, build_module
+from actors.telemetry import Observer
 from actors.weights import packer
 from actors.weights.fastload import load_from_disk
 from actors.weights.image import WeightImage
@@ -63,6 +64,7 @@ async def harness(
     engine: EngineConfig = ENGINE,
     sleep: SleepConfig | None = None,
     awake: bool = True,
+    observer: Observer | None = None,
 ) -> AsyncIterator[Harness]:
     asked: list[str] = []
 
@@ -82,6 +84,7 @@ async def harness(
         release_image,
         engine,
         sleep or SleepConfig(),
+        observer=observer,
     )
     try:
         if awake:

@@ -1,19 +1,17 @@
 """WeightHolder and fast load on a real object store."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
-import torch
 
-from actors.errors import LayoutMismatch, StoreFull
+from actors.errors import ImageMissing, LayoutMismatch, StoreFull
 from actors.holder import ImageGrant, ImageRequest
-from actors.weights import packer
 from actors.weights.checkpoint import write_checkpoint
-from actors.weights.fastload import FastLoad, load_from_disk
+from actors.weights.fastload import FastLoad, Way, load_from_disk
 from actors.weights.layout import ImageKey
 from actors.weights.plasma import in_shared_memory, reserve, store_room
 from actors.weights.source import ModelSource
@@ -21,6 +19,7 @@ from tests.integration.holder_harness import (
     MIB,
     STORE,
     ActorHolder,
+    AskingForAnother,
     content,
     fast_load,
     image_key,
@@ -41,8 +40,9 @@ def checkpoint() -> Path:
 def test_image_from_the_store_is_the_one_from_disk(ray_store: int, checkpoint: Path) -> None:
     async def scenario() -> None:
         holder = ActorHolder()
-        image = await fast_load(holder, checkpoint).obtain()
-        assert image.origin == "image"
+        ways: list[Way] = []
+        image = await fast_load(holder, checkpoint, ways.append).obtain()
+        assert (image.origin, ways) == ("image", [Way.IMAGE])
         from_disk = load_from_disk(checkpoint, image_key(checkpoint))
         assert from_disk.origin == "disk"
         assert image.manifest.digests == from_disk.manifest.digests
@@ -160,28 +160,36 @@ def test_release_by_the_last_lessee_frees_the_store(ray_store: int, checkpoint: 
     run(scenario)
 
 
+NOT_MADE: tuple[tuple[dict[str, Any], Way, type[Exception]], ...] = (
+    ({"tp_world": 2}, Way.LAYOUT_MISMATCH, LayoutMismatch),
+    ({"packer_version": 0}, Way.LAYOUT_MISMATCH, LayoutMismatch),
+    ({"dtype": "float64"}, Way.LAYOUT_MISMATCH, LayoutMismatch),
+    ({"revision": "another"}, Way.MISSING_KEY, ImageMissing),
+    ({"model": "/elsewhere"}, Way.MISSING_KEY, ImageMissing),
+)
+
+
 @roomy
-def test_other_checkpoint_than_the_caller_s_falls_back(
-    ray_store: int, checkpoint: Path, caplog: pytest.LogCaptureFixture
+def test_image_that_the_holder_does_not_make_is_read_from_disk(
+    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        holder = ActorHolder()
-        key = image_key(checkpoint)
-        for wrong in (
-            packer.image_key(checkpoint, torch.bfloat16),
-            replace(key, revision="another"),
-            replace(key, tp_world=2),
-            replace(key, packer_version=key.packer_version + 1),
-        ):
-            with pytest.raises(LayoutMismatch, match="this node's checkpoint makes"):
-                await holder.acquire(image_request(checkpoint), wrong, "me")
-        assert await holder.actor.loads.remote() == 0
-        lost = FastLoad(
-            holder, ImageRequest("x", ModelSource(id="/nowhere"), "auto"), checkpoint, "me"
-        )
-        image = await lost.obtain()
-        assert image.origin == "disk"
-        assert "Fallback to load from disk" in caplog.text
+        holder = AskingForAnother()
+        for changes, way, error in NOT_MADE:
+            caplog.clear()
+            holder.changes, ways = changes, []
+            image = await fast_load(holder, tiny_checkpoint, ways.append).obtain()
+            assert (image.origin, ways) == ("disk", [way])
+            assert caplog.text.count("Fallback to load from disk") == 1
+            assert f"error:RayTaskError({error.__name__})" in caplog.text
+            assert "this node's checkpoint makes" in caplog.text
+
+        ways = []
+        nowhere = ImageRequest("x", ModelSource(id="/nowhere"), "auto")
+        load = FastLoad(holder, nowhere, tiny_checkpoint, "me", tell=ways.append)
+        assert (await load.obtain()).origin == "disk"
+        assert ways == [Way.MISSING_KEY]
+        assert (await holder.counts()).disk_loads == 0
         holder.kill()
 
     run(scenario)
@@ -195,8 +203,9 @@ def test_dead_holder_means_disk_at_once(
         holder = ActorHolder()
         await holder.ping()
         holder.kill()
-        image = await fast_load(holder, checkpoint).obtain()
-        assert image.origin == "disk"
+        ways: list[Way] = []
+        image = await fast_load(holder, checkpoint, ways.append).obtain()
+        assert (image.origin, ways) == ("disk", [Way.HOLDER_GONE])
         assert "ActorDiedError" in caplog.text
 
     run(scenario)
@@ -208,7 +217,9 @@ def test_holder_that_dies_while_it_loads_means_disk(
 ) -> None:
     async def scenario() -> None:
         holder = ActorHolder(open_at_once=False)
-        waiting = [asyncio.create_task(fast_load(holder, tiny_checkpoint).obtain()) for _ in "12"]
+        ways: list[Way] = []
+        loads = [fast_load(holder, tiny_checkpoint, ways.append) for _ in "12"]
+        waiting = [asyncio.create_task(load.obtain()) for load in loads]
         await holder.actor.wait_until_loading.remote()
         assert not any(task.done() for task in waiting)
         holder.kill()
@@ -216,6 +227,7 @@ def test_holder_that_dies_while_it_loads_means_disk(
         for image in await asyncio.gather(*waiting):
             assert (image.origin, content(image)) == ("disk", expected)
         assert caplog.text.count("Fallback to load from disk. error:ActorDiedError") == 2
+        assert ways == [Way.HOLDER_GONE, Way.HOLDER_GONE]
 
     run(scenario)
 
@@ -252,11 +264,13 @@ def test_load_that_takes_too_long_is_not_waited_for_and_not_lost(
     async def scenario() -> None:
         holder = ActorHolder(open_at_once=False)
         await holder.ping()
-        load = fast_load(holder, tiny_checkpoint, load_timeout_s=0.2)
+        ways: list[Way] = []
+        load = fast_load(holder, tiny_checkpoint, ways.append, load_timeout_s=0.2)
         assert (await load.obtain()).origin == "disk"
-        assert "error:HolderLost: no image within 0.2 s" in caplog.text
+        assert "error:HolderSilent: no image within 0.2 s" in caplog.text
         await holder.actor.open_gate.remote()
-        assert (await fast_load(holder, tiny_checkpoint).obtain()).origin == "image"
+        assert (await fast_load(holder, tiny_checkpoint, ways.append).obtain()).origin == "image"
+        assert ways == [Way.TIMEOUT, Way.IMAGE]
         assert await holder.actor.loads.remote() == 1
         holder.kill()
 
@@ -264,20 +278,60 @@ def test_load_that_takes_too_long_is_not_waited_for_and_not_lost(
 
 
 @roomy
-def test_image_with_a_changed_byte_is_refused_and_read_from_disk(
+def test_image_with_a_changed_byte_is_refused_dropped_and_loaded_anew(
     ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        holder = ActorHolder()
-        right = await fast_load(holder, tiny_checkpoint).obtain()
-        assert right.origin == "image"
+        holder, ways = ActorHolder(), []
+        load = fast_load(holder, tiny_checkpoint, ways.append)
+        first = await load.obtain()
+        right = content(first)
         await holder.actor.change_a_byte.remote()
-        image = await fast_load(holder, tiny_checkpoint).obtain()
-        assert image.origin == "disk"
-        assert image.manifest.digests == right.manifest.digests
-        image.verify()
+        assert content(first) != right  # it is one copy
+
+        second = await load.obtain()
+        assert second.origin == "disk"
+        assert content(second) == right
+        assert "error:RayTaskError" not in caplog.text
         assert "error:WeightsCorrupted: segment" in caplog.text
+        assert "the holder had it wrong, and dropped it" in caplog.text
+        assert await holder.stats() == []
+
+        third = await load.obtain()
+        assert third.origin == "image"
+        assert content(third) == right
+        assert ways == [Way.IMAGE, Way.DIGEST_MISMATCH, Way.IMAGE]
+
+        await holder.actor.change_a_byte.remote()
+        key = third.manifest.key
+        assert any(await asyncio.gather(*(holder.recheck(key) for _ in range(4))))
+        assert (await load.obtain()).origin == "image"
+        assert not await holder.recheck(key)  # this one is right
+        counts = await holder.counts()
+        assert (counts.disk_loads, counts.corrupted) == (3, 2)
         holder.kill()
+
+    run(scenario)
+
+
+@roomy
+def test_replica_that_is_wrong_about_an_image_does_not_cost_the_others_theirs(
+    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device that breaks bytes complains of every image."""
+
+    async def scenario() -> None:
+        holder = ActorHolder()
+        load = fast_load(holder, tiny_checkpoint)
+        image = await load.obtain()
+        await load.recheck(image.manifest.key)
+        assert "the holder's is intact" in caplog.text
+        assert len(await holder.stats()) == 1
+        assert (await load.obtain()).origin == "image"
+        assert (await holder.counts()).disk_loads == 1
+        holder.kill()
+        await load.recheck(image.manifest.key)  # nobody to tell: logged, no more
+        assert "not rechecked: ActorDiedError" in caplog.text
 
     run(scenario)
 
@@ -295,9 +349,11 @@ def test_holder_that_does_not_answer_is_not_waited_for(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        load = fast_load(SilentHolder(), checkpoint, ping_timeout_s=0.05)  # type: ignore[arg-type]
+        ways: list[Way] = []
+        load = fast_load(SilentHolder(), checkpoint, ways.append, ping_timeout_s=0.05)  # type: ignore[arg-type]
         assert (await load.obtain()).origin == "disk"
         assert "no answer within 0.05 s" in caplog.text
+        assert ways == [Way.TIMEOUT]
 
     run(scenario)
 
@@ -313,8 +369,9 @@ def test_store_without_room_is_refused_with_the_sizes_and_the_replica_loads_from
         view = ray.get(filler)  # pinned: it cannot make room
         with pytest.raises(StoreFull, match=r"0\.04 GiB .* has 0\.0\d GiB of 0\.08 GiB free"):
             await holder.acquire(request, key, "me")
-        image = await fast_load(holder, checkpoint).obtain()
-        assert image.origin == "disk"
+        ways: list[Way] = []
+        image = await fast_load(holder, checkpoint, ways.append).obtain()
+        assert (image.origin, ways) == ("disk", [Way.STORE_FULL])
         assert "StoreFull" in caplog.text
         with pytest.raises(StoreFull, match="on disk"):
             reserve(60 * MIB)  # what would happen without the check

@@ -24,11 +24,12 @@ from actors.errors import (
     InvalidRequest,
     LayoutMismatch,
     ReplicaFailed,
+    Unavailable,
     WeightsCorrupted,
 )
 from actors.lifecycle import SleepConfig
 from actors.memory.cpu import CpuLink
-from actors.protocol import FinishReason
+from actors.protocol import ChatPrompt, FinishReason, MessageForm
 from actors.weights.checkpoint import write_checkpoint
 from actors.weights.image import WeightImage
 from tests.integration.runtime_harness import ENGINE, Harness, load, run
@@ -226,6 +227,84 @@ def test_echo_comes_first(tiny_checkpoint: Path, image: WeightImage) -> None:
         ]
         ids = h.runtime.codec.encode_prompt(PROMPTS[0])
         assert (await h.events(ids, echo=True))[0].text == PROMPTS[0]
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_echo_with_logprobs_has_those_of_the_prompt(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint).eval()
+
+    async def scenario(h: Harness) -> None:
+        ids = h.runtime.codec.encode_prompt(" ".join(PROMPTS))  # several pieces of prompt_logprobs
+        assert len(ids) > 150
+        with torch.no_grad():
+            exact = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        plain = await h.tokens(ids, max_tokens=8)
+        echo, *events = await h.events(ids, echo=True, logprobs=2, max_tokens=8)
+        assert echo.logprobs is not None
+        assert tuple(entry.token_id for entry in echo.logprobs) == ids
+        first, *others = echo.logprobs
+        assert (first.logprob, first.top) == (None, ())
+        expected = [float(exact[i, token]) for i, token in enumerate(ids[1:])]
+        assert [entry.logprob for entry in others] == pytest.approx(expected, abs=1e-4)
+        best = exact[: len(ids) - 1].topk(2).values.tolist()
+        assert [[t.logprob for t in entry.top] for entry in others] == [
+            pytest.approx(each, abs=1e-4) for each in best
+        ]
+        # The engine goes on as if nothing had been.
+        assert [i for e in events for i in e.token_ids] == plain
+        (alone,) = [
+            e.logprobs for e in await h.events((ids[0],), echo=True, logprobs=0) if not e.token_ids
+        ]
+        assert alone is not None
+        assert [entry.logprob for entry in alone] == [None]
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_first_event_of_a_chat_tells_how_messages_are_written(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        prompt = ChatPrompt(({"role": "user", "content": "hi"},))
+        events = await h.events(prompt, n=2)  # type: ignore[arg-type]
+        for index in (0, 1):
+            forms = [event.form for event in events if event.index == index]
+            assert forms == [MessageForm(), *[None] * (len(forms) - 1)]
+        (whole,) = await h.events(prompt, stream=False)  # type: ignore[arg-type]
+        assert whole.form == MessageForm()
+        assert {event.form for event in await h.events("hi")} == {None}
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_prompt_logprobs_of_a_sleeping_model_are_refused(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        await h.runtime.sleep(1)
+        with pytest.raises(Unavailable, match="asleep"):
+            await h.events(PROMPTS[0], echo=True, logprobs=1)
+        await h.runtime.wake()
+        assert await h.events(PROMPTS[0], echo=True, logprobs=1)
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_prompt_logprobs_wait_for_no_answer_and_disturb_none(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        asked = {"max_tokens": 40, "ignore_eos": True}
+        alone = [await h.tokens(prompt, **asked) for prompt in PROMPTS[:4]]
+        together = await asyncio.gather(
+            *(h.tokens(prompt, **asked) for prompt in PROMPTS[:4]),
+            *(h.events(prompt, **asked, echo=True, logprobs=1) for prompt in PROMPTS[4:]),
+        )
+        assert together[:4] == alone
 
     run(tiny_checkpoint, image, scenario)
 

@@ -88,6 +88,40 @@ async def settled(h: Harness) -> None:
     h.runtime.check_health()
 
 
+# --- forwards beside the engine ---
+
+
+def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
+    device: str, checkpoint: Path
+) -> None:
+    async def scenario() -> None:
+        async with harness(checkpoint, load(checkpoint), ENGINES[device]) as h:
+            expected = await answers(h)
+            await h.runtime.sleep(1)
+            left = h.runtime.memory.left
+            await h.runtime.wake()
+            for prompt in PROMPTS:
+                (sampled,) = await h.events(
+                    prompt, max_tokens=12, ignore_eos=True, logprobs=0, stream=False
+                )
+                whole = (*prompt, *sampled.token_ids)
+                echo, *_ = await h.events(whole, echo=True, logprobs=0, max_tokens=1)
+                assert sampled.logprobs is not None
+                assert echo.logprobs is not None
+                told = [entry.logprob for entry in echo.logprobs[len(prompt) :]]
+                assert told == pytest.approx([e.logprob for e in sampled.logprobs], abs=0.05)
+            assert await answers(h) == expected
+            await h.runtime.sleep(1)
+            assert left is not None
+            assert h.runtime.memory.left is not None
+            if device == "cuda":
+                assert h.runtime.memory.left.total <= left.total + 16 * MIB
+            await h.runtime.wake()
+            assert await answers(h) == expected
+
+    run(scenario)
+
+
 # --- what the device says ---
 
 

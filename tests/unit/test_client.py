@@ -15,7 +15,7 @@ from serve_app.client import HandleClient
 from serve_app.model_client import ModelInfo
 from serve_app.patience import Patience
 from serve_app.wanted import Wanted
-from tests.fakes import FakeScaler
+from tests.fakes import FakeScaler, FakeTokenizer
 
 REQUEST = GenerateRequest("r", "Hello", SamplingParams())
 DEAD = ActorDiedError()
@@ -31,6 +31,7 @@ class Response(DeploymentResponseGenerator):
     def __init__(self, items: Sequence[object]) -> None:
         self._items = iter(items)
         self.cancelled = False
+        self._unassigned: Exception | None = None
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
@@ -41,12 +42,16 @@ class Response(DeploymentResponseGenerator):
             raise StopAsyncIteration
         if item == "hang":
             await asyncio.Event().wait()
+        if isinstance(item, BackPressureError | DeploymentUnavailableError):
+            self._unassigned = item
         if isinstance(item, ActorDiedError | BackPressureError | DeploymentUnavailableError):
             raise item
         return item
 
     def cancel(self) -> None:
         self.cancelled = True
+        if self._unassigned is not None:  # as Serve 2.60 does
+            raise self._unassigned
 
 
 class Handle:
@@ -59,7 +64,7 @@ class Handle:
         self.broadcasts: list[tuple[object, ...]] = []
         self.generate = self
 
-    def options(self, *, stream: bool) -> "Handle":
+    def options(self, *, stream: bool, **_: object) -> "Handle":
         return self
 
     def remote(self, request: GenerateRequest) -> Response:
@@ -97,7 +102,7 @@ class Status:
 
 
 def client(handle: Handle, limit_s: float = 60, store: Store | None = None) -> HandleClient:
-    info = ModelInfo("m", None, "checkpoint", 0)
+    info = ModelInfo("m", None, "checkpoint", 0, FakeTokenizer())
     wanted = store or Store(handle)
     return HandleClient(info, handle, FakeScaler(1), wanted, Patience(limit_s))  # type: ignore[arg-type]
 

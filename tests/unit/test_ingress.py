@@ -18,12 +18,16 @@ from actors.errors import (
     DrainTimeout,
     EngineDied,
     HeldAsleep,
+    InvalidRequest,
     QueueFull,
     WakeTimeout,
 )
 from actors.protocol import (
     ChatPrompt,
     FinishReason,
+    Grammar,
+    GrammarKind,
+    MessageForm,
     ReplicaState,
     SamplingParams,
     SleepCommand,
@@ -37,7 +41,14 @@ TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 CHAT_BODY = {"model": "fake", "messages": HI}
 TEXT_BODY = {"model": "fake", "prompt": "hi"}
-DOCUMENTED_EXTRAS = {"stop_reason", "root", "parent", "max_model_len", "status"}
+DOCUMENTED_EXTRAS = {
+    "stop_reason",
+    "reasoning_content",
+    "root",
+    "parent",
+    "max_model_len",
+    "status",
+}
 
 
 @pytest.fixture
@@ -212,6 +223,94 @@ def test_finish_reasons(finish, stop_reason, expected, path, body, stream):
     } == expected
 
 
+# --- reasoning and tool calls ---
+
+SUM = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ADDING = (*("I", " add", ".\n", "</th", "ink>", "\n\n", "So", ":\n", "<tool_", "call>"),)
+ADDED = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_reasoning_and_tool_calls(model, stream, parallel, logprobs):
+    model.form = MessageForm("think", "qwen", in_reasoning=True)
+    model.pieces = (*ADDING, ADDED, "</tool_call>", "\n<tool_call>", ADDED, "</tool_call>")
+    body = {**CHAT_BODY, "tools": [SUM], "parallel_tool_calls": parallel, "stream": stream}
+    if logprobs:
+        body |= {"logprobs": True}
+    with serving(model) as client:
+        response = client.post(CHAT, json=body)
+    if stream:
+        chunks = chunks_of(response)
+        for chunk in chunks:
+            conforms(ChatCompletionChunk, chunk)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        deltas = [choice["delta"] for choice in choices]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        content = "".join(delta.get("content", "") for delta in deltas)
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [call.pop("index") for call in calls] == list(range(len(calls)))
+        finish = [choice["finish_reason"] for choice in choices]
+        assert finish[:-1] == [None] * (len(finish) - 1)
+        entries = [
+            e for choice in choices if choice["logprobs"] for e in choice["logprobs"]["content"]
+        ]
+        # Each as soon as it is clear what it is.
+        assert [d["reasoning_content"] for d in deltas if "reasoning_content" in d] == [
+            "I",
+            " add",
+            ".",
+        ]
+    else:
+        conforms(ChatCompletion, response.json())
+        (choice,) = response.json()["choices"]
+        message = choice["message"]
+        reasoning, content = message["reasoning_content"], message["content"]
+        calls, finish = message["tool_calls"], [choice["finish_reason"]]
+        entries = (choice["logprobs"] or {}).get("content", [])
+    assert (reasoning, content) == ("I add.", "So:")
+    assert len({call.pop("id") for call in calls}) == len(calls)
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert calls == [{"type": "function", "function": function}] * (2 if parallel else 1)
+    assert finish[-1] == "tool_calls"
+    assert [entry["token"] for entry in entries] == (list(model.pieces) if logprobs else [])
+
+
+def test_content_is_null_where_there_is_only_reasoning(model):
+    model.form = MessageForm("think", in_reasoning=True)
+    model.finish_reason = FinishReason.LENGTH
+    with serving(model) as client:
+        (choice,) = client.post(CHAT, json=CHAT_BODY).json()["choices"]
+    assert choice["message"]["reasoning_content"] == "Hello, world"
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "length"
+
+
+def test_calls_are_text_to_a_client_without_tools(model):
+    model.form = MessageForm(tools="qwen")
+    model.pieces = ("<tool_call>", ADDED, "</tool_call>")
+    with serving(model) as client:
+        for body in (CHAT_BODY, {**CHAT_BODY, "tools": [SUM], "tool_choice": "none"}):
+            (choice,) = client.post(CHAT, json=body).json()["choices"]
+            assert choice["message"]["content"] == "".join(model.pieces)
+            assert choice["finish_reason"] == "stop"
+
+
+def test_continuations_of_a_chat_are_told_apart(model):
+    model.form = MessageForm("think", in_reasoning=True)
+    model.pieces = ("I add", ".</think>", "4")
+    with serving(model) as client:
+        chunks = chunks_of(client.post(CHAT, json={**CHAT_BODY, "n": 3, "stream": True}))
+    reasoning: dict[int, str] = {}
+    for choice in (chunk["choices"][0] for chunk in chunks):
+        piece = choice["delta"].get("reasoning_content", "")
+        reasoning[choice["index"]] = reasoning.get(choice["index"], "") + piece
+    assert reasoning == dict.fromkeys(range(3), "I add.")
+    assert texts_of(chunks) == dict.fromkeys(range(3), "4")
+
+
 # --- completions ---
 
 
@@ -269,6 +368,32 @@ def test_completion_logprobs(client, stream):
 def test_completion_logprobs_0_has_the_sampled_token(client):
     response = client.post(TEXT, json={**TEXT_BODY, "logprobs": 0})
     assert response.json()["choices"][0]["logprobs"]["top_logprobs"][0] == {"Hello": -0.5}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_echo_with_logprobs_begins_with_the_prompt_s(client, stream):
+    """What lm-eval reads: `token_logprobs[ctxlen:-1]` and `top_logprobs`, null for the first token."""
+    body = {**TEXT_BODY, "echo": True, "logprobs": 1, "stream": stream}
+    response = client.post(TEXT, json=body)
+    if stream:
+        every = [chunk["choices"][0]["logprobs"] for chunk in chunks_of(response)]
+        logprobs = {key: [value for each in every for value in each[key]] for key in every[0]}
+    else:
+        logprobs = response.json()["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["hi", "Hello", ",", " world"],
+        "token_logprobs": [None, -0.5, -0.5, -0.5],
+        "top_logprobs": [None, {"Hello": -0.5}, {",": -0.5}, {" world": -0.5}],
+        "text_offset": [0, 2, 7, 8],
+    }
+
+
+def test_continuous_usage(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**TEXT_BODY, "stream": True, "stream_options": options}
+    *chunks, trailer = chunks_of(client.post(TEXT, json=body))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
+    assert trailer["usage"] == chunks[-1]["usage"]
 
 
 def test_completion_stream_usage(client):
@@ -469,6 +594,40 @@ def test_error_before_the_first_token_has_its_status(
         assert response.headers["content-type"] == "application/json"
     model.fail_first = None
     works(client)
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, CHAT_BODY), (TEXT, TEXT_BODY)])
+def test_prescribed_form_reaches_the_model(client, model, path, body):
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}}
+    assert client.post(path, json={**body, "response_format": form}).status_code == 200
+    asked = model.requests[-1].sampling.grammar
+    assert asked == Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array"}', "response_format")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_request_error"),
+        ({"guided_json": "{"}, "guided_json", "invalid_request_error"),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "unsupported_parameter",
+        ),
+    ],
+)
+def test_form_that_cannot_be_is_400_and_asks_no_replica(client, model, stream, fields, param, code):
+    for path, body in ((CHAT, CHAT_BODY), (TEXT, TEXT_BODY)):
+        is_error(client.post(path, json={**body, **fields, "stream": stream}), 400, code, param)
+    assert model.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_grammar_that_a_replica_refuses_is_400(client, model, stream):
+    model.fail_first = InvalidRequest("guided_regex is no valid regular expression", "guided_regex")
+    body = {**TEXT_BODY, "guided_regex": "[", "stream": stream}
+    is_error(client.post(TEXT, json=body), 400, "invalid_request_error", "guided_regex")
 
 
 def test_error_in_mid_stream_is_an_event(client, model):

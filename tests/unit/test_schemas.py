@@ -142,7 +142,11 @@ def test_include_usage_needs_a_stream():
 
 def test_messages_become_what_templates_read():
     tools = [{"type": "function", "function": {"name": "f"}}]
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    arguments = {"a": [None, "ä"], "b": None}
+    calls, parsed = (
+        [{"id": "1", "type": "function", "function": {"name": "f", "arguments": form}}]
+        for form in (json.dumps(arguments), arguments)
+    )
     ask = chat(
         messages=[
             {"role": "developer", "content": "be brief"},
@@ -164,7 +168,7 @@ def test_messages_become_what_templates_read():
             messages=(
                 {"role": "system", "content": "be brief"},
                 {"role": "user", "content": "a\nb"},
-                {"role": "assistant", "content": "", "tool_calls": calls},
+                {"role": "assistant", "content": "", "tool_calls": parsed},
                 {"role": "tool", "content": "42", "tool_call_id": "1"},
             ),
             tools=tuple(tools),
@@ -172,6 +176,31 @@ def test_messages_become_what_templates_read():
             add_generation_prompt=False,
         ),
     )
+
+
+def test_echo_with_logprobs_is_taken():
+    ask = completion(echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234)
+    assert (ask.echo, ask.sampling.logprobs) == (True, 1)
+
+
+def test_tool_choice_none_keeps_the_tools_from_the_model():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert chat(tools=tools).tools == tuple(tools)
+    ask = chat(tools=tools, tool_choice="none")
+    assert (ask.tools, ask.prompts[0].tools) == ((), None)
+    assert completion().tools == ()
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+def test_special_tokens_are_the_tokenizer_s_business_unless_told(value):
+    (request,) = completion(add_special_tokens=value).requests("id")
+    assert request.add_special_tokens is value
+
+
+def test_continuous_usage_needs_include_usage():
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert chat(stream=True, stream_options=both).continuous_usage
+    assert not chat(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
 
 
 IGNORED = {
@@ -183,7 +212,6 @@ IGNORED = {
     "prediction": {"type": "content", "content": "x"},
     "reasoning_effort": "low",
     "verbosity": "low",
-    "add_special_tokens": True,
     "return_token_ids": False,
     "priority": 0,
     "best_of": 1,
@@ -332,6 +360,38 @@ CHAT_WRONG = [
     ({"logprobs": 3}, "logprobs", "logprobs must be true or false, found 3"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "must be at least 1, found 0"),
     ({"tools": "f"}, "tools", "tools must be an array"),
+    (
+        {"tools": [{}]},
+        "tools",
+        'must have {"type": "function", "function": {"name": ...}} as items',
+    ),
+    ({"tools": ["f"]}, "tools", "must have"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "must have"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]},
+        "tools",
+        "tools must have objects as parameters of functions",
+    ),
+    *(
+        (
+            {"messages": [{"role": "assistant", "tool_calls": calls}]},
+            "messages[0].tool_calls",
+            message,
+        )
+        for calls, message in [
+            ("f", "must be an array of tool calls"),
+            (
+                [{"function": {}}],
+                'must have {"type": "function", "function": {"name", "arguments"}}',
+            ),
+            ([{"function": {"name": "f", "arguments": "{"}}], "must have a JSON object, as text"),
+            ([{"function": {"name": "f", "arguments": "[1]"}}], "must have a JSON object, as text"),
+            (
+                [{"function": {"name": "f", "arguments": "[" * 100_000}}],
+                "must have a JSON object, as text",
+            ),
+        ]
+    ),
     ({"tool_choice": "maybe"}, "tool_choice", 'must be "auto" or "none", found "maybe"'),
     ({"response_format": "json"}, "response_format", "response_format must be an object"),
     ({"response_format": {}}, "response_format.type", "response_format.type is required"),
@@ -376,14 +436,11 @@ def test_wrong_value_is_named_with_what_was_found(ask, fields, param, message):
     [
         (completion, {"suffix": "x"}, "suffix"),
         (completion, {"best_of": 2}, "best_of"),
-        (completion, {"echo": True, "logprobs": 1}, "echo"),
         (completion, {"prompt_logprobs": 1}, "prompt_logprobs"),
         (completion, {"use_beam_search": True}, "use_beam_search"),
-        (completion, {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         (chat, {"tool_choice": "required"}, "tool_choice"),
+        (chat, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
         (chat, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        (chat, {"response_format": {"type": "json_object"}}, "response_format"),
-        (chat, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         (chat, {"functions": [{"name": "f"}]}, "functions"),
         (chat, {"modalities": ["text", "audio"]}, "modalities"),
         (

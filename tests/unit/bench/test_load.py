@@ -42,6 +42,8 @@ def test_table_says_where_the_bytes_came_from() -> None:
     cold = {"first": instance(15.0, loads=1, storage=100), "second": instance(1.5)}
     text = "\n".join(report(result(cold)))
     assert "disk, image" in text
+    (read,) = (line for line in text.splitlines() if "the checkpoint was read" in line)
+    assert read.split()[-3:] == ["once", "0", "times"]  # of the one that came from the image
     assert "not cold" not in text
     warm = {"first": instance(15.0, loads=1), "second": instance(1.5)}
     text = "\n".join(report(result(warm)))

@@ -22,6 +22,7 @@ def request(generated: int, has_new_token: bool = True) -> SimpleNamespace:
 FIRST = [request(0)]
 LATER = [request(3)]
 MANY = [request(0), *[request(3) for _ in range(pipeline._FEW)]]
+GRAMMAR = [request(3)]  # the next batch depends on its tokens
 PROMPT_GOES_ON = [request(0, has_new_token=False)]
 
 
@@ -32,6 +33,7 @@ class FakeProcessor:
         self.batches = deque(enumerate(batches))
         self.status = status
         self.log: list[str] = []
+        self.prepared: Any = None
         self.launched: dict[int, int] = {}  # pair of tensors -> batch
         if use_async:
             self.inputs_and_outputs: Any = ContinuousBatchingAsyncIOs.__new__(
@@ -61,6 +63,7 @@ class FakeProcessor:
                 self.batches.popleft()
             return False
         number, requests = self.batches.popleft()
+        self.prepared = requests
         self.launched[self.pair] = number
         io = self.inputs_and_outputs
         target = io.io_pairs[self.pair].host_io if hasattr(io, "io_pairs") else io
@@ -88,6 +91,7 @@ def run(batches: list[Any], use_async: bool) -> tuple[list[str], PipelinedManage
     manager.current_batch = 0
     manager._unread = False
     manager.complete_batch = lambda: None
+    manager.needs_results = lambda: processor.prepared is GRAMMAR
     manager._wake_up_loop = SimpleNamespace(wait=lambda _: None, clear=lambda: None)
     assert not manager._generation_loop_body(processor, bootstrapping=True)
     while processor.batches:
@@ -101,6 +105,7 @@ def run(batches: list[Any], use_async: bool) -> tuple[list[str], PipelinedManage
         ([FIRST, LATER, LATER, None], "l0 r0 l1 l2 r1"),
         ([LATER, LATER, FIRST, LATER, None, None], "l0 l1 r0 l2 r1 r2 l3 r3"),
         ([MANY, MANY, None], "l0 l1 r0"),
+        ([LATER, GRAMMAR, GRAMMAR, LATER, LATER, None], "l0 l1 r0 r1 l2 r2 l3 l4 r3"),
         ([PROMPT_GOES_ON, FIRST, None], "l0 l1 r0 r1"),
         ([LATER, LATER, "pause", LATER], "l0 l1 r0 r1 paused l3"),
         ([None, LATER, None, None], "l1 r1"),

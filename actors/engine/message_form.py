@@ -1,0 +1,73 @@
+"""How a model writes reasoning and tool calls: as configured, or as its chat template shows."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from actors.protocol import ChatPrompt, MessageForm
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class ChatConfig(BaseModel):
+    """What a model's messages are made of, where its chat template does not show it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    reasoning_parser: Literal["auto", "none", "think"] = Field(
+        default="auto",
+        description="How reasoning is told from the answer, to be sent as `reasoning_content`: `think` for "
+        "`<think>` tags (DeepSeek-R1, Qwen3, QwQ); `auto` looks for them in the chat template.",
+    )
+    tool_parser: Literal["auto", "none", "qwen", "deepseek", "llama"] = Field(
+        default="auto",
+        description="How the model writes tool calls: `qwen` between `<tool_call>` tags (Hermes, too), "
+        "`deepseek` (R1, V3, V3.1), `llama` (3.x) as bare JSON; `auto` looks for them in the chat "
+        "template. Without a parser they stay text.",
+    )
+
+
+def form_of(config: ChatConfig, template: str) -> MessageForm:
+    """The form of a model's messages.
+
+    Args:
+        config: what it says goes before what the template shows.
+        template: the chat template, "" for none.
+    """
+    reasoning: str | None = config.reasoning_parser
+    tools: str | None = config.tool_parser
+    if reasoning == "auto":
+        reasoning = "think" if _OPEN in template or _CLOSE in template else "none"
+    if tools == "auto":
+        tools = _tools_in(template)
+    return MessageForm(
+        reasoning=None if reasoning == "none" else reasoning,
+        tools=None if tools == "none" else tools,
+    )
+
+
+def ends_in_reasoning(prompt: ChatPrompt, end: str) -> bool:
+    """Whether the model goes on inside its reasoning.
+
+    DeepSeek-R1's template ends with the opening tag. Tags elsewhere in the prompt are somebody's text.
+
+    Args:
+        prompt: the messages.
+        end: of the rendered prompt; more characters than the tag.
+    """
+    if prompt.template_kwargs.get("continue_final_message"):
+        last: Mapping[str, Any] = prompt.messages[-1]
+        content = str(last.get("content") or "")
+        return content.rfind(_OPEN) > content.rfind(_CLOSE)
+    return end.rstrip().endswith(_OPEN)
+
+
+def _tools_in(template: str) -> str:
+    if "<tool_call>" in template:
+        return "qwen"
+    if "<｜tool▁call▁begin｜>" in template:
+        return "deepseek"
+    if "<|start_header_id|>" in template and '"parameters"' in template:
+        return "llama"
+    return "none"

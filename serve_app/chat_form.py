@@ -1,0 +1,106 @@
+"""Messages and tools of a request body, as chats and /tokenize have them.
+
+What is converted is documented in the form in which clients send it: `_TextPart`, `_ToolCall`, `_Tool`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
+
+from actors.protocol import ChatPrompt
+from serve_app.fields import to_text, to_tool_calls, to_tools, wrong
+
+
+class Part(BaseModel):
+    """A piece of a request body: JSON types as they are, nothing converted."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class _TextPart(Part):
+    type: Literal["text"]
+    text: str
+
+
+class _CalledFunction(Part):
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class _ToolCall(Part):
+    id: str
+    type: Literal["function"]
+    function: _CalledFunction
+
+
+class _Function(Part):
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class _Tool(Part):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Message(Part):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | None, BeforeValidator(to_text, json_schema_input_type=str | list[_TextPart] | None)
+    ] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: (
+        Annotated[
+            list[dict[str, Any]],
+            PlainValidator(to_tool_calls, json_schema_input_type=list[_ToolCall]),
+        ]
+        | None
+    ) = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise wrong(f"needs content, because its role is {self.role}")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: `developer`, which most do not know, is `system`."""
+        message = self.model_dump(exclude_none=True)
+        message.setdefault("content", "")
+        if self.role == "developer":
+            message["role"] = "system"
+        return message
+
+
+class ChatForm(Part):
+    """Messages, and how the chat template is to read them."""
+
+    messages: list[_Message] = Field(min_length=1)
+    tools: Annotated[
+        tuple[Mapping[str, Any], ...], PlainValidator(to_tools, json_schema_input_type=list[_Tool])
+    ] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def prompt(self, *, with_tools: bool = True) -> ChatPrompt:
+        template_kwargs = dict(self.chat_template_kwargs)
+        if self.continue_final_message:
+            template_kwargs["continue_final_message"] = True
+        return ChatPrompt(
+            messages=tuple(message.for_template() for message in self.messages),
+            tools=(self.tools if with_tools else None) or None,
+            template_kwargs=template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+        )

@@ -1,0 +1,119 @@
+"""Who may call what: a table of all routes, and the middleware that holds to it."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.http_errors import AdminKeyRequired, InvalidApiKey, KeyBusy
+from serve_app.keys import Access, ApiKey, KeyRing
+
+logger = logging.getLogger(__name__)
+
+# Of a route that is not here only operators have the use.
+ACCESS: Mapping[str, Access] = {
+    # Probes have no key, and vLLM asks for none at these either. The page is the same for everybody;
+    # what it shows comes from /status.
+    "/": Access.PUBLIC,
+    "/page": Access.PUBLIC,
+    "/health": Access.PUBLIC,
+    "/ping": Access.PUBLIC,
+    "/version": Access.PUBLIC,
+    "/v1/models": Access.INFERENCE,
+    "/v1/models/{model_id:path}": Access.INFERENCE,
+    "/v1/chat/completions": Access.INFERENCE,
+    "/v1/completions": Access.INFERENCE,
+    "/completions": Access.INFERENCE,
+    "/tokenize": Access.INFERENCE,
+    "/detokenize": Access.INFERENCE,
+    "/tokenizer_info": Access.INFERENCE,
+    "/load": Access.INFERENCE,
+    "/metrics": Access.INFERENCE,  # so that whoever scrapes needs no key that could put models to sleep
+    "/openapi.json": Access.INFERENCE,
+    "/sleep": Access.ADMIN,
+    "/wake_up": Access.ADMIN,
+    "/wakeup": Access.ADMIN,
+    "/is_sleeping": Access.ADMIN,
+    "/scaleout": Access.ADMIN,
+    "/scalein": Access.ADMIN,
+    "/replicas": Access.ADMIN,
+    "/status": Access.ADMIN,
+    "/status/events": Access.ADMIN,
+}
+
+
+def access_of(scope: Scope, routes: Iterable[BaseRoute]) -> Access:
+    """The strictest of all routes that this request may go to.
+
+    The routes themselves say which those are, so nothing about a path is understood in two ways. Where there
+    is none a client learns 404, if it may infer.
+    """
+    possible = (route for route in routes if route.matches(scope)[0] is not Match.NONE)
+    return max(
+        (ACCESS.get(getattr(route, "path", ""), Access.ADMIN) for route in possible),
+        default=Access.INFERENCE,
+    )
+
+
+class Gate:
+    """Lets through who has the key for a route; keeps a key from having too many requests at once.
+
+    Plain ASGI, inside `Edge`, which turns what is raised here into an answer. Reads the routes of the
+    application that it is in.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, max_per_key: int | None) -> None:
+        """Let nobody in yet.
+
+        Args:
+            max_per_key: requests to inference routes at once; reading (GET) does not count. None: no limit.
+        """
+        self._app = app
+        self._keys = keys
+        self._max_per_key = max_per_key
+        self._in_flight: Counter[ApiKey] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        access = access_of(scope, scope["app"].routes)
+        if not self._keys.guards(access):
+            await self._app(scope, receive, send)
+            return
+        key = self._key_for(access, Headers(scope=scope).get("authorization", ""))
+        acts = scope["method"] not in ("GET", "HEAD")
+        if acts and access is Access.ADMIN:
+            logger.info(
+                "request %s: %s with the key %s", scope["request_id"], scope["path"], key.name
+            )
+        elif acts:
+            await self._counted(key, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _key_for(self, access: Access, authorization: str) -> ApiKey:
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise InvalidApiKey("this server needs a key: send Authorization: Bearer KEY")
+        if (key := self._keys.find(token.strip())) is None:
+            raise InvalidApiKey("the key of the Authorization header is not one of this server's")
+        if key.access < access:
+            missing = "" if self._keys.has(access) else ", and this server has none"
+            raise AdminKeyRequired(f"this route needs an admin key{missing}")
+        return key
+
+    async def _counted(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._max_per_key is not None and self._in_flight[key] >= self._max_per_key:
+            raise KeyBusy(
+                f"{self._in_flight[key]} requests with the key {key.name} are being answered; the limit is "
+                f"{self._max_per_key} (http.max_concurrent_requests_per_key)"
+            )
+        self._in_flight[key] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._in_flight[key] -= 1

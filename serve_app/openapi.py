@@ -1,0 +1,272 @@
+"""Our own OpenAPI document: requests as `serve_app.schemas` reads them, answers as we write them.
+
+It says what clients may rely on. Fields that are not in it are ignored in requests; answers have no others
+than those in it and those that OpenAI may add.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from serve_app.schemas import BODIES
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_FLAG: Schema = {"type": "boolean"}
+_ANY: Schema = {}
+
+
+def document(version: str, models: Sequence[str]) -> Schema:
+    """The document of a server with these models."""
+    schemas = _request_schemas(models)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "sleepserve", "version": version},
+        "paths": _paths(models),
+        "components": {"schemas": {**schemas, **_ANSWERS}},
+    }
+
+
+def _paths(models: Sequence[str]) -> Schema:
+    model = {"name": "model", "in": "query", "schema": {"enum": list(models)}}
+    in_path = {"name": "model_id", "in": "path", "required": True, "schema": {"enum": list(models)}}
+    return {
+        "/v1/models": {"get": _operation("The models; wakes none.", _ref("ModelList"))},
+        "/v1/models/{model_id}": {
+            "get": _operation("One model; does not wake it.", _ref("Model"), in_path)
+        },
+        "/v1/chat/completions": {
+            "post": _generation("/v1/chat/completions", "OpenAI's chat.", "ChatCompletion")
+        },
+        "/v1/completions": {
+            "post": _generation("/v1/completions", "OpenAI's completions.", "Completion")
+        },
+        "/completions": {
+            "post": _generation(
+                "/completions", "Plain text, or one object.", "Output", "text/plain"
+            )
+        },
+        "/tokenize": {
+            "post": _posted("/tokenize", "Token ids of a text or of messages.", "Tokens")
+        },
+        "/detokenize": {"post": _posted("/detokenize", "The text of token ids.", "Detokenized")},
+        "/tokenizer_info": {
+            "get": _operation("Special tokens, chat template.", _ref("TokenizerInfo"), model)
+        },
+        "/sleep": {"post": _posted("/sleep", "Give the device memory back.", "Controlled")},
+        "/wake_up": {"post": _posted("/wake_up", "Wake, and end a hold.", "Controlled")},
+        "/is_sleeping": {
+            "get": _operation("Whether every replica is asleep.", _ref("IsSleeping"), model)
+        },
+        "/scaleout": {"post": _posted("/scaleout", "More replicas.", "Scaled")},
+        "/scalein": {"post": _posted("/scalein", "Fewer replicas.", "Scaled")},
+        "/replicas": {"get": _operation("How many, and how they are.", _ref("Replicas"), model)},
+        "/health": {"get": _health("Health; 200 while asleep, too.")},
+        "/ping": {"get": _health("The same.")},
+        "/version": {"get": _operation("Our version.", _object(version=_TEXT))},
+        "/load": {"get": _operation("Requests in flight.", _object(server_load=_COUNT))},
+        "/openapi.json": {"get": _operation("This document.", {"type": "object"})},
+    }
+
+
+def _operation(summary: str, answer: Schema, *parameters: Schema) -> Schema:
+    operation: Schema = {
+        "summary": summary,
+        "responses": {
+            "200": _response("An answer.", answer),
+            "default": _response("OpenAI's error object.", _ref("Error")),
+        },
+    }
+    return operation | ({"parameters": list(parameters)} if parameters else {})
+
+
+def _posted(path: str, summary: str, answer: str) -> Schema:
+    forms = [_ref(form.__name__.lstrip("_")) for form in BODIES[path]]
+    schema = forms[0] if len(forms) == 1 else {"anyOf": forms}
+    required = any(
+        field.is_required() for form in BODIES[path] for field in form.model_fields.values()
+    )
+    body = {"required": required, "content": {"application/json": {"schema": schema}}}
+    return _operation(summary, _ref(answer)) | {"requestBody": body}
+
+
+def _generation(
+    path: str, summary: str, answer: str, stream_type: str = "text/event-stream"
+) -> Schema:
+    operation = _posted(path, summary, answer)
+    streamed = {stream_type: {"schema": _TEXT}}
+    operation["responses"]["200"]["content"] |= streamed
+    return operation
+
+
+def _health(summary: str) -> Schema:
+    operation = _operation(summary, _ref("Health"))
+    operation["responses"]["503"] = _response("A model has only failed replicas.", _ref("Health"))
+    return operation
+
+
+def _response(description: str, schema: Schema) -> Schema:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+# --- requests ---
+
+
+def _request_schemas(models: Sequence[str]) -> Schema:
+    """Every form of a body and what is in it, by name."""
+    forms = {form for each in BODIES.values() for form in each}
+    ordered = sorted(forms, key=lambda form: form.__name__)
+    _, found = models_json_schema(
+        [(form, "validation") for form in ordered], ref_template="#/components/schemas/{model}"
+    )
+    named: Schema = {name.lstrip("_"): schema for name, schema in found["$defs"].items()}
+    for form in ordered:
+        body = named[form.__name__.lstrip("_")]
+        body.pop("description", None)
+        body["properties"]["model"] = {"enum": list(models)}
+        for name, schema in body["properties"].items():
+            if name not in body.get("required", ()):  # null means absent
+                schema.pop("default", None)
+                choices = schema["anyOf"] if list(schema) == ["anyOf"] else [schema]
+                if {"type": "null"} not in choices:
+                    body["properties"][name] = {"anyOf": [*choices, {"type": "null"}]}
+    return _without_underscores(named)  # type: ignore[no-any-return]
+
+
+def _without_underscores(value: Any) -> Any:
+    """Names of classes that are nobody's business do not show."""
+    if isinstance(value, list):
+        return [_without_underscores(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: inner.replace("/schemas/_", "/schemas/")
+        if key == "$ref"
+        else _without_underscores(inner)
+        for key, inner in value.items()
+        if key != "title" or not isinstance(inner, str)
+    }
+
+
+# --- answers ---
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(*optional: str, **properties: Schema) -> Schema:
+    """An object with these properties; those named first may be absent."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _map(values: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": values}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _const(value: str) -> Schema:
+    return {"const": value}
+
+
+_FINISH = {"enum": ["stop", "length", "tool_calls"]}
+_NUMBER: Schema = {"type": "number"}
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_STOP_REASON: Schema = {"type": ["string", "integer"]}
+_FUNCTION = _object(name=_TEXT, arguments=_TEXT)
+_TOLD_CALL = _object(id=_TEXT, type=_const("function"), function=_FUNCTION)
+_LOGPROB: Schema = _object(
+    "top_logprobs",
+    token=_TEXT,
+    logprob=_NUMBER,
+    bytes=_list(_COUNT),
+    top_logprobs=_list(_object(token=_TEXT, logprob=_NUMBER, bytes=_list(_COUNT))),
+)
+_HEAD = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "system_fingerprint": _TEXT}
+
+_ANSWERS: Schema = {
+    "Error": _object(
+        error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_TEXT),
+    ),
+    "Model": _object(
+        id=_TEXT,
+        object=_const("model"),
+        created=_COUNT,
+        owned_by=_TEXT,
+        root=_TEXT,
+        parent=_or_null(_TEXT),
+        max_model_len=_or_null(_COUNT),
+        status=_object(value={"enum": ["loaded", "loading", "sleeping", "unloaded", "unknown"]}),
+    ),
+    "ModelList": _object(object=_const("list"), data=_list(_ref("Model"))),
+    "ChatCompletion": _object(
+        **_HEAD,
+        object=_const("chat.completion"),
+        usage=_USAGE,
+        choices=_list(
+            _object(
+                "stop_reason",
+                index=_COUNT,
+                message=_object(
+                    "reasoning_content",
+                    "tool_calls",
+                    role=_const("assistant"),
+                    content=_or_null(_TEXT),
+                    refusal={"type": "null"},
+                    reasoning_content=_TEXT,
+                    tool_calls=_list(_TOLD_CALL),
+                ),
+                logprobs=_or_null(_object(content=_list(_LOGPROB), refusal={"type": "null"})),
+                finish_reason=_FINISH,
+                stop_reason=_STOP_REASON,
+            )
+        ),
+    ),
+    "Completion": _object(
+        **_HEAD,
+        object=_const("text_completion"),
+        usage=_USAGE,
+        choices=_list(
+            _object(
+                "stop_reason",
+                index=_COUNT,
+                text=_TEXT,
+                logprobs=_or_null(
+                    _object(
+                        tokens=_list(_TEXT),
+                        token_logprobs=_list(_or_null(_NUMBER)),
+                        top_logprobs=_list(_or_null(_map(_NUMBER))),
+                        text_offset=_list(_COUNT),
+                    )
+                ),
+                finish_reason=_FINISH,
+                stop_reason=_STOP_REASON,
+            )
+        ),
+    ),
+    "Output": _object(output=_TEXT),
+    "Tokens": _object(
+        count=_COUNT,
+        max_model_len=_or_null(_COUNT),
+        tokens=_list(_COUNT),
+        token_strs=_or_null(_list(_TEXT)),
+    ),
+    "Detokenized": _object(prompt=_TEXT),
+    "TokenizerInfo": _map(_or_null(_TEXT)),
+    "Controlled": _object(code=_COUNT, models=_map(_list({"type": "object"}))),
+    "IsSleeping": _object(is_sleeping=_FLAG, sleeping=_FLAG, models=_map(_FLAG)),
+    "Scaled": {"type": "object"},
+    "Replicas": {"type": "object"},
+    "Health": _object(status={"enum": ["healthy", "failed"]}, failed=_list(_TEXT)),
+}

@@ -1,0 +1,1 @@
+"""The status page at `/`: what it shows, how it is told, and its static files."""

@@ -1,0 +1,56 @@
+"""Routes that tokenise: vLLM's /tokenize, /detokenize and /tokenizer_info. They wake no model."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from serve_app.schemas import parse_detokenize, parse_tokenize
+from serve_app.served import ServedModels
+
+Fields = Callable[[Request], Awaitable[dict[str, Any]]]
+
+
+class Tokenizing:
+    """What lm-eval and others ask instead of loading a tokenizer of their own."""
+
+    def __init__(self, models: ServedModels, fields: Fields) -> None:
+        """Take what all routes share.
+
+        Args:
+            fields: of a request's JSON body.
+        """
+        self._models = models
+        self._fields = fields
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = parse_tokenize(await self._fields(request))
+        info = self._models.one(asked.model).info
+        token_ids = await info.tokenizer.encode(asked.prompt, asked.add_special_tokens)
+        texts = await info.tokenizer.texts(token_ids) if asked.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(token_ids),
+                "max_model_len": info.max_model_len,
+                "tokens": list(token_ids),
+                "token_strs": texts if texts is None else list(texts),
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        form = parse_detokenize(await self._fields(request))
+        tokenizer = self._models.one(form.model).info.tokenizer
+        return JSONResponse({"prompt": await tokenizer.decode(form.tokens)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        info = self._models.one(request.query_params.get("model")).info
+        return JSONResponse(dict(await info.tokenizer.describe()))

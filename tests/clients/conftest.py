@@ -1,0 +1,35 @@
+"""One server for all clients, in an environment of its own. `make test-clients` runs this folder.
+
+Nothing of the server is imported here: clients live in `.venv-clients`, which has no torch and no Ray.
+"""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+STOP_DEADLINE_S = 90.0
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """The address of a server whose only model is called Qwen."""
+    with subprocess.Popen(
+        [os.environ["SERVER_PYTHON"], "-m", "tests.clients.server"],
+        cwd=PROJECT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().strip()
+            assert url, "the server did not start; it says why above"
+            yield url
+        finally:
+            process.stdin.close()
+            assert process.wait(STOP_DEADLINE_S) == 0, "the server did not end well"

@@ -1,0 +1,35 @@
+"""A server for the clients, run by the server's interpreter: `python -m tests.clients.server`.
+
+Prints its address when it is ready, and stops when its standard input closes.
+"""
+
+import sys
+
+from actors.weights.checkpoint import write_checkpoint
+from tests.e2e.conftest import config_with
+from tests.e2e.serve_process import PROJECT, ServeProcess
+
+
+def main() -> None:
+    write_checkpoint(PROJECT / "checkpoints" / "tiny", "tiny")
+    # Short sequences: what is generated at random asks for as many tokens as there can be.
+    server = ServeProcess(
+        config_with(
+            "tiny_cpu.yaml",
+            model_id="Qwen",  # what the snippets of the first project ask for
+            engine={"max_model_len": 256},
+            sleep={"idle_timeout_s": None},
+        )
+    )
+    try:
+        server.wait_until_ready()
+        print(server.url, flush=True)
+        sys.stdin.read()
+    finally:
+        leftovers = server.interrupt()
+        server.remove_files()
+        leftovers.check()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Each check, with what it says when all is well and when it is not; and the command around them."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from serve_app import doctor
+from serve_app.cli import app
+from serve_app.doctor import Finding, Torch, Verdict, Wanted
+
+GIB = 2**30
+ALL = {"torch": "2.13.0", "ray": "2.60.0", "cuda-bindings": "13.0", "nvidia-ml-py": "13.580"}
+ON_CARD = Torch(cuda="13.0", available=True, devices=2)
+IMAGE = 15 * GIB
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "remedy"),
+    [
+        (doctor.check_python((3, 11), "linux"), "ok", ""),
+        (doctor.check_python((3, 10), "linux"), "fail", "3.11 or newer"),
+        (doctor.check_python((3, 12), "darwin"), "fail", "Linux"),
+        (doctor.check_cuda(False, Torch(), ALL), "ok", ""),
+        (doctor.check_cuda(True, ON_CARD, ALL), "ok", ""),
+        (doctor.check_cuda(False, None, {}), "fail", "see packages"),
+        (doctor.check_cuda(True, Torch(error="no libc10.so"), ALL), "fail", "install torch again"),
+        (doctor.check_cuda(True, Torch(cuda=None), ALL), "fail", "built for CUDA"),
+        (doctor.check_cuda(True, Torch(cuda="13.0"), ALL), "fail", "--gpus all"),
+        (doctor.check_cuda(True, ON_CARD, {"torch": "2.13.0"}), "fail", ".[gpu]"),
+        (doctor.check_locked_memory(None, True, IMAGE), "ok", ""),
+        (doctor.check_locked_memory(2**16, False, IMAGE), "ok", ""),
+        (doctor.check_locked_memory(IMAGE, True, IMAGE), "ok", ""),
+        (doctor.check_locked_memory(2**16, True, IMAGE), "warn", "--ulimit memlock=-1"),
+        (doctor.check_locked_memory(2**16, True, 0), "warn", "--ulimit memlock=-1"),
+        (doctor.check_shared_memory(32 * GIB, 16 * GIB, IMAGE), "ok", ""),
+        (doctor.check_shared_memory(32 * GIB, 8 * GIB, IMAGE), "warn", "running already"),
+        (doctor.check_shared_memory(2**26, 2**26, IMAGE), "fail", "--shm-size"),
+        (doctor.check_object_store(IMAGE, IMAGE), "ok", ""),
+        (doctor.check_object_store(GIB, IMAGE), "warn", "--object-store-memory"),
+        (doctor.check_object_store(None, IMAGE), "fail", "see packages"),
+        (doctor.check_port("HTTP", "127.0.0.1", 8000, False, "choose"), "ok", ""),
+        (doctor.check_port("HTTP", "127.0.0.1", 8000, True, "choose"), "warn", "choose"),
+        (doctor.check_disk("Ray", Path("/tmp"), 200 * GIB, 50 * GIB), "ok", ""),
+        (doctor.check_disk("Ray", Path("/tmp"), 200 * GIB, 15 * GIB), "warn", "RAY_TMPDIR"),
+        (doctor.check_disk("Ray", Path("/tmp"), 2000 * GIB, 90 * GIB), "fail", "make room"),
+        (doctor.check_configuration(Path("a.yaml"), Wanted()), "ok", ""),
+        (doctor.check_configuration(Path("a.yaml"), None), "warn", "name the file"),
+        (
+            doctor.check_configuration(Path("a.yaml"), Wanted(problems=("bad",))),
+            "fail",
+            "sleepserve check a.yaml",
+        ),
+    ],
+)
+def test_check(finding: Finding, verdict: str, remedy: str) -> None:
+    assert finding.verdict == verdict, finding
+    assert finding.text
+    assert bool(finding.remedy) == (verdict != "ok")
+    assert remedy in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("required", "told"),
+    [
+        (["torch<2.14,>=2.11", "ray[serve]==2.60.*", "openai; extra == 'dev'"], ""),
+        (["torch<2.13"], "torch is 2.13.0, not <2.13"),
+        (["Some_Thing>1", "torch"], "Some_Thing is missing"),
+        (["cuda.bindings<14"], ""),
+    ],
+)
+def test_packages(required: list[str], told: str) -> None:
+    finding = doctor.check_packages(required, ALL)
+    assert finding.verdict == ("fail" if told else "ok")
+    if told:
+        assert finding.text == told
+        assert "pip install" in finding.remedy
+
+
+def test_packages_of_a_checkout_that_is_not_installed() -> None:
+    assert doctor.check_packages(None, ALL).verdict is Verdict.WARN
+
+
+def test_local_build_of_torch_counts_as_its_release() -> None:
+    installed = ALL | {"torch": "2.13.0+cu130"}
+    assert doctor.check_packages(["torch<2.14,>=2.11"], installed).verdict is Verdict.OK
+
+
+# --- looking ---
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, file: Path, torch: Torch) -> dict[str, Finding]:
+    monkeypatch.setattr(doctor, "_ask_torch", lambda: torch)  # it takes seconds
+    found = doctor.examine(file)
+    assert len({finding.name for finding in found}) == len(found)
+    return {finding.name: finding for finding in found}
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch, project: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        text = (project / "serve_config.yaml").read_text().replace("port: 8000", f"port: {port}")
+        # Of the project's, so that its models are found; not in it, where others would see the file.
+        file = tmp_path / "serve_config.yaml"
+        file.write_text(text.replace("configs/", f"{project}/configs/"))
+        found = examined(monkeypatch, file, Torch())
+    assert found["Python"].verdict is Verdict.OK
+    assert found["packages"].verdict is not Verdict.FAIL, found["packages"].text
+    assert found[f"port {port}"].verdict is Verdict.WARN
+    assert "Ray would make it" in found["object store"].text
+
+
+def test_weights_of_the_configuration_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch, project: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    wanted = doctor._wanted(_two_of_one_checkpoint(tiny_checkpoint, tmp_path))
+    assert wanted is not None
+    assert wanted.problems == ()
+    size = sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors"))
+    assert wanted.image_bytes == size > 0
+
+
+def _two_of_one_checkpoint(checkpoint: Path, folder: Path) -> Path:
+    models: list[dict[str, Any]] = [
+        {"model_id": name, "source": {"id": str(checkpoint)}} for name in ("a", "b")
+    ]
+    file = folder / "serve_config.yaml"
+    application = {
+        "name": "llm",
+        "route_prefix": "/",
+        "import_path": "serve_app.app:build_app",
+        "args": {"models": models},
+    }
+    file.write_text(
+        json.dumps({"http_options": {"host": "127.0.0.1"}, "applications": [application]})
+    )
+    return file
+
+
+def test_mistakes_of_the_configuration_are_findings(tmp_path: Path) -> None:
+    file = tmp_path / "serve_config.yaml"
+    file.write_text("applications: []\nhttp_options: {hots: 127.0.0.1}\n")
+    wanted = doctor._wanted(file)
+    assert wanted is not None
+    assert any("hots" in problem for problem in wanted.problems)
+
+
+def test_torch_that_cannot_be_imported_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libc10.so: cannot open')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor._ask_torch() == Torch(error="OSError: libc10.so: cannot open")
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_exit_code(monkeypatch: pytest.MonkeyPatch, verdict: str, code: int) -> None:
+    finding = Finding("disk [of] Ray", Verdict(verdict), "it is so", "do this")
+    monkeypatch.setattr(doctor, "examine", lambda file: [finding])
+    shown = CliRunner().invoke(app, ["doctor"])
+    assert shown.exit_code == code
+    assert f"{verdict:5} disk [of] Ray  it is so" in shown.stdout
+    assert "-> do this" in shown.stdout
+    told = CliRunner().invoke(app, ["doctor", "--json"])
+    assert told.exit_code == code
+    assert json.loads(told.stdout) == [
+        {"name": "disk [of] Ray", "verdict": verdict, "text": "it is so", "remedy": "do this"}
+    ]

@@ -1,0 +1,228 @@
+"""Reasoning and tool calls in a model's text, however it is cut into pieces."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.protocol import MessageForm
+from serve_app.messages import MessageParser, Parts
+from serve_app.tool_calls import ToolCall
+
+THINK = MessageForm(reasoning="think")
+OPENED = MessageForm(reasoning="think", in_reasoning=True)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "time"}},
+]
+SUN = ToolCall("weather", '{"city": "Köln", "days": 2}')
+TIME = ToolCall("time", "{}")
+
+
+def parse(form: MessageForm, *pieces: str, tools: Any = TOOLS) -> Parts:
+    parser = MessageParser(form, tools)
+    parts = [parser.feed(piece) for piece in pieces]
+    parts.append(parser.feed("", last=True))
+    return Parts(
+        "".join(part.reasoning for part in parts),
+        "".join(part.content for part in parts),
+        tuple(call for part in parts for call in part.calls),
+    )
+
+
+# --- reasoning ---
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "reasoning", "content"),
+    [
+        (OPENED, "I add.\n</think>\n\n4", "I add.", "4"),
+        (OPENED, "\nI add.</think>4", "I add.", "4"),
+        (OPENED, "<think>\nI add.\n</think>\n4", "I add.", "4"),  # opened twice
+        (OPENED, "</think>4", "", "4"),
+        (OPENED, "I add", "I add", ""),  # cut off
+        (OPENED, "I add </thi", "I add </thi", ""),
+        (OPENED, "", "", ""),
+        (OPENED, " <thi", "<thi", ""),
+        (OPENED, "a\n\nb</think>c </think> d", "a\n\nb", "c </think> d"),
+        (THINK, "<think>\nI add.\n</think>\n\n4\n", "I add.", "4\n"),
+        (THINK, "\n<think>x</think>", "x", ""),
+        (THINK, "  4 <think>x</think>", "", "  4 <think>x</think>"),
+        (THINK, "<thi", "", "<thi"),
+        (THINK, "\n\n", "", "\n\n"),
+        (MessageForm(), "<think>x</think>\n4", "", "<think>x</think>\n4"),
+    ],
+)
+def test_reasoning(form, text, reasoning, content):
+    assert parse(form, text) == Parts(reasoning, content, ())
+    assert parse(form, *text) == Parts(reasoning, content, ())
+
+
+def test_reasoning_is_told_as_it_comes():
+    parser = MessageParser(OPENED, ())
+    assert parser.feed("I ") == Parts("I", "", ())
+    assert parser.feed("add") == Parts(" add", "", ())
+    assert parser.feed("\n</thi") == Parts("", "", ())
+    assert parser.feed("nk>\n") == Parts("", "", ())
+    assert parser.feed("4") == Parts("", "4", ())
+    assert parser.feed(" ", last=True) == Parts("", " ", ())
+
+
+# --- tool calls ---
+
+QWEN = MessageForm(tools="qwen")
+DEEPSEEK = MessageForm(tools="deepseek")
+LLAMA = MessageForm(tools="llama")
+
+SUN_JSON = '{"name": "weather", "arguments": {"city": "Köln", "days": 2}}'
+TIME_JSON = '{"name": "time", "arguments": {}}'
+SUN_XML = (
+    "<function=weather>\n<parameter=city>\nKöln\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>"
+)
+DEEPSEEK_R1 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    '```json\n{"city": "Köln", "days": 2}\n```<｜tool▁call▁end｜>\n'
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{}\n```<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Köln", "days": 2}'
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+LLAMA_SUN = '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        (QWEN, f"<tool_call>\n{SUN_JSON}\n</tool_call>", "", (SUN,)),
+        (
+            QWEN,
+            f"Let me see.\n\n<tool_call>\n{SUN_JSON}\n</tool_call>\n<tool_call>{TIME_JSON}</tool_call>\n",
+            "Let me see.",
+            (SUN, TIME),
+        ),
+        (QWEN, f"<tool_call>\n{SUN_XML}\n</tool_call>", "", (SUN,)),
+        (QWEN, f"a <tool_call>{TIME_JSON}</tool_call> b ", "ab ", (TIME,)),
+        (QWEN, "a < b, <tool> \n", "a < b, <tool> \n", ()),
+        (QWEN, "<tool_call>rain?</tool_call>", "<tool_call>rain?</tool_call>", ()),
+        (
+            QWEN,
+            '<tool_call>{"name": "time"}</tool_call>',
+            '<tool_call>{"name": "time"}</tool_call>',
+            (),
+        ),
+        (QWEN, f"<tool_call>{SUN_JSON}", f"<tool_call>{SUN_JSON}", ()),  # cut off
+        (QWEN, "<tool_c", "<tool_c", ()),
+        (DEEPSEEK, DEEPSEEK_R1, "", (SUN, TIME)),
+        (DEEPSEEK, f"Hm.\n{DEEPSEEK_V31}", "Hm.", (SUN, TIME)),
+        (LLAMA, LLAMA_SUN, "", (SUN,)),
+        (LLAMA, f"\n{LLAMA_SUN}; {TIME_JSON}\n", "", (SUN, TIME)),
+        (LLAMA, f"<|python_tag|>{LLAMA_SUN}", "", (SUN,)),
+        (LLAMA, f"Sure: {LLAMA_SUN}", f"Sure: {LLAMA_SUN}", ()),
+        (LLAMA, f"{LLAMA_SUN} and", f"{LLAMA_SUN} and", ()),
+        (LLAMA, '{"answer": 4}', '{"answer": 4}', ()),
+        (LLAMA, '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', ()),
+        (LLAMA, '{"name": "time", "para', '{"name": "time", "para', ()),
+        (LLAMA, "<|py", "<|py", ()),
+        (LLAMA, "", "", ()),
+        (
+            MessageForm(),
+            f"<tool_call>{TIME_JSON}</tool_call>",
+            f"<tool_call>{TIME_JSON}</tool_call>",
+            (),
+        ),
+    ],
+)
+def test_tool_calls(form, text, content, calls):
+    assert parse(form, text) == Parts("", content, calls)
+    assert parse(form, *text) == Parts("", content, calls)
+
+
+@pytest.mark.parametrize("depth", [10, 100_000])
+def test_arguments_may_nest(depth):
+    nested = "[" * depth + "]" * depth
+    text = f'<tool_call>{{"name": "time", "arguments": {{"a": {nested}}}}}</tool_call>'
+    found = parse(QWEN, text)
+    assert (len(found.calls) == 1) or found.content == text
+
+
+def test_values_between_tags_have_the_type_of_the_schema():
+    values = {"city": "12", "days": "two", "more": '{"a": [1]}', "none": "null", "text": "a\nb"}
+    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    (call,) = parse(QWEN, f"<tool_call>\n<function=weather>\n{tags}</function>\n</tool_call>").calls
+    expected = {"city": "12", "days": "two", "more": {"a": [1]}, "none": None, "text": "a\nb"}
+    assert json.loads(call.arguments) == expected
+
+
+@pytest.mark.parametrize("form", [QWEN, DEEPSEEK, LLAMA])
+def test_without_tools_all_is_text(form):
+    for text in (f"<tool_call>{TIME_JSON}</tool_call>", DEEPSEEK_R1, LLAMA_SUN):
+        assert parse(form, text, tools=()) == Parts("", text, ())
+
+
+def test_text_in_front_of_a_call_is_told_as_it_comes():
+    parser = MessageParser(QWEN, TOOLS)
+    assert parser.feed("Let me see.\n").content == "Let me see."
+    assert parser.feed("<tool_call>" + TIME_JSON) == Parts("", "", ())
+    assert parser.feed("</tool_call>").calls == (TIME,)
+
+
+# --- any text, any cut ---
+
+MARKS = (
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+    ),
+    *(
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        "<|python_tag|>",
+        "function",
+        "```json",
+    ),
+    *(SUN_JSON, TIME_JSON, LLAMA_SUN, SUN_XML, DEEPSEEK_R1, DEEPSEEK_V31),
+    *(" ", "\n", ";", "{", "<", "</", "think>", "tool_call>", "a", "bc"),
+)
+FORMS = [
+    MessageForm(reasoning, tools, opened)
+    for reasoning in (None, "think")
+    for tools in (None, "qwen", "deepseek", "llama")
+    for opened in (False, True)
+]
+
+
+@given(
+    form=st.sampled_from(FORMS),
+    text=st.lists(st.sampled_from(MARKS), max_size=12).map("".join),
+    cuts=st.lists(st.integers(0, 400), max_size=30),
+)
+def test_cuts_make_no_difference(form, text, cuts):
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
+    assert parse(form, *pieces) == parse(form, text) == parse(form, *text)
+
+
+@given(
+    form=st.sampled_from(FORMS),
+    text=st.lists(st.sampled_from(MARKS), max_size=12).map("".join),
+)
+def test_nothing_is_lost_but_marks_white_space_and_calls(form, text):
+    found = parse(form, text)
+    rest = found.reasoning + found.content
+    if not found.calls:
+        without = [text, rest]
+        for mark in (*MARKS[:10], " ", "\n"):
+            without = [each.replace(mark, "") for each in without]
+        assert without[0] == without[1]

@@ -1,0 +1,153 @@
+"""The document at /openapi.json: complete, and true of what we answer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from actors.protocol import MessageForm
+from serve_app.ingress import HttpSettings, build_asgi
+from tests.fakes import FakeModel
+
+HI = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel()
+
+
+@pytest.fixture
+def client(model: FakeModel) -> Iterator[TestClient]:
+    with TestClient(build_asgi({"fake": model}, HttpSettings())) as client:
+        yield client
+
+
+@pytest.fixture
+def document(client: TestClient) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/openapi.json").json()
+    return found
+
+
+def check(document: dict[str, Any], schema: dict[str, Any], value: object) -> None:
+    rooted = {**schema, "components": document["components"]}
+    jsonschema.Draft202012Validator.check_schema(rooted)
+    jsonschema.Draft202012Validator(rooted).validate(value)
+
+
+def test_paths_are_routes_and_openai_s_routes_are_paths(document, client):
+    routes = {
+        (method.lower(), route.path.replace(":path", ""))
+        for route in client.app.routes  # type: ignore[attr-defined]
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    }
+    paths = {(method, path) for path, each in document["paths"].items() for method in each}
+    assert paths <= routes
+    ours = {
+        (method, path)
+        for method, path in routes
+        if method != "head" and path.startswith(("/v1/", "/token", "/detoken", "/completions"))
+    }
+    assert ours <= paths
+
+
+def test_every_reference_leads_somewhere(document):
+    def references(value: object) -> Iterator[str]:
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                yield value["$ref"]
+            for inner in value.values():
+                yield from references(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from references(inner)
+
+    names = {reference.rpartition("/")[2] for reference in references(document)}
+    assert names <= set(document["components"]["schemas"])
+    assert not any(name.startswith("_") for name in document["components"]["schemas"])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("post", "/v1/chat/completions", {"messages": HI}),
+        (
+            "post",
+            "/v1/chat/completions",
+            {"messages": HI, "n": 2, "logprobs": True, "top_logprobs": 2},
+        ),
+        (
+            "post",
+            "/v1/chat/completions",
+            {"messages": HI, "tools": TOOLS, "stop": "x", "model": None},
+        ),
+        (
+            "post",
+            "/v1/completions",
+            {"prompt": [[1], [2]], "echo": True, "logprobs": 2, "stop": ["x"]},
+        ),
+        ("post", "/completions", {"stream": False}),
+        ("post", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
+        ("post", "/tokenize", {"messages": HI}),
+        ("post", "/detokenize", {"tokens": [104]}),
+        ("post", "/sleep", {"level": 2}),
+        ("post", "/wake_up", {"tags": "weights"}),
+        ("post", "/scaleout", {"replicas": 2}),
+        ("post", "/scalein", {"replicas": 1}),
+        ("get", "/tokenizer_info", None),
+        ("get", "/v1/models", None),
+        ("get", "/v1/models/{model_id}", None),
+        ("get", "/is_sleeping", None),
+        ("get", "/replicas", None),
+        ("get", "/health", None),
+        ("get", "/version", None),
+        ("get", "/load", None),
+        ("get", "/openapi.json", None),
+    ],
+)
+def test_requests_and_answers_are_as_documented(document, client, model, method, path, body):
+    model.form = MessageForm("think", "qwen", in_reasoning=True)
+    model.pieces = ("I add", ".</think>", '4<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    operation = document["paths"][path][method]
+    if body is not None:
+        check(document, operation["requestBody"]["content"]["application/json"]["schema"], body)
+    response = client.request(method, path.replace("{model_id}", "fake"), json=body)
+    assert response.status_code == 200, response.text
+    check(
+        document,
+        operation["responses"]["200"]["content"]["application/json"]["schema"],
+        response.json(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/chat/completions", {"messages": HI, "n": 0}),
+        ("/v1/chat/completions", {"messages": HI, "model": "gpt"}),
+        ("/v1/chat/completions", {"messages": HI, "tool_choice": "required"}),
+        ("/v1/completions", {}),
+        ("/v1/completions", {"prompt": []}),
+        ("/v1/completions", {"prompt": "hi", "logprobs": 6}),
+        ("/tokenize", {}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/sleep", {"level": 3}),
+    ],
+)
+def test_what_is_refused_is_not_documented(document, client, path, body):
+    operation = document["paths"][path]["post"]
+    with pytest.raises(jsonschema.ValidationError):
+        check(document, operation["requestBody"]["content"]["application/json"]["schema"], body)
+    response = client.post(path, json=body)
+    assert 400 <= response.status_code < 500
+    check(
+        document,
+        operation["responses"]["default"]["content"]["application/json"]["schema"],
+        response.json(),
+    )

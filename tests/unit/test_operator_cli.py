@@ -1,0 +1,201 @@
+"""`sleepserve status`, `sleep`, `wake` against a front of fake models: tables, JSON, exit codes."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner, Result
+
+from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand, SleepMode
+from serve_app.cli import app
+from serve_app.ingress import HttpSettings, build_asgi
+from serve_app.keys import read_keys
+from serve_app.operator_cli import _seconds, order_table, status_table
+from tests.fakes import FakeModel
+
+USER = "user-key-1234567890"
+ADMIN = "admin-key-1234567890"
+
+
+class Front:
+    """Two models behind a server of its own."""
+
+    def __init__(self) -> None:
+        states = (ReplicaState.AWAKE, ReplicaState.ASLEEP)
+        self.model = FakeModel("org/one", states=states)
+        self.other = FakeModel("two", states=())
+        keys = read_keys(None, None, {"SLEEPSERVE_API_KEYS": USER, "SLEEPSERVE_ADMIN_KEYS": ADMIN})
+        served = {"org/one": self.model, "two": self.other}
+        config = uvicorn.Config(
+            build_asgi(served, HttpSettings(), keys=keys), port=0, log_config=None, lifespan="off"
+        )
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run)
+
+    @property
+    def url(self) -> str:
+        (server,) = self.server.servers
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    front = Front()
+    front.thread.start()
+    while not front.server.started:
+        assert front.thread.is_alive()
+    try:
+        yield front
+    finally:
+        front.server.should_exit = True
+        front.thread.join()
+
+
+def run(front: Front, *args: str, key: str | None = ADMIN) -> Result:
+    environment = {"SLEEPSERVE_ADMIN_KEY": key}
+    return CliRunner().invoke(app, [*args, "--url", front.url], env=environment)
+
+
+def test_status_shows_every_replica(front: Front) -> None:
+    result = run(front, "status")
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines() if "replica" in line]
+    assert lines[0][:3] == ["model", "replica", "state"]
+    assert lines[1][:3] == ["org/one", "replica-0", "awake"]
+    assert lines[2][:2] == ["replica-1", "asleep"]
+    assert lines[3] == ["two", "no", "replica"]
+    assert "as the test wants it" in result.stdout
+    assert front.model.orders == []
+
+
+def test_status_of_a_model_that_is_silent(front: Front) -> None:
+    front.model.fail_control = RuntimeError("secret detail")
+    result = run(front, "status")
+    assert result.exit_code == 0
+    assert re.search(r"org/one .*silent .*cannot be asked", result.stdout)
+
+
+def test_status_as_json(front: Front) -> None:
+    told = json.loads(run(front, "status", "--json").stdout)
+    assert list(told["models"]) == ["org/one", "two"]
+    assert set(told["models"]["org/one"]["replicas"]) == {"replica-0", "replica-1"}
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_watch_goes_on_until_interrupted(
+    front: Front, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    looks: list[float] = []
+
+    def pause(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("serve_app.operator_cli.time.sleep", pause)
+    result = run(front, "status", "--watch", "--interval-s", "0.5", *options)
+    assert result.exit_code == 130
+    assert looks == [0.5] * 3
+    if options:
+        assert [list(json.loads(line)["models"]) for line in result.stdout.splitlines()] == [
+            ["org/one", "two"]
+        ] * 3
+    else:
+        assert "org/one" in result.stdout
+
+
+def test_sleep_and_wake(front: Front) -> None:
+    slept = run(front, "sleep", "org/one", "--level", "2", "--mode", "abort", "--hold")
+    assert slept.exit_code == 0, slept.output
+    assert "asleep" in slept.stdout
+    woke = run(front, "wake", "org/one", "--json")
+    assert woke.exit_code == 0, woke.output
+    assert [each["state"] for each in json.loads(woke.stdout)["models"]["org/one"]] == ["awake"] * 2
+    assert front.model.orders == [SleepCommand(level=2, mode=SleepMode.ABORT, hold=True), ()]
+    assert front.other.orders == []
+
+
+@pytest.mark.parametrize("command", [["status"], ["sleep", "org/one"], ["wake", "org/one"]])
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        (None, "HTTP 401: this server needs a key"),
+        ("wrong", "SLEEPSERVE_ADMIN_KEY or --api-key"),
+        (USER, "HTTP 403: this route needs an admin key"),
+    ],
+)
+def test_key_is_needed(front: Front, command: list[str], key: str | None, told: str) -> None:
+    result = run(front, *command, key=key)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert told in result.stderr
+    assert front.model.orders == []
+
+
+def test_key_as_an_option(front: Front) -> None:
+    assert run(front, "wake", "two", "--api-key", ADMIN, key=None).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "args", [["sleep", "none"], ["sleep", "two", "--level", "3"], ["sleep"], ["wake", "none"]]
+)
+def test_what_is_asked_for_is_wrong(front: Front, args: list[str]) -> None:
+    assert run(front, *args).exit_code == 2
+
+
+def test_no_server_and_no_url(front: Front) -> None:
+    gone = CliRunner().invoke(app, ["status", "--url", "http://127.0.0.1:1"])
+    assert gone.exit_code == 1
+    assert "is the server running?" in gone.stderr
+    no_url = CliRunner().invoke(app, ["status", "--url", "127.0.0.1:8000"])
+    assert no_url.exit_code == 2
+    assert "begins with http://" in no_url.stderr
+
+
+def test_patience_ends(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def drain(command: SleepCommand) -> list[ReplicaStatus]:
+        await asyncio.sleep(0.5)
+        return []
+
+    monkeypatch.setattr(front.model, "sleep", drain)
+    result = run(front, "sleep", "org/one", "--timeout-s", "0.1")
+    assert result.exit_code == 1
+    assert "did not answer within 0.1 s" in result.stderr
+
+
+def test_url_may_be_that_of_openai_clients(front: Front) -> None:
+    result = CliRunner().invoke(
+        app, ["status", "--url", f"{front.url}/v1/"], env={"SLEEPSERVE_ADMIN_KEY": ADMIN}
+    )
+    assert result.exit_code == 0
+
+
+def test_brackets_are_no_markup() -> None:
+    silent = {"why_silent": "[red]x", "replicas": {}}
+    (cell,) = status_table({"models": {"[bold]m": silent}}).columns[0].cells
+    assert str(cell) == "[bold]m"
+    assert order_table({"m": []}).row_count == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0092, "9 ms"), (1.5, "1.5 s"), (75, "75 s"), (600, "10 min"), (10800, "3 h")],
+)
+def test_seconds(value: float | None, text: str) -> None:
+    assert _seconds(value) == text
+
+
+def test_completion_can_be_installed() -> None:
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).stdout
+    # What the installed script asks for while somebody types.
+    asked = {
+        "_SLEEPSERVE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "sleepserve sta",
+        "COMP_CWORD": "1",
+    }
+    result = CliRunner().invoke(app, [], env=asked, prog_name="sleepserve")
+    assert result.stdout.split() == ["status"]

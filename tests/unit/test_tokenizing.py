@@ -1,0 +1,147 @@
+"""/tokenize, /detokenize and /tokenizer_info, and the tokenizer behind them."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from actors.engine.text import TextCodec
+from actors.errors import InvalidRequest, Unavailable
+from actors.protocol import ChatPrompt, ReplicaState
+from actors.weights.source import Hub, ModelSource
+from serve_app.ingress import HttpSettings, build_asgi
+from serve_app.tokenizer import LocalTokenizer
+from tests.fakes import FakeModel, FakeTokenizer
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(params=[[], [ReplicaState.ASLEEP]], ids=["no replica", "asleep"])
+def model(request: pytest.FixtureRequest) -> FakeModel:
+    return FakeModel(states=request.param)
+
+
+@pytest.fixture
+def client(model: FakeModel) -> Iterator[TestClient]:
+    with TestClient(build_asgi({"fake": model}, HttpSettings())) as client:
+        yield client
+    assert model.requests == []
+    assert model.orders == []
+    assert not model.asked_for_status
+
+
+def test_tokenize_text(client, model):
+    response = client.post("/tokenize", json={"model": "fake", "prompt": "hé"})
+    assert response.json() == {
+        "count": 2,
+        "max_model_len": None,
+        "tokens": [104, 233],
+        "token_strs": None,
+    }
+    response = client.post(
+        "/tokenize", json={"prompt": "", "add_special_tokens": False, "return_token_strs": True}
+    )
+    assert (response.json()["count"], response.json()["token_strs"]) == (0, [])
+    tokenizer = model.info.tokenizer
+    assert isinstance(tokenizer, FakeTokenizer)
+    assert tokenizer.asked == [("hé", None), ("", False)]
+
+
+def test_tokenize_messages(client, model):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {
+        "messages": HI,
+        "tools": tools,
+        "add_generation_prompt": False,
+        "return_token_strs": True,
+    }
+    response = client.post("/tokenize", json=body)
+    assert response.json()["token_strs"] == ["h", "i"]
+    expected = ChatPrompt(tuple(HI), tuple(tools), add_generation_prompt=False)
+    assert model.info.tokenizer.asked == [(expected, None)]
+
+
+def test_detokenize(client):
+    response = client.post("/detokenize", json={"model": "fake", "tokens": [104, 105]})
+    assert response.json() == {"prompt": "hi"}
+    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_tokenizer_info(client):
+    info = client.get("/tokenizer_info").json()
+    assert info == {
+        "eos_token": "</s>",
+        "bos_token": None,
+        "pad_token": None,
+        "chat_template": "{{}}",
+    }
+    assert client.get("/tokenizer_info?model=fake").json() == info
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": 1}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "gpt"}, 404, "model"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": "hi"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "gpt"}, 404, "model"),
+    ],
+)
+def test_refusals_are_openai_s(client, path, body, status, param):
+    response = client.post(path, json=body)
+    assert response.status_code == status
+    assert response.json()["error"]["param"] == param
+
+
+def test_no_checkpoint_here_is_503(client, model):
+    model.info.tokenizer.fail = Unavailable("no tokenizer")
+    answers = [
+        client.post("/tokenize", json={"prompt": "a"}),
+        client.post("/detokenize", json={"tokens": [1]}),
+        client.get("/tokenizer_info"),
+    ]
+    assert [answer.status_code for answer in answers] == [503] * 3
+
+
+# --- over a checkpoint ---
+
+
+def test_local_tokenizer_is_the_replica_s(tiny_checkpoint: Path) -> None:
+    codec = TextCodec.load(tiny_checkpoint)
+
+    async def scenario() -> None:
+        tokenizer = LocalTokenizer(ModelSource(id=str(tiny_checkpoint)))
+        prompt = ChatPrompt(tuple(HI))
+        chat, text = await asyncio.gather(
+            tokenizer.encode(prompt, None), tokenizer.encode("Hello, wörld 👋", None)
+        )
+        assert chat == codec.encode_prompt(prompt)
+        assert await tokenizer.decode(text) == "Hello, wörld 👋"
+        assert "<|im_start|>user" in await tokenizer.decode(chat)  # special tokens, too
+        assert "".join(await tokenizer.texts(await tokenizer.encode("a b", None))) == "a b"
+        assert await tokenizer.encode("", None) == ()
+        info = await tokenizer.describe()
+        assert (info["eos_token"], info["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
+        assert "<|im_start|>" in str(info["chat_template"])
+        with pytest.raises(InvalidRequest, match="tokens holds 1000000"):
+            await tokenizer.decode([1_000_000])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("hub", [Hub.PATH, Hub.MODELSCOPE])
+def test_local_tokenizer_without_a_checkpoint(hub: Hub, tmp_path: Path) -> None:
+    identity = str(tmp_path / "none") if hub is Hub.PATH else "owner/name"
+    source = ModelSource(hub=hub, id=identity, models_dir=str(tmp_path))
+
+    async def scenario() -> None:
+        with pytest.raises(Unavailable):
+            await LocalTokenizer(source).encode("hi", None)
+
+    asyncio.run(scenario())

@@ -1,0 +1,129 @@
+"""Which way a replica came to its image: each is told once, and whatever happens it has one."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, OwnerDiedError, RayTaskError
+
+from actors.errors import (
+    HolderLost,
+    ImageMissing,
+    LayoutMismatch,
+    ServingError,
+    StoreFull,
+)
+from actors.holder import ImageGrant, ImageRequest
+from actors.weights import packer
+from actors.weights.fastload import FastLoad, Way, load_from_disk
+from actors.weights.layout import ImageKey
+from actors.weights.source import ModelSource
+
+
+class FakeHolder:
+    """Answers `acquire` with what it was given."""
+
+    def __init__(self, answer: Exception | ImageGrant) -> None:
+        self.answer = answer
+        self.rechecked: list[ImageKey] = []
+
+    async def wait_while_starting(self) -> None: ...
+
+    async def ping(self) -> None: ...
+
+    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def release(self, key: ImageKey, lessee: str) -> bool:
+        return False
+
+    async def recheck(self, key: ImageKey) -> bool:
+        self.rechecked.append(key)
+        return True
+
+
+def load_with(holder: FakeHolder | None, checkpoint: Path, ways: list[Way]) -> FastLoad:
+    request = ImageRequest("tiny", ModelSource(id=str(checkpoint)), "auto")
+    return FastLoad(holder, request, checkpoint, "me", tell=ways.append)
+
+
+def from_another_process(error: ServingError) -> Exception:
+    """As Ray raises it here."""
+    return RayTaskError("acquire", "its traceback", error).as_instanceof_cause()
+
+
+FAILURES: dict[str, tuple[Exception, Way]] = {
+    "missing key": (from_another_process(ImageMissing("x")), Way.MISSING_KEY),
+    "layout mismatch": (from_another_process(LayoutMismatch("x")), Way.LAYOUT_MISMATCH),
+    "store full": (from_another_process(StoreFull("x")), Way.STORE_FULL),
+    "holder timeout": (GetTimeoutError("x"), Way.TIMEOUT),
+    "timeout": (TimeoutError("x"), Way.TIMEOUT),
+    "holder died": (ActorDiedError(), Way.HOLDER_GONE),
+    "holder lost": (HolderLost("x"), Way.HOLDER_GONE),
+    "bytes died with it": (OwnerDiedError("0" * 56, None, ""), Way.HOLDER_GONE),
+    "anything": (RuntimeError("x"), Way.ERROR),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_failure_is_told_once_with_its_reason_and_disk_is_read(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    failure, way = FAILURES[case]
+    holder, ways = FakeHolder(failure), []
+    image = asyncio.run(load_with(holder, tiny_checkpoint, ways).obtain())
+    assert image.origin == "disk"
+    image.verify()
+    assert ways == [way]
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert warning.getMessage().startswith("Fallback to load from disk. error:")
+    assert warning.getMessage().endswith(f"({way.value})")
+    assert holder.rechecked == []
+
+
+def test_no_holder_is_told_and_is_no_failure(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ways: list[Way] = []
+    image = asyncio.run(load_with(None, tiny_checkpoint, ways).obtain())
+    assert (image.origin, ways) == ("disk", [Way.NO_HOLDER])
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.fixture
+def store(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ImageGrant]:
+    """Objects by reference, and a grant of an image in them."""
+    dtype = packer.checkpoint_dtype(tiny_checkpoint, "auto")
+    image = load_from_disk(tiny_checkpoint, packer.image_key(tiny_checkpoint, dtype))
+    count = len(image.layout.segments)
+    objects = [np.frombuffer(image.segment(i), np.uint8).copy() for i in range(count)]
+    monkeypatch.setattr(ray, "get", lambda refs, timeout: [objects[ref] for ref in refs])
+    return objects, ImageGrant(image.manifest, tuple(range(count)), 1.0)  # type: ignore[arg-type]
+
+
+def test_image_from_the_store_is_told(tiny_checkpoint: Path, store: tuple[Any, ImageGrant]) -> None:
+    holder, ways = FakeHolder(store[1]), []
+    image = asyncio.run(load_with(holder, tiny_checkpoint, ways).obtain())
+    assert (image.origin, ways, holder.rechecked) == ("image", [Way.IMAGE], [])
+
+
+def test_changed_byte_is_told_to_the_holder_as_well(
+    tiny_checkpoint: Path, store: tuple[Any, ImageGrant]
+) -> None:
+    objects, grant = store
+    objects[-1][-1] ^= 1
+    holder, ways = FakeHolder(grant), []
+    image = asyncio.run(load_with(holder, tiny_checkpoint, ways).obtain())
+    assert (image.origin, ways) == ("disk", [Way.DIGEST_MISMATCH])
+    image.verify()
+    assert holder.rechecked == [grant.manifest.key]
+
+
+def test_every_way_is_covered_here() -> None:
+    told = {way for _, way in FAILURES.values()}
+    assert told | {Way.NO_HOLDER, Way.IMAGE, Way.DIGEST_MISMATCH} == set(Way)
