@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,11 @@ class ActorHolder:
         return await self.actor.stats.remote()
 
     def kill(self) -> None:
+        """Returns when it is dead; Ray's own only asks for it."""
         ray.kill(self.actor)
+        with suppress(ray.exceptions.ActorDiedError):
+            while True:
+                ray.get(self.actor.ping.remote(), timeout=30)
 
 
 class AskingForAnother(ActorHolder):

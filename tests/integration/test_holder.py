@@ -124,8 +124,6 @@ def test_views_outlive_the_holder(ray_store: int, checkpoint: Path) -> None:
         holder = ActorHolder()
         image = await fast_load(holder, checkpoint).obtain()
         holder.kill()
-        with pytest.raises(ray.exceptions.ActorDiedError):
-            await holder.ping()
         pressure = [ray.put(np.full(30 * MIB, i, np.uint8)) for i in range(8)]
         image.verify()
         del pressure
@@ -238,8 +236,6 @@ class MortalHolder(ActorHolder):
     async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
         grant = await super().acquire(request, key, lessee)
         self.kill()
-        with pytest.raises(ray.exceptions.ActorDiedError):
-            await self.ping()
         return grant
 
 
