@@ -10,6 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.weights.fastload import load_from_disk
+from serve_app.bench.serve_process import free_port
 from tests.integration.holder_harness import (
     STORE,
     ActorHolder,
@@ -27,7 +28,9 @@ NODE = {"num_cpus": 1, "object_store_memory": STORE, "node_ip_address": "127.0.0
 @contextmanager
 def cluster_of_one() -> Iterator[Cluster]:
     """With this process on its only node."""
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    # No dashboard comes, but its usual port is looked at, and may be somebody else's.
+    head = {**NODE, "include_dashboard": False, "dashboard_port": free_port()}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         ray.init(address=cluster.address, _node_ip_address="127.0.0.1", log_to_driver=False)
         yield cluster
