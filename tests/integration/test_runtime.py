@@ -575,6 +575,22 @@ def test_step_that_never_finds_memory_is_refused_and_the_engine_lives(
     run(tiny_checkpoint, image, scenario)
 
 
+def test_stream_that_fails_between_two_events_tells_so(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    """Everything that had come was taken, and nothing more comes: that is not the end of an answer."""
+
+    async def scenario(h: Harness) -> None:
+        stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
+        assert (await anext(stream)).finish_reason is None
+        h.runtime._fail_streams(ReplicaFailed("the device is gone"))
+        with pytest.raises(ReplicaFailed, match="the device is gone"):
+            async for _ in stream:
+                pass
+
+    run(tiny_checkpoint, image, scenario)
+
+
 def test_engine_that_dies_fails_its_requests_and_the_health_check(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
