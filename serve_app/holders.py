@@ -157,9 +157,8 @@ class HolderOfThisNode:
 
     def __init__(self) -> None:
         self._node = _own_node()
-        self._holder: Any = (
-            None  # an actor's or a deployment's handle: both have `.method.remote()`
-        )
+        # An actor's or a deployment's handle: both have `.method.remote()`.
+        self._holder: Any = None
 
     async def wait_while_starting(self) -> None:
         """`serve run` deploys both applications at once, and ours may be the quicker one."""

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 from serve_app.held_text import HeldText
 
-Schemas = Mapping[
-    str, Mapping[str, Any]
-]  # a tool's name -> the JSON schema of each of its parameters
+# A tool's name -> the JSON schema of each of its parameters.
+Schemas = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,6 @@ class Phases:
         status = await self._wake_up()
         found |= {"seconds_to_warm": None, "weights_from": status.weights_from}
         found["steps"] = steps_since(self._server.log(), since_s)
-        found["seconds_to_ready"] = found["steps"].get("awake")
         found["seconds_to_warm"] = await self._until_warm(since_s)
         found["steps"] = steps_since(self._server.log(), since_s)
 

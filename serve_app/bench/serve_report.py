@@ -28,7 +28,7 @@ def _starts(result: Result) -> Table:
         [step, *(_seconds(each["steps"].get(step)) for each in found.values())] for step in steps
     ]
     if found:
-        told = [("first token", "seconds_to_first_token")]  # "awake" is when it is ready
+        told = [("first token", "seconds_to_first_token")]
         if any(each["seconds_to_warm"] is not None for each in found.values()):
             told.append(("warm", "seconds_to_warm"))
         rows += [[name, *(_seconds(each[key]) for each in found.values())] for name, key in told]

@@ -1,7 +1,8 @@
 """A `serve run` to talk to: its process, and what tests ask it for."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ import httpx
 from serve_app.bench import serve_process as bench
 from serve_app.bench.serve_process import PROJECT, Leftovers
 
-__all__ = ["PROJECT", "ServeProcess", "wait_until"]
+__all__ = ["PROJECT", "ServeProcess", "running", "wait_until"]
 
 START_DEADLINE_S = 120.0
 
@@ -126,3 +127,15 @@ class ServeProcess(bench.ServeProcess):
     def interrupt(self) -> Leftovers:
         self.http.close()
         return super().interrupt()
+
+
+@contextmanager
+def running(config: str, **environment: str) -> Iterator[ServeProcess]:
+    """A `serve run` that was just asked for; at the end it must leave nothing."""
+    server = ServeProcess(config, **environment)
+    try:
+        yield server
+    finally:
+        leftovers = server.interrupt()
+        server.remove_files()
+        leftovers.check()

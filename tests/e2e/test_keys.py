@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli import app
 from tests.e2e.conftest import Servers, config_with
-from tests.e2e.serve_process import ServeProcess, wait_until
+from tests.e2e.serve_process import ServeProcess, running, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -29,15 +29,10 @@ def server(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     config = yaml.safe_load(config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None}))
     (llm,) = (each for each in config["applications"] if each["name"] == "llm")
     llm["args"]["http"] = {"admin_keys_file": str(file)}
-    server = ServeProcess(yaml.safe_dump(config), SLEEPSERVE_API_KEYS=f"ann:{USER}")
-    server.http.headers["Authorization"] = f"Bearer {USER}"
-    try:
+    with running(yaml.safe_dump(config), SLEEPSERVE_API_KEYS=f"ann:{USER}") as server:
+        server.http.headers["Authorization"] = f"Bearer {USER}"
         server.wait_until_ready()
         yield server
-    finally:
-        leftovers = server.interrupt()
-        server.remove_files()
-    leftovers.check()
 
 
 def test_openai_client_needs_the_key(server: ServeProcess) -> None:

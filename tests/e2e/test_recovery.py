@@ -10,7 +10,7 @@ import pytest
 
 from actors.weights.checkpoint import write_checkpoint
 from tests.e2e.conftest import config_with
-from tests.e2e.serve_process import ServeProcess, wait_until
+from tests.e2e.serve_process import ServeProcess, running, wait_until
 from tests.fake_hub import FakeHub
 
 ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
@@ -18,14 +18,9 @@ ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
 
 @contextmanager
 def serving(config: str, **environment: str) -> Iterator[ServeProcess]:
-    server = ServeProcess(config, **environment)
-    try:
+    with running(config, **environment) as server:
         server.wait_until_ready()
         yield server
-    finally:
-        leftovers = server.interrupt()
-        server.remove_files()
-        leftovers.check()
 
 
 def text_of(server: ServeProcess, **changes: Any) -> str:
@@ -94,10 +89,5 @@ def test_configuration_that_cannot_work_is_told_in_the_log(
 ) -> None:
     """`sleepserve check` tells before anything starts; this is for who did not ask it."""
     servers.stop()
-    server = ServeProcess(config_with("tiny_cpu.yaml", **change))
-    try:
+    with running(config_with("tiny_cpu.yaml", **change)) as server:
         wait_until(lambda: message in server.log(), 60, message, pause_s=0.2)
-    finally:
-        leftovers = server.interrupt()
-        server.remove_files()
-    leftovers.check()

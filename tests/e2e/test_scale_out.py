@@ -21,7 +21,7 @@ from actors.weights import packer
 from actors.weights.fastload import load_from_disk
 from tests.e2e.conftest import config_with
 from tests.e2e.puzzles import Puzzle
-from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until
+from tests.e2e.serve_process import PROJECT, ServeProcess, running, wait_until
 from tests.e2e.test_faults import LONG, MODEL, REPLICA, question, solve
 from tests.e2e.test_recovery import serving
 
@@ -186,14 +186,9 @@ def test_image_that_was_corrupted_is_dropped_so_that_the_next_replica_has_a_good
 @contextmanager
 def serving_from_zero(config: str) -> Iterator[ServeProcess]:
     """There is no replica that could be ready."""
-    server = ServeProcess(config)
-    try:
+    with running(config) as server:
         wait_until(lambda: state_of(server) == "unloaded", 120, "it runs", pause_s=0.2)
         yield server
-    finally:
-        leftovers = server.interrupt()
-        server.remove_files()
-        leftovers.check()
 
 
 def state_of(server: ServeProcess) -> str | None:
