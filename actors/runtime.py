@@ -6,14 +6,13 @@ come from the engine's own thread to the event loop in one hop per step.
 """
 
 import asyncio
-import itertools
 import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,18 +21,15 @@ from transformers import PreTrainedModel
 
 from actors.engine.architectures import check_architecture
 from actors.engine.config import EngineConfig
-from actors.engine.engine import EngineOutput, EngineStats, TransformersEngine
+from actors.engine.engine import EngineStats, TransformersEngine
 from actors.engine.grammar import GrammarCompiler
 from actors.engine.message_form import ChatConfig
-from actors.engine.output import OutputAssembler
 from actors.engine.plain import prompt_logprobs
 from actors.engine.sampling import SequenceSampling
-from actors.engine.stream import RequestStream
+from actors.engine.stream import OpenStreams, Prepared
 from actors.engine.text import TextCodec
 from actors.errors import (
     DeviceMemoryShort,
-    EngineDied,
-    InvalidRequest,
     ReplicaFailed,
     Unavailable,
 )
@@ -42,13 +38,11 @@ from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
 from actors.protocol import (
     ChatPrompt,
-    FinishReason,
     GenerateRequest,
-    MessageForm,
     TokenEvent,
     TokenLogprob,
 )
-from actors.telemetry import Ending, EngineMeter, Observer, WakePhase
+from actors.telemetry import EngineMeter, Observer, WakePhase
 from actors.weights import packer
 from actors.weights.attach import build_on_meta
 from actors.weights.image import WeightImage
@@ -60,17 +54,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that passed every check and can enter the engine."""
-
-    request: GenerateRequest
-    prompt_ids: tuple[int, ...]
-    sequences: tuple[SequenceSampling, ...]  # one per continuation
-    form: MessageForm | None  # of a chat
-    arrived_s: float  # of `time.perf_counter`
 
 
 class ModelRuntime:
@@ -117,14 +100,10 @@ class ModelRuntime:
         self._release_image = release_image
         self._max_events_per_s = engine.max_events_per_s
         self._failure: ReplicaFailed | None = None
-        # sequence id -> stream, continuation
-        self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._observer = observer or Observer()
-        self._meter = EngineMeter(self._observer)
-        self._ids = itertools.count()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
         self._engine = self._control.submit(self._build_engine, module, engine).result()
+        self._streams = OpenStreams(self._engine, self.codec, EngineMeter(self._observer))
         try:
             self._control.submit(self._warm_up).result()
         except BaseException:
@@ -217,8 +196,7 @@ class ModelRuntime:
             InvalidRequest: the grammar turned out to be too much work, or a dead end.
         """
         self.check_health()
-        self._loop = asyncio.get_running_loop()
-        stream = self._open(prepared)
+        stream = self._streams.open(prepared)
         try:
             if prepared.request.echo:
                 logprobs = await self._prompt_logprobs(prepared)
@@ -230,21 +208,18 @@ class ModelRuntime:
                 await stream.arrived.wait()
                 if stream.error is not None:
                     raise stream.error
-                for event in stream.take():
+                events = stream.take()
+                for event in events:
                     yield event
-                if stream.settled.is_set() and not stream.events and stream.error is None:
+                if stream.told:
                     return
-                await stream.pace(len(self._streams) / self._max_events_per_s)
+                if events:
+                    await stream.pace(len(self._streams) / self._max_events_per_s)
         finally:
-            self._close(stream)
+            self._streams.close(stream)
 
     def abort_in_flight(self) -> None:
-        for stream, index in list(self._streams.values()):
-            assembler = stream.assemblers[index]
-            if not assembler.done:
-                self._engine.cancel(stream.sequence_ids[index])
-                stream.push(assembler.push((), finish=FinishReason.ABORT))
-                self._meter.ended(stream.sequence_ids[index], Ending.ABORT)
+        self._streams.abort_all()
 
     async def wake(self) -> MemoryChange:
         started_s = time.perf_counter()
@@ -303,7 +278,7 @@ class ModelRuntime:
             module,
             limits,
             self.memory.make_kv_arena,
-            self._deliver,
+            lambda outputs: self._streams.deliver(outputs),
             self.memory.card(),
             self.memory.weights_bytes,
             self.memory.pool,
@@ -400,48 +375,7 @@ class ModelRuntime:
         if not isinstance(reason, ReplicaFailed):
             reason = ReplicaFailed(f"{what} went wrong: {type(reason).__name__}")
         self._failure = reason
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._fail_streams, reason)
-
-    def _fail_streams(self, failure: ReplicaFailed) -> None:
-        for stream, _ in self._streams.values():
-            stream.fail(failure)
-
-    def _open(self, prepared: Prepared) -> RequestStream:
-        params = prepared.request.sampling
-        in_chat = isinstance(prepared.request.prompt, ChatPrompt)
-        stream = RequestStream(
-            assemblers=[
-                OutputAssembler(
-                    self.codec.stream(() if in_chat else prepared.prompt_ids),
-                    index=i,
-                    prompt_tokens=len(prepared.prompt_ids),
-                    stops=params.stop,
-                    min_tokens=params.min_tokens,
-                    form=prepared.form,
-                )
-                for i in range(len(prepared.sequences))
-            ],
-            stop_token_ids=params.stop_token_ids,
-            # Ids of our own: a request id that came twice would end the generation loop.
-            sequence_ids=[f"seq-{next(self._ids)}" for _ in prepared.sequences],
-        )
-        for i, sequence_id in enumerate(stream.sequence_ids):
-            self._streams[sequence_id] = (stream, i)
-        try:
-            for sequence_id, sequence in zip(stream.sequence_ids, prepared.sequences, strict=True):
-                self._meter.submitted(sequence_id, len(prepared.prompt_ids), prepared.arrived_s)
-                self._engine.submit(sequence_id, sequence)
-        except BaseException:
-            self._close(stream)
-            raise
-        return stream
-
-    def _close(self, stream: RequestStream) -> None:
-        for index, sequence_id in enumerate(stream.sequence_ids):
-            if self._streams.pop(sequence_id, None) and not stream.assemblers[index].done:
-                self._engine.cancel(sequence_id)
-            self._meter.ended(sequence_id, Ending.ABORT if stream.error is None else Ending.ERROR)
+        self._streams.fail_all(reason)
 
     def _echo(
         self, prepared: Prepared, index: int, logprobs: tuple[TokenLogprob, ...] | None
@@ -472,46 +406,6 @@ class ModelRuntime:
             else self.codec.token_logprob(raw.token_id, raw.logprob, raw.top)
             for token_id, raw in zip(ids, found, strict=True)
         )
-
-    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
-        """On the engine's thread: hand a step's outputs to the event loop."""
-        loop = self._loop
-        assert loop is not None, "outputs before the first generate"
-        try:
-            loop.call_soon_threadsafe(self._dispatch, list(outputs))
-        except RuntimeError:  # the loop is closed: the process is going away
-            logger.warning("outputs of %d sequences have nowhere to go", len(outputs))
-
-    def _dispatch(self, outputs: Sequence[EngineOutput]) -> None:
-        self._meter.advanced(outputs)
-        for output in outputs:
-            found = self._streams.get(output.sequence_id)
-            if found is None:
-                continue  # cancelled a moment ago
-            stream, index = found
-            if isinstance(output.error, InvalidRequest | Unavailable):
-                stream.fail(output.error)
-                continue
-            if output.error is not None:
-                logger.error("sequence %s failed", output.sequence_id, exc_info=output.error)
-                stream.fail(EngineDied(f"generation failed: {type(output.error).__name__}"))
-                continue
-            assembler = stream.assemblers[index]
-            if assembler.done:
-                continue
-            logprobs = None
-            if output.logprobs is not None:
-                logprobs = [
-                    self.codec.token_logprob(raw.token_id, raw.logprob, raw.top)
-                    for raw in output.logprobs
-                ]
-            told = output.stop_token_id if output.stop_token_id in stream.stop_token_ids else None
-            event = assembler.push(output.token_ids, logprobs, output.finish, told)
-            if event is not None and event.finish_reason is not None:
-                if output.finish is None:  # a stop string: the engine knows nothing of it
-                    self._engine.cancel(output.sequence_id)
-                self._meter.ended(output.sequence_id, Ending(event.finish_reason))
-            stream.push(event)
 
 
 def build_module(checkpoint: Path, dtype: str) -> PreTrainedModel:

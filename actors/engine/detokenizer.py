@@ -1,4 +1,4 @@
-"""Token ids to text, one id at a time.
+"""Token ids to text, a few ids at a time.
 
 What has been handed out is never taken back and never ends in a broken character. There are two
 ways, chosen by looking at the tokenizer's decoder (`TokenBytes.of`):
@@ -24,7 +24,7 @@ _MAX_WINDOW_TOKENS = 8  # more than the bytes of a character: the text is broken
 class StreamDecoder(Protocol):
     """Decodes one continuation."""
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """The text that is now certain; empty while a character is unfinished."""
 
     def flush(self) -> str:
@@ -99,8 +99,8 @@ class ByteStream:
         self._strip = 0 if continues else table.strip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int) -> str:
-        return self._stripped(self._utf8.decode(self._table.visible(token_id)))
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._stripped(self._utf8.decode(b"".join(map(self._table.visible, token_ids))))
 
     def flush(self) -> str:
         return self._stripped(self._utf8.decode(b"", final=True))
@@ -131,7 +131,10 @@ class WindowStream:
         self._ids = list(context[-_CONTEXT_TOKENS:])
         self._told = len(self._ids)  # how many of them are in what has been handed out
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self.flush()
         unfinished = not text or text.endswith(_REPLACEMENT)

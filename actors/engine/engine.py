@@ -71,7 +71,9 @@ class Engine(Protocol):
     """Generates tokens for many sequences at once, on a thread of its own."""
 
     max_model_len: int  # tokens of prompt and output together
-    paused: bool
+
+    @property
+    def paused(self) -> bool: ...
 
     def check(self, sequence: SequenceSampling) -> None:
         """Refuse a sequence that must not enter.

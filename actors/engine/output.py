@@ -93,10 +93,12 @@ class StopMatcher:
 
 
 class OutputAssembler:
-    """Makes the TokenEvents of one continuation.
+    """Gathers the tokens of one continuation, and makes TokenEvents of them for whoever takes them.
 
-    Stop strings count from the token after the first `min_tokens`, as in vLLM; one that is completed
-    later may start earlier. Neither the stop string nor the token that ended the sequence has text.
+    Tokens become text when they are taken, several at once under load; with stop strings at once,
+    because they may end the continuation. Stop strings count from the token after the first
+    `min_tokens`, as in vLLM; one that is completed later may start earlier. Neither the stop string
+    nor the token that ended the sequence has text.
 
     Args:
         decoder: of its own, not shared.
@@ -117,17 +119,26 @@ class OutputAssembler:
         min_tokens: int = 0,
         form: MessageForm | None = None,
     ) -> None:
-        self.done = False  # an event with a finish reason has been made; the engine may cancel
+        self.finish: FinishReason | None = None  # why it ended; None while it goes on
+        self.told = False  # the event with the finish reason has been taken
         self._decoder = decoder
         self._index = index
         self._prompt_tokens = prompt_tokens
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        # Not sent yet: they go with the next event.
+        # What the next event is made of.
+        self._undecoded: list[int] = []
+        self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None
+        self._stop_reason: str | int | None = None
         self._form = form
+
+    @property
+    def done(self) -> bool:
+        """Nothing more is taken in; the engine may cancel."""
+        return self.finish is not None
 
     def push(
         self,
@@ -135,8 +146,8 @@ class OutputAssembler:
         logprobs: Sequence[TokenLogprob] | None = None,
         finish: FinishReason | None = None,
         stop_reason: str | int | None = None,
-    ) -> TokenEvent | None:
-        """Take new tokens; give an event if there is text or an end to tell.
+    ) -> None:
+        """Take new tokens in; nothing, once it is done.
 
         Args:
             token_ids: may be empty, with `finish`.
@@ -146,45 +157,56 @@ class OutputAssembler:
             stop_reason: for the event, with `finish`.
         """
         if self.done:
-            return None
+            return
         assert logprobs is None or len(logprobs) == len(token_ids)
-        text = ""
-        used = 0
-        for token_id in token_ids:
-            used += 1
-            self._num_tokens += 1
-            if finish is FinishReason.STOP and used == len(token_ids):
-                break
-            text += self._feed(self._decoder.push(token_id))
+        with_text = token_ids[:-1] if finish is FinishReason.STOP else token_ids
+        if self._matcher is None:
+            self._undecoded += with_text
+        else:
+            read = self._search(self._matcher, with_text, finish is not None)
             if self._matcher.matched is not None:
-                break
-        if finish is not None and self._matcher.matched is None:
-            text += self._feed(self._decoder.flush()) + self._matcher.flush()
-        if self._matcher.matched is not None:
-            finish, stop_reason = FinishReason.STOP, self._matcher.matched
-        self._token_ids += token_ids[:used]
+                finish, stop_reason = FinishReason.STOP, self._matcher.matched
+                if read is not None:
+                    token_ids = token_ids[:read]
+        self._token_ids += token_ids
         if logprobs is not None:
-            self._logprobs = (self._logprobs or []) + list(logprobs[:used])
-        if not text and finish is None:
+            self._logprobs = (self._logprobs or []) + list(logprobs[: len(token_ids)])
+        if finish is not None:
+            self.finish, self._stop_reason = finish, stop_reason
+
+    def take(self) -> TokenEvent | None:
+        """All that is new, if there is text or an end to tell; tokens without wait for the next."""
+        if self._undecoded:
+            self._text += self._decoder.push(self._undecoded)
+            self._undecoded = []
+        if self.told or not (self._text or self.done):
             return None
-        return self._event(text, finish, stop_reason)
-
-    def _feed(self, text: str) -> str:
-        return self._matcher.feed(text, armed=self._num_tokens > self._min_tokens)
-
-    def _event(
-        self, text: str, finish: FinishReason | None, stop_reason: str | int | None
-    ) -> TokenEvent:
-        self.done = finish is not None
+        if self.done and self._matcher is None:
+            self._text += self._decoder.flush()
         event = TokenEvent(
             index=self._index,
-            text=text,
+            text=self._text,
             token_ids=tuple(self._token_ids),
             prompt_tokens=self._prompt_tokens,
-            finish_reason=finish,
-            stop_reason=stop_reason,
+            finish_reason=self.finish,
+            stop_reason=self._stop_reason,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             form=self._form,
         )
-        self._token_ids, self._logprobs, self._form = [], None, None
+        self.told = self.done
+        self._text, self._token_ids, self._logprobs, self._form = "", [], None, None
         return event
+
+    def _search(self, matcher: StopMatcher, token_ids: Sequence[int], ends: bool) -> int | None:
+        """Read tokens up to a stop string; how many, if one came before the end."""
+        for read, token_id in enumerate(token_ids, 1):
+            self._num_tokens += 1
+            self._text += self._feed(matcher, self._decoder.push((token_id,)))
+            if matcher.matched is not None:
+                return read
+        if ends:
+            self._text += self._feed(matcher, self._decoder.flush()) + matcher.flush()
+        return None
+
+    def _feed(self, matcher: StopMatcher, text: str) -> str:
+        return matcher.feed(text, armed=self._num_tokens > self._min_tokens)

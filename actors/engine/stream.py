@@ -1,12 +1,39 @@
-"""One request's events on their way up: merged while nobody takes them, paced under load."""
+"""From the engine's steps to the requests: tokens gather per request, and go up paced under load."""
 
 import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from actors.engine.engine import Engine, EngineOutput
 from actors.engine.output import OutputAssembler
-from actors.protocol import TokenEvent
+from actors.engine.sampling import SequenceSampling
+from actors.engine.text import TextCodec
+from actors.errors import EngineDied, InvalidRequest, ReplicaFailed, Unavailable
+from actors.protocol import (
+    ChatPrompt,
+    FinishReason,
+    GenerateRequest,
+    MessageForm,
+    TokenEvent,
+)
+from actors.telemetry import Ending, EngineMeter
+
+logger = logging.getLogger(__name__)
 
 _WORTH_A_TIMER_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that passed every check and can enter the engine."""
+
+    request: GenerateRequest
+    prompt_ids: tuple[int, ...]
+    sequences: tuple[SequenceSampling, ...]  # one per continuation
+    form: MessageForm | None  # of a chat
+    arrived_s: float  # of `time.perf_counter`
 
 
 @dataclass(slots=True)
@@ -16,33 +43,20 @@ class RequestStream:
     assemblers: list[OutputAssembler]
     sequence_ids: list[str]
     stop_token_ids: tuple[int, ...]  # the request's own, which the client is told about
-    events: list[TokenEvent] = field(default_factory=list)  # not yet taken by the consumer
     error: Exception | None = None
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)  # something to take, or the end
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # finished or failed
 
-    def push(self, event: TokenEvent | None) -> None:
-        if event is not None:
-            self.events.append(event)
-            self.arrived.set()
-        if all(assembler.done for assembler in self.assemblers):
-            self.settled.set()
-            self.arrived.set()
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.settled.set()
-        self.arrived.set()
+    @property
+    def told(self) -> bool:
+        """Every continuation's last event has been taken."""
+        return all(assembler.told for assembler in self.assemblers)
 
     def take(self) -> list[TokenEvent]:
-        """All events so far, those of one continuation merged into one."""
+        """What is new, at most one event per continuation."""
         self.arrived.clear()
-        taken, self.events = self.events, []
-        merged: dict[int, TokenEvent] = {}
-        for event in taken:
-            earlier = merged.get(event.index)
-            merged[event.index] = event if earlier is None else merge_events(earlier, event)
-        return list(merged.values())
+        events = (assembler.take() for assembler in self.assemblers)
+        return [event for event in events if event is not None]
 
     async def pace(self, interval_s: float) -> None:
         """Let tokens gather for `interval_s`, or until the last one is there."""
@@ -54,19 +68,137 @@ class RequestStream:
         except TimeoutError:
             return  # the ordinary case: the interval is over
 
+    def advanced(self, index: int) -> None:
+        """Continuation `index` has got something new."""
+        self.arrived.set()
+        if self.assemblers[index].done and all(each.done for each in self.assemblers):
+            self.settled.set()
 
-def merge_events(first: TokenEvent, second: TokenEvent) -> TokenEvent:
-    """Two consecutive events of one continuation as one."""
-    logprobs = None
-    if first.logprobs is not None or second.logprobs is not None:
-        logprobs = (first.logprobs or ()) + (second.logprobs or ())
-    return TokenEvent(
-        index=first.index,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        prompt_tokens=first.prompt_tokens,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-        logprobs=logprobs,
-        form=first.form,
-    )
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.settled.set()
+        self.arrived.set()
+
+
+class OpenStreams:
+    """The requests that an engine works on. Lives on the event loop, `deliver` apart.
+
+    A step's outputs are only filed here, in a microsecond each: the engine's thread waits for this
+    one's lock between two steps, so what a client does not need at once is made when it is taken.
+    """
+
+    def __init__(self, engine: Engine, codec: TextCodec, meter: EngineMeter) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._meter = meter
+        self._continuations: dict[str, tuple[RequestStream, int]] = {}  # by sequence id
+        self._ids = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __len__(self) -> int:
+        """How many continuations are open."""
+        return len(self._continuations)
+
+    def open(self, prepared: Prepared) -> RequestStream:
+        """Give a request to the engine; whoever opens a stream closes it.
+
+        Raises:
+            EngineDied: the generation loop has ended.
+        """
+        self._loop = asyncio.get_running_loop()
+        params = prepared.request.sampling
+        in_chat = isinstance(prepared.request.prompt, ChatPrompt)
+        stream = RequestStream(
+            assemblers=[
+                OutputAssembler(
+                    self._codec.stream(() if in_chat else prepared.prompt_ids),
+                    index=i,
+                    prompt_tokens=len(prepared.prompt_ids),
+                    stops=params.stop,
+                    min_tokens=params.min_tokens,
+                    form=prepared.form,
+                )
+                for i in range(len(prepared.sequences))
+            ],
+            stop_token_ids=params.stop_token_ids,
+            # Ids of our own: a request id that came twice would end the generation loop.
+            sequence_ids=[f"seq-{next(self._ids)}" for _ in prepared.sequences],
+        )
+        for i, sequence_id in enumerate(stream.sequence_ids):
+            self._continuations[sequence_id] = (stream, i)
+        try:
+            for sequence_id, sequence in zip(stream.sequence_ids, prepared.sequences, strict=True):
+                self._meter.submitted(sequence_id, len(prepared.prompt_ids), prepared.arrived_s)
+                self._engine.submit(sequence_id, sequence)
+        except BaseException:
+            self.close(stream)
+            raise
+        return stream
+
+    def close(self, stream: RequestStream) -> None:
+        """Forget a stream; what is not done of it is cancelled."""
+        for sequence_id, assembler in zip(stream.sequence_ids, stream.assemblers, strict=True):
+            if self._continuations.pop(sequence_id, None) and not assembler.done:
+                self._engine.cancel(sequence_id)
+            self._meter.ended(sequence_id, Ending.ABORT if stream.error is None else Ending.ERROR)
+
+    def abort_all(self) -> None:
+        """End every continuation where it is, with the finish reason "abort"."""
+        for sequence_id, (stream, index) in list(self._continuations.items()):
+            if not stream.assemblers[index].done:
+                self._engine.cancel(sequence_id)
+                stream.assemblers[index].push((), finish=FinishReason.ABORT)
+                self._meter.ended(sequence_id, Ending.ABORT)
+                stream.advanced(index)
+
+    def fail_all(self, failure: ReplicaFailed) -> None:
+        """From any thread: every stream raises `failure`."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._fail_all, failure)
+
+    def deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        """On the engine's thread: hand a step's outputs to the event loop."""
+        assert self._loop is not None, "outputs before the first request"
+        try:
+            self._loop.call_soon_threadsafe(self._file, list(outputs))
+        except RuntimeError:  # the loop is closed: the process is going away
+            logger.warning("outputs of %d sequences have nowhere to go", len(outputs))
+
+    def _fail_all(self, failure: ReplicaFailed) -> None:
+        for stream, _ in self._continuations.values():
+            stream.fail(failure)
+
+    def _file(self, outputs: Sequence[EngineOutput]) -> None:
+        self._meter.advanced(outputs)
+        for output in outputs:
+            found = self._continuations.get(output.sequence_id)
+            if found is None:
+                continue  # cancelled a moment ago
+            stream, index = found
+            if output.error is not None:
+                stream.fail(_told_to_the_client(output.sequence_id, output.error))
+            elif not stream.assemblers[index].done:
+                self._push_output(stream, index, output)
+
+    def _push_output(self, stream: RequestStream, index: int, output: EngineOutput) -> None:
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = [
+                self._codec.token_logprob(raw.token_id, raw.logprob, raw.top)
+                for raw in output.logprobs
+            ]
+        told = output.stop_token_id if output.stop_token_id in stream.stop_token_ids else None
+        assembler = stream.assemblers[index]
+        assembler.push(output.token_ids, logprobs, output.finish, told)
+        if assembler.finish is not None:
+            if output.finish is None:  # a stop string: the engine knows nothing of it
+                self._engine.cancel(output.sequence_id)
+            self._meter.ended(output.sequence_id, Ending(assembler.finish))
+        stream.advanced(index)
+
+
+def _told_to_the_client(sequence_id: str, error: Exception) -> Exception:
+    if isinstance(error, InvalidRequest | Unavailable):
+        return error
+    logger.error("sequence %s failed", sequence_id, exc_info=error)
+    return EngineDied(f"generation failed: {type(error).__name__}")

@@ -147,7 +147,7 @@ def test_closing_the_stream_frees_everything(tiny_checkpoint: Path, image: Weigh
             await anext(stream)
             await stream.aclose()  # type: ignore[attr-defined]
             await h.until_free()
-        assert not h.runtime._streams
+        assert len(h.runtime._streams) == 0
         assert len(await h.tokens(PROMPTS[0], ignore_eos=True)) == 20
 
     run(tiny_checkpoint, image, scenario)
@@ -583,7 +583,7 @@ def test_stream_that_fails_between_two_events_tells_so(
     async def scenario(h: Harness) -> None:
         stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
         assert (await anext(stream)).finish_reason is None
-        h.runtime._fail_streams(ReplicaFailed("the device is gone"))
+        h.runtime._streams.fail_all(ReplicaFailed("the device is gone"))
         with pytest.raises(ReplicaFailed, match="the device is gone"):
             async for _ in stream:
                 pass

@@ -112,7 +112,7 @@ def id_of(codec: TextCodec, token: str) -> int:
 
 def streamed(codec: TextCodec, ids: list[int]) -> str:
     decoder = codec.stream()
-    return "".join(decoder.push(i) for i in ids) + decoder.flush()
+    return "".join(decoder.push([i]) for i in ids) + decoder.flush()
 
 
 # Detokenisation
@@ -131,7 +131,7 @@ def test_stream_equals_decode_at_every_length(kind: str, text: str) -> None:
     ids = list(codec.encode_prompt(text))
     decoder, told = codec.stream(), ""
     for i, token_id in enumerate(ids):
-        told += decoder.push(token_id)
+        told += decoder.push([token_id])
         if text != "\ufffd":
             assert "\ufffd" not in told
         assert codec.decode(ids).startswith(told), i
@@ -167,7 +167,7 @@ def test_stream_that_ends_inside_a_character_flushes_it(kind: str) -> None:
     codec = codec_of(KINDS[kind][0]())
     ids = list(codec.encode_prompt("ok😀"))[:-1]
     decoder = codec.stream()
-    assert "".join(decoder.push(i) for i in ids).strip() == "ok"
+    assert "".join(decoder.push([i]) for i in ids).strip() == "ok"
     assert decoder.flush().startswith("\ufffd")
 
 
@@ -179,7 +179,7 @@ def test_stream_of_broken_bytes_neither_stalls_nor_slows_down(kind: str) -> None
     start = time.perf_counter()
     silent = longest = 0
     for _ in range(3000):
-        silent = 0 if decoder.push(continuation) else silent + 1
+        silent = 0 if decoder.push([continuation]) else silent + 1
         longest = max(longest, silent)
     assert longest < 10
     assert time.perf_counter() - start < 3
@@ -190,7 +190,7 @@ def test_window_stream_puts_spaces_between_words() -> None:
     ids = list(codec.encode_prompt("the cats sitting . dog"))
     decoder = codec.stream()
     assert isinstance(decoder, WindowStream)
-    assert [decoder.push(i) for i in ids] == ["the", " cat", "s", " sit", "ting", " .", " dog"]
+    assert [decoder.push([i]) for i in ids] == ["the", " cat", "s", " sit", "ting", " .", " dog"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,7 +199,7 @@ def test_context_keeps_the_leading_space(kind: str) -> None:
     prompt, whole = codec.encode_prompt("once upon"), codec.encode_prompt("once upon a time")
     assert whole[: len(prompt)] == prompt
     decoder = codec.stream(prompt)
-    text = "".join(decoder.push(i) for i in whole[len(prompt) :]) + decoder.flush()
+    text = "".join(decoder.push([i]) for i in whole[len(prompt) :]) + decoder.flush()
     assert codec.decode(prompt) + text == "once upon a time"
 
 
@@ -390,8 +390,13 @@ def assemble(codec: TextCodec, text: str, **kwargs: object):  # type: ignore[no-
     return assembler, list(codec.encode_prompt(text))
 
 
+def push(assembler: OutputAssembler, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]
+    assembler.push(*args, **kwargs)  # type: ignore[arg-type]
+    return assembler.take()
+
+
 def push_each(assembler: OutputAssembler, ids: list[int]):  # type: ignore[no-untyped-def]
-    events = (assembler.push([i]) for i in ids)
+    events = (push(assembler, [i]) for i in ids)
     return [event for event in events if event is not None]
 
 
@@ -402,6 +407,48 @@ def test_event_carries_the_tokens_of_an_unfinished_character(codec: TextCodec) -
     assert [event.token_ids for event in events] == [(ids[0],), tuple(ids[1:4]), (ids[4],)]
     assert {(event.index, event.prompt_tokens) for event in events} == {(1, 3)}
     assert not assembler.done
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stops", [[], ["never in there"]])
+def test_what_is_taken_seldom_is_what_is_taken_often(kind: str, stops: list[str]) -> None:
+    codec = codec_of(KINDS[kind][0]())
+    for text in TEXTS:
+        ids = list(codec.encode_prompt(text))
+        logprobs = [codec.token_logprob(i, -float(n)) for n, i in enumerate(ids)]
+        told = []
+        for every in (1, 2, 3, len(ids)):
+            assembler, events = OutputAssembler(codec.stream(), stops=stops), []
+            for n, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True), 1):
+                finish = FinishReason.LENGTH if n == len(ids) else None
+                assembler.push([token_id], [logprob], finish)
+                if n % every == 0 or finish is not None:
+                    events.append(assembler.take())
+            assert assembler.told
+            assert assembler.take() is None
+            kept = [event for event in events if event is not None]
+            assert [event.finish_reason for event in kept[:-1]] == [None] * (len(kept) - 1)
+            told.append(
+                (
+                    "".join(event.text for event in kept),
+                    [i for event in kept for i in event.token_ids],
+                    [each for event in kept for each in event.logprobs or ()],
+                    kept[-1].finish_reason,
+                )
+            )
+        assert told[0] == (codec.decode(ids), ids, logprobs, FinishReason.LENGTH)
+        assert all(other == told[0] for other in told)
+
+
+def test_end_waits_to_be_taken(codec: TextCodec) -> None:
+    assembler, ids = assemble(codec, "ab")
+    assembler.push(ids, finish=FinishReason.LENGTH)
+    assert (assembler.done, assembler.told) == (True, False)
+    assembler.push(ids)  # too late
+    event = assembler.take()
+    assert event is not None
+    assert (event.text, event.finish_reason) == ("ab", FinishReason.LENGTH)
+    assert (assembler.told, assembler.take()) == (True, None)
 
 
 def test_stop_string_ends_the_text_and_the_continuation(codec: TextCodec) -> None:
@@ -415,13 +462,13 @@ def test_stop_string_ends_the_text_and_the_continuation(codec: TextCodec) -> Non
         : len(codec.encode_prompt("one END"))
     ]
     assert assembler.done
-    assert assembler.push([1], finish=FinishReason.LENGTH) is None
+    assert push(assembler, [1], finish=FinishReason.LENGTH) is None
 
 
 def test_stop_string_inside_one_push_cuts_tokens_and_logprobs(codec: TextCodec) -> None:
     assembler, ids = assemble(codec, "abXYcd", stops=["XY"])
     logprobs = [codec.token_logprob(i, -float(n)) for n, i in enumerate(ids)]
-    event = assembler.push(ids, logprobs, finish=FinishReason.LENGTH)
+    event = push(assembler, ids, logprobs, finish=FinishReason.LENGTH)
     assert event is not None
     assert (event.text, event.token_ids) == ("ab", tuple(ids[:4]))
     assert event.logprobs == tuple(logprobs[:4])
@@ -431,7 +478,7 @@ def test_stop_string_inside_one_push_cuts_tokens_and_logprobs(codec: TextCodec) 
 def test_text_held_for_a_stop_string_comes_at_the_end(codec: TextCodec) -> None:
     assembler, ids = assemble(codec, "abX", stops=["XY"])
     assert [event.text for event in push_each(assembler, ids)] == ["a", "b"]
-    event = assembler.push([], finish=FinishReason.ABORT)
+    event = push(assembler, [], finish=FinishReason.ABORT)
     assert event is not None
     assert (event.text, event.token_ids) == ("X", (ids[2],))
     assert (event.finish_reason, event.stop_reason) == (FinishReason.ABORT, None)
@@ -439,14 +486,14 @@ def test_text_held_for_a_stop_string_comes_at_the_end(codec: TextCodec) -> None:
 
 def test_unfinished_character_at_the_end_is_replaced(codec: TextCodec) -> None:
     assembler, ids = assemble(codec, "a日")
-    event = assembler.push(ids[:-1], finish=FinishReason.LENGTH)
+    event = push(assembler, ids[:-1], finish=FinishReason.LENGTH)
     assert event is not None
     assert event.text == "a\ufffd"
 
 
 def test_the_token_that_ended_the_sequence_counts_without_text(codec: TextCodec) -> None:
     assembler, ids = assemble(codec, "ab.")
-    event = assembler.push(ids, finish=FinishReason.STOP, stop_reason=ids[-1])
+    event = push(assembler, ids, finish=FinishReason.STOP, stop_reason=ids[-1])
     assert event is not None
     assert (event.text, event.token_ids, event.stop_reason) == ("ab", tuple(ids), ids[-1])
 
@@ -454,7 +501,7 @@ def test_the_token_that_ended_the_sequence_counts_without_text(codec: TextCodec)
 def test_logprobs_wait_with_their_tokens(codec: TextCodec) -> None:
     assembler, ids = assemble(codec, "日b")
     logprobs = [codec.token_logprob(i, -1.0) for i in ids]
-    events = [assembler.push([i], [logprob]) for i, logprob in zip(ids, logprobs, strict=True)]
+    events = [push(assembler, [i], [logprob]) for i, logprob in zip(ids, logprobs, strict=True)]
     assert events[:2] == [None, None]
     assert events[2] is not None
     assert events[3] is not None
