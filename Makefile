@@ -8,7 +8,6 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
-DEMO := checkpoints/demo/config.json
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
@@ -34,19 +33,19 @@ help:
 	@echo 'make gpu     the tests that need one; PY=python3: with that interpreter, installing nothing'
 	@echo 'make check   formatting, lint, types'
 	@echo 'make fmt     format, and fix what lint can fix'
-	@echo 'make clean   remove the environment, the caches and the demo checkpoints'
+	@echo 'make clean   remove the environment, the caches and what tests wrote to checkpoints/'
 
-serve: $(STAMP) $(DEMO)
+serve: $(STAMP)
 	@$(VENV)/bin/sleepserve check serve_config.yaml
 	@echo 'When the models are up, try:'
 	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"demo\", \"max_tokens\": 32, \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(LOOPBACK) $(QUICK_PROXY) exec $(PY) -m ray.serve.scripts run serve_config.yaml
 
-test: $(STAMP) $(DEMO)
+test: $(STAMP)
 	$(PY) -m pytest -m "not gpu and not slow and not browser" $(ARGS)
 
-test-all: $(STAMP) $(DEMO)
+test-all: $(STAMP)
 	$(PY) -m pytest -m "not gpu and not browser" $(ARGS)
 
 # With Debian's chromium: playwright would have to download its own.
@@ -107,8 +106,4 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@echo "Installing into $(CLIENTS): some minutes, once."
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
-	@touch $@
-
-$(DEMO): actors/weights/checkpoint.py | $(STAMP)
-	$(VENV)/bin/sleepserve make-checkpoint checkpoints/demo --shape demo
 	@touch $@

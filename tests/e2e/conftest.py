@@ -84,11 +84,16 @@ def config_with(file: str, **changes: Any) -> str:
     return text
 
 
+# Large enough that a process' memory shows whether its weights are there.
+_RANDOM = {"source": {"id": "checkpoints/demo"}, "dtype": "auto"}
+
+
 def _on_cuda(**changes: Any) -> str:
     # Compiled layers round in their own way, and take over at any moment after the start.
     engine = {"device": "cuda", "gpu_memory_utilization": 0.1, "use_torch_compile": False}
     sleep = {"idle_timeout_s": None}
-    return config_with("demo.yaml", dtype="bfloat16", engine=engine, sleep=sleep, **changes)
+    model = _RANDOM | {"dtype": "bfloat16", "engine": engine, "sleep": sleep}
+    return config_with("demo.yaml", **model, **changes)
 
 
 def _scaling() -> str:
@@ -118,7 +123,7 @@ def _scaling() -> str:
 CONFIGS: dict[str, Callable[[], str]] = {
     "own": _own_config,
     "drowsy": lambda: config_with(
-        "demo.yaml", sleep={"idle_timeout_s": 3, "idle_check_interval_s": 0.1}
+        "demo.yaml", **_RANDOM, sleep={"idle_timeout_s": 3, "idle_check_interval_s": 0.1}
     ),
     "tiny": lambda: config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None}),
     "scaling": _scaling,

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from typer.testing import CliRunner, Result
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCorrupted
 from actors.protocol import ReplicaStatus, SleepCommand
 from actors.weights import packer
-from actors.weights.checkpoint import write_checkpoint
 from serve_app.bench.evaluate import Passage, evaluate
 from serve_app.bench.in_process import InProcessTarget
 from serve_app.bench.over_http import over_http
@@ -31,9 +30,11 @@ from serve_app.bench.perplexity import greedy_choices, log_likelihood
 from serve_app.bench.verdict import Plan, Report, Slept
 from serve_app.cli import app
 from serve_app.ingress import HttpSettings, build_asgi
+from serve_app.keys import read_keys
 from tests.conftest import PROJECT
 from tests.fakes import FakeModel
 from tests.integration.runtime_harness import Harness, load, run
+from tests.unit.bench.our_front import OurFront
 
 PROMPT = "The future of artificial intelligence is"
 SHORT = "It was the best of times, it was the worst of times."
@@ -67,7 +68,6 @@ def passage(tmp_path: Path) -> Path:
 
 
 def test_demo_model_passes(tmp_path: Path) -> None:
-    write_checkpoint(PROJECT / "checkpoints" / "demo", "demo")
     file = tmp_path / "eval.json"
     demo = PROJECT / "configs" / "demo.yaml"
     result = evaluated(demo, "--cycles", "2", "--assert-ttft", "5", "--json", file)
@@ -472,3 +472,45 @@ def test_server_that_is_not_there_is_told() -> None:
     result = evaluated("--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "no answer from http://127.0.0.1:9" in result.stderr
+
+
+USER = "user-key-1234567890"
+ADMIN = "admin-key-1234567890"
+
+
+@pytest.fixture
+def guarded() -> Iterator[OurFront]:
+    keys = read_keys(None, None, {"SLEEPSERVE_API_KEYS": USER, "SLEEPSERVE_ADMIN_KEYS": ADMIN})
+    with OurFront(keys, fake=FakeModel()) as front:
+        yield front
+
+
+@pytest.mark.parametrize("from_environment", [False, True])
+def test_server_with_keys_is_given_one(
+    guarded: OurFront, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, from_environment: bool
+) -> None:
+    monkeypatch.setenv("SLEEPSERVE_ADMIN_KEY", ADMIN if from_environment else USER)
+    options = [] if from_environment else ["--api-key", ADMIN]
+    file = tmp_path / "report.json"
+    result = evaluated("--url", guarded.url, "--json", file, *options)
+    assert result.exit_code == 0, result.output
+    assert report_in(file).passed
+    assert ADMIN not in result.output + file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        (None, "HTTP 401: this server needs a key"),
+        ("wrong" * 5, "give an admin key with SLEEPSERVE_ADMIN_KEY or --api-key"),
+        (USER, "HTTP 403: this route needs an admin key"),
+    ],
+)
+def test_server_that_needs_another_key_is_told(
+    guarded: OurFront, monkeypatch: pytest.MonkeyPatch, key: str | None, told: str
+) -> None:
+    monkeypatch.delenv("SLEEPSERVE_ADMIN_KEY", raising=False)
+    result = evaluated("--url", guarded.url, *(["--api-key", key] if key else []))
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert "--api-key" in result.stderr
