@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 
 from serve_app.bench.workload import Gap, Lengths, Load, Workload, default_requests
 from serve_app.bench_report_cli import ReportDir, check_report, write_report
+from serve_app.keys import ADMIN_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from serve_app.bench.http import Target
@@ -104,7 +105,20 @@ def http(
         typer.Option(metavar="N", min=1, help="After every N requests, POST /sleep (sleepserve)."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+        str | None,
+        typer.Option(
+            envvar="OPENAI_API_KEY",
+            show_envvar=True,
+            help="Sent as a bearer token; other users of this machine can read a command line.",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=ADMIN_KEY_VARIABLE,
+            show_envvar=True,
+            help="For /sleep and /is_sleeping, where sleepserve with keys asks for one; else as the others.",
+        ),
     ] = None,
     extra_body: Annotated[
         str,
@@ -141,7 +155,7 @@ def http(
     with _usage_errors():
         gap = _gap(idle_every, idle_s, sleep_every)
         loads = _loads(concurrency or [], request_rate or [], requests, duration, gap)
-        target = Target.parse(url, api_key, timeout_s)
+        target = Target.parse(url, api_key, timeout_s, admin_key)
         workload = Workload(
             model=model or "",
             endpoint=endpoint,

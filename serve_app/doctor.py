@@ -4,6 +4,7 @@ Nothing here imports torch or transformers, and Ray only where it is installed: 
 should be told.
 """
 
+import errno
 import json
 import os
 import resource
@@ -128,7 +129,10 @@ def check_cuda(has_driver: bool, torch: Torch | None, installed: Mapping[str, st
     if not has_driver:
         return Finding(name, Verdict.OK, "no NVIDIA driver here: models run on the CPU")
     if torch.cuda is None:
-        remedy = "pip install --force-reinstall torch from PyPI, which is built for CUDA"
+        remedy = (
+            "make clean, then make serve, which takes a torch for CUDA where there is a driver; by hand: "
+            "pip uninstall torch, then pip install -c constraints.txt -e '.[gpu]' with PyPI as the index"
+        )
         text = "there is an NVIDIA driver, but torch is built for the CPU alone"
         return Finding(name, Verdict.FAIL, text, remedy)
     if not torch.available:
@@ -193,12 +197,18 @@ def check_object_store(size: int | None, image_bytes: int) -> Finding:
     return Finding(name, Verdict.OK, text)
 
 
-def check_port(what: str, host: str, port: int, taken: bool, remedy: str) -> Finding:
+def check_port(what: str, host: str, port: int, error: OSError | None, remedy: str) -> Finding:
+    """Args: error: of listening there; remedy: if somebody else does."""
     name = f"port {port}"
-    if taken:
+    if error is None:
+        return Finding(name, Verdict.OK, f"free for {what}")
+    if error.errno == errno.EADDRINUSE:
         text = f"somebody listens on {host}:{port} already, which is for {what}"
         return Finding(name, Verdict.WARN, text, remedy)
-    return Finding(name, Verdict.OK, f"free for {what}")
+    text = f"nobody can listen on {host}:{port}, which is for {what}: {error.strerror}"
+    if error.errno == errno.EACCES:
+        return Finding(name, Verdict.FAIL, text, "ports below 1024 are root's; choose a higher one")
+    return Finding(name, Verdict.FAIL, text, "the host must be an address of this machine")
 
 
 def check_disk(what: str, path: Path, total: int, free: int) -> Finding:
@@ -221,7 +231,8 @@ def check_configuration(file: Path, wanted: Wanted | None) -> Finding:
         remedy = "run this where serve_config.yaml is, or name the file"
         return Finding(name, Verdict.WARN, f"no {file} here", remedy)
     if wanted.problems:
-        return Finding(name, Verdict.FAIL, "; ".join(wanted.problems), f"sleepserve check {file}")
+        remedy = f"correct that; sleepserve check {file} tells what is left"
+        return Finding(name, Verdict.FAIL, "; ".join(wanted.problems), remedy)
     return Finding(name, Verdict.OK, f"{file} is as it should be")
 
 
@@ -251,15 +262,16 @@ def examine(file: Path) -> list[Finding]:
             "HTTP",
             wanted.host,
             wanted.port,
-            _taken(wanted.host, wanted.port),
+            _listen_error(wanted.host, wanted.port),
             "is a server running already? Else choose another http_options.port",
         ),
         check_port(
             "Ray's dashboard",
             "127.0.0.1",
             DASHBOARD_PORT,
-            _taken("127.0.0.1", DASHBOARD_PORT),
-            "is a Ray running already? serve run joins it, or another dashboard takes the next port",
+            _listen_error("127.0.0.1", DASHBOARD_PORT),
+            "is a Ray running already? serve run joins it, with its object store and its environment; else the "
+            "dashboard takes the next port",
         ),
         *_disks(),
     ]
@@ -309,16 +321,16 @@ def _object_store_bytes() -> int | None:
     return int(resolve_object_store_memory(estimate_available_memory()))
 
 
-def _taken(host: str, port: int) -> bool:
-    """Whether somebody listens there; on every interface, for 0.0.0.0."""
+def _listen_error(host: str, port: int) -> OSError | None:
+    """Why nobody more can listen there; on every interface, for 0.0.0.0."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return True
-    return False
+        except OSError as error:
+            return error
+    return None
 
 
 def _disks() -> list[Finding]:

@@ -12,13 +12,20 @@ import typer
 
 EXIT_FAILED = 1
 
+DEFAULT_FILE = Path("serve_config.yaml")
+
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
     file: Annotated[
-        Path, typer.Argument(help="The serve_config.yaml that is to be served.")
-    ] = Path("serve_config.yaml"),
+        Path | None,
+        typer.Argument(
+            exists=True,
+            dir_okay=False,
+            help="What is to be served; serve_config.yaml, if there is one, when absent.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A list of findings.")] = False,
 ) -> None:
     """Look whether this machine can serve, and tell what to do where it cannot.
@@ -28,7 +35,7 @@ def doctor(
     """
     from serve_app.doctor import Verdict, examine
 
-    findings = examine(file)
+    findings = examine(file or DEFAULT_FILE)
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

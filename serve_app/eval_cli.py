@@ -27,6 +27,7 @@ from serve_app.bench.figures import gib
 from serve_app.bench.verdict import Difference, Left, Plan, Report
 from serve_app.config_errors import ConfigError
 from serve_app.download_cli import datasets_dir
+from serve_app.operator_cli import Key
 from serve_app.schemas import SEED_PROMPT
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def evaluate(
         str | None,
         typer.Option("--model", metavar="NAME", help="Which of the server's models; with --url."),
     ] = None,
+    api_key: Key = None,
     prompt: Annotated[str, typer.Option(help="The test input.")] = SEED_PROMPT,
     max_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Greedy tokens to generate and compare.")
@@ -139,7 +141,7 @@ def evaluate(
             from serve_app.bench.over_http import over_http
 
             assert url is not None, "checked above"
-            async with over_http(url, name) as remote:
+            async with over_http(url, name, api_key) as remote:
                 yield remote
 
     raise typer.Exit(_run(opened, plan, passage, json_file))

@@ -1,6 +1,7 @@
 """Who may call what: a table of all routes, and the middleware that holds to it."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -8,10 +9,13 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve_app.config_errors import ConfigError
 from serve_app.http_errors import AdminKeyRequired, InvalidApiKey, KeyBusy
 from serve_app.keys import Access, ApiKey, KeyRing
 
 logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0  # at the files of the keys, while there are requests
 
 # Of a route that is not here only operators have the use.
 ACCESS: Mapping[str, Access] = {
@@ -75,11 +79,14 @@ class Gate:
         self._keys = keys
         self._max_per_key = max_per_key
         self._in_flight: Counter[ApiKey] = Counter()
+        self._next_look_s = time.monotonic()
+        self._refused = ""  # what is wrong with the files, if anything is
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        self._look_at_files()
         access = access_of(scope, scope["app"].routes)
         if not self._keys.guards(access):
             await self._app(scope, receive, send)
@@ -94,6 +101,23 @@ class Gate:
             await self._counted(key, scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    def _look_at_files(self) -> None:
+        """Take what they have now; with a mistake in them, the keys of before hold."""
+        if not self._keys.files or time.monotonic() < self._next_look_s:
+            return
+        self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
+        try:
+            found = self._keys.current()
+        except ConfigError as error:
+            if str(error) != self._refused:
+                logger.error("keys have changed, but those of before hold: %s", error)
+            self._refused = str(error)
+            return
+        if found is not self._keys:
+            names = ", ".join(key.name for key in found.keys)
+            logger.info("keys have changed; there are now %s", names)
+        self._keys, self._refused = found, ""
 
     def _key_for(self, access: Access, authorization: str) -> ApiKey:
         scheme, _, token = authorization.partition(" ")

@@ -140,7 +140,7 @@ def build_asgi(
         read_images: asks the weight holder, for the status page.
         keys: what `read_keys` read; None: everything is open.
     """
-    return Ingress(models, settings, read_images).app(send_request_id, keys or KeyRing())
+    return Ingress(models, settings, read_images, keys or KeyRing()).app(send_request_id)
 
 
 class Ingress:
@@ -150,16 +150,18 @@ class Ingress:
         self,
         models: Mapping[str, ModelClient],
         settings: HttpSettings,
-        read_images: ReadImages | None = None,
+        read_images: ReadImages | None,
+        keys: KeyRing,
     ) -> None:
         self._models = ServedModels(models, settings.status_timeout_s)
         self._settings = settings
+        self._keys = keys
         self._exposition = Exposition(models)
         self._load = Load()
         self._version = _version()
         self._status = StatusRoutes(self._models, self.banner, self._version, read_images)
 
-    def app(self, send_request_id: bool, keys: KeyRing) -> Starlette:
+    def app(self, send_request_id: bool) -> Starlette:
         counted = [Middleware(self._load.wrap)]
         routes = [
             *self._status.routes(),
@@ -183,7 +185,9 @@ class Ingress:
                 *self._cors(),  # outermost: a page of another origin may read errors, too
                 Middleware(Edge, send_request_id=send_request_id),
                 Middleware(
-                    Gate, keys=keys, max_per_key=self._settings.max_concurrent_requests_per_key
+                    Gate,
+                    keys=self._keys,
+                    max_per_key=self._settings.max_concurrent_requests_per_key,
                 ),
             ],
             exception_handlers={HTTPException: http_exception},
@@ -312,7 +316,7 @@ class Ingress:
         return JSONResponse({"server_load": self._load.in_flight})
 
     async def show_openapi(self, request: Request) -> Response:
-        return JSONResponse(document(self._version, list(self._models.all)))
+        return JSONResponse(document(self._version, list(self._models.all), self._keys))
 
     # --- shared ---
 

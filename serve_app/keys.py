@@ -1,4 +1,4 @@
-"""API keys: read once from files or the environment, kept as digests, told in no message and no log.
+"""API keys: from files, which may change, or the environment; kept as digests, told in no message and no log.
 
 A file has one key per line, `name:key` or the key alone; empty lines and those that begin with `#` do not
 count. The variables have the same with commas. Log lines and messages show a key's name; without one, the
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import AfterValidator
 
@@ -23,6 +23,7 @@ from serve_app.config_errors import Key as YamlKey
 
 API_KEYS_VARIABLE = "SLEEPSERVE_API_KEYS"
 ADMIN_KEYS_VARIABLE = "SLEEPSERVE_ADMIN_KEYS"
+ADMIN_KEY_VARIABLE = "SLEEPSERVE_ADMIN_KEY"  # the one that our commands send
 
 _MIN_LENGTH = (
     16  # characters; also what tells a key from the word EMPTY, which clients send without one
@@ -31,6 +32,13 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # what a bearer token is made of (
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _OTHERS = stat.S_IRWXO | stat.S_IWGRP  # a group may read: that is how Kubernetes mounts secrets
 _MAKE_ONE = "`openssl rand -hex 32` makes one"
+
+
+# What our commands add where a server refuses their key, by HTTP status.
+REMEDIES: Mapping[int, str] = {
+    401: f"; give an admin key with {ADMIN_KEY_VARIABLE} or --api-key",
+    403: f"; that of {ADMIN_KEY_VARIABLE} or --api-key is one for inference",
+}
 
 
 class Access(IntEnum):
@@ -51,10 +59,52 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True)
+class _KeyFile:
+    """A file with keys.
+
+    Attributes:
+        setting: of `http`, which names it.
+        stamp: its state just before it was read; None: there was no such file.
+    """
+
+    access: Access
+    setting: str
+    path: Path
+    stamp: tuple[int, ...] | None
+
+    @classmethod
+    def find(cls, access: Access, setting: str, path: Path) -> Self:
+        return cls(access, setting, path, _stamp(path))
+
+    @property
+    def changed(self) -> bool:
+        return _stamp(self.path) != self.stamp
+
+
+@dataclass(frozen=True, slots=True)
 class KeyRing:
-    """All keys of a server; without any, everything is open."""
+    """All keys of a server; without any, everything is open.
+
+    Attributes:
+        files: where some of them came from.
+    """
 
     keys: tuple[ApiKey, ...] = ()
+    files: tuple[_KeyFile, ...] = field(default=(), repr=False, compare=False)
+    from_environment: tuple[ApiKey, ...] = field(default=(), repr=False, compare=False)
+
+    def current(self) -> "KeyRing":
+        """These keys, or what the files have now.
+
+        What is guarded stays the same: a file without a key is refused.
+
+        Raises:
+            ConfigError: a file has changed, and `read_keys` would not take it.
+        """
+        if not any(file.changed for file in self.files):
+            return self
+        files = (_KeyFile.find(each.access, each.setting, each.path) for each in self.files)
+        return _ring(tuple(files), self.from_environment, [])
 
     def guards(self, access: Access) -> bool:
         """Whether routes of that access need a key.
@@ -89,22 +139,32 @@ def read_keys(
             key is too short, or is one for inference and for operators.
     """
     problems: list[Problem] = []
-    keys: list[ApiKey] = []
+    files: list[_KeyFile] = []
+    from_environment: list[ApiKey] = []
     sources = (
         (Access.INFERENCE, "api_keys_file", api_keys_file, API_KEYS_VARIABLE),
         (Access.ADMIN, "admin_keys_file", admin_keys_file, ADMIN_KEYS_VARIABLE),
     )
     for access, setting, file, variable in sources:
-        try:
-            if file is not None:
-                keys += _from_file(Path(file), access)
-        except ConfigError as error:
-            problems += error.inside(("http", setting)).problems
+        if file is not None:
+            files.append(_KeyFile.find(access, setting, Path(file)))
         try:
             if variable in environ:
-                keys += _parse(environ[variable].split(","), access, f"${variable}")
+                from_environment += _parse(environ[variable].split(","), access, f"${variable}")
         except ConfigError as error:
             problems += error.problems
+    return _ring(tuple(files), tuple(from_environment), problems)
+
+
+def _ring(
+    files: tuple[_KeyFile, ...], from_environment: tuple[ApiKey, ...], problems: list[Problem]
+) -> KeyRing:
+    keys = list(from_environment)
+    for file in files:
+        try:
+            keys += _from_file(file.path, file.access)
+        except ConfigError as error:
+            problems += error.inside(("http", file.setting)).problems
     admins = {key.digest: key.name for key in keys if key.access is Access.ADMIN}
     for key in keys:
         if key.access is Access.INFERENCE and key.digest in admins:
@@ -112,7 +172,16 @@ def read_keys(
             problems.append(Problem(f"{key.name}: {text}"))
     if problems:
         raise ConfigError(problems)
-    return KeyRing(tuple(keys))
+    return KeyRing(tuple(keys), files, from_environment)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Another one after every write, chmod or rename."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _from_file(path: Path, access: Access) -> list[ApiKey]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from serve_app.gate import ACCESS
+from serve_app.keys import Access, KeyRing
 from serve_app.schemas import BODIES
 
 Schema = dict[str, Any]
@@ -16,17 +18,32 @@ Schema = dict[str, Any]
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _FLAG: Schema = {"type": "boolean"}
-_ANY: Schema = {}
+_EVENTS: Schema = {
+    "description": "With `stream`: server-sent events, each with a chunk as OpenAI's clients read it, or with an "
+    "Error; at last `[DONE]`."
+}
 
 
-def document(version: str, models: Sequence[str]) -> Schema:
-    """The document of a server with these models."""
+def document(version: str, models: Sequence[str], keys: KeyRing | None = None) -> Schema:
+    """The document of a server with these models.
+
+    Args:
+        keys: the server's. What they guard asks for one in the document, too; for the rest, and without
+            them, a key may be sent.
+    """
     schemas = _request_schemas(models)
+    paths = _paths(models)
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            _secure(operation, method, _ACCESS[path], keys or KeyRing())
     return {
         "openapi": "3.1.0",
         "info": {"title": "sleepserve", "version": version},
-        "paths": _paths(models),
-        "components": {"schemas": {**schemas, **_ANSWERS}},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas, **_ANSWERS},
+            "securitySchemes": _SCHEMES,
+        },
     }
 
 
@@ -97,8 +114,9 @@ def _generation(
     path: str, summary: str, answer: str, stream_type: str = "text/event-stream"
 ) -> Schema:
     operation = _posted(path, summary, answer)
-    streamed = {stream_type: {"schema": _TEXT}}
-    operation["responses"]["200"]["content"] |= streamed
+    # Of what stands in a stream of events OpenAPI 3.1 has no words; a schema would be one of each event.
+    streamed = _TEXT if stream_type == "text/plain" else _EVENTS
+    operation["responses"]["200"]["content"] |= {stream_type: {"schema": streamed}}
     return operation
 
 
@@ -110,6 +128,45 @@ def _health(summary: str) -> Schema:
 
 def _response(description: str, schema: Schema) -> Schema:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+# --- keys ---
+
+_INFERENCE_KEY, _ADMIN_KEY = "inference_key", "admin_key"
+
+_SCHEMES: Schema = {
+    _INFERENCE_KEY: {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A key for inference, of servers that have such keys.",
+    },
+    _ADMIN_KEY: {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An admin key; good for everything. The routes of operators take no other, as soon as "
+        "the server has keys of any kind.",
+    },
+}
+
+# By the paths of the document: there a path's parameter has no type.
+_ACCESS = {path.replace(":path}", "}"): access for path, access in ACCESS.items()}
+
+
+def _secure(operation: Schema, method: str, access: Access, keys: KeyRing) -> None:
+    """Which keys an operation takes, whether it may do without, and how it refuses."""
+    if access is Access.PUBLIC:
+        return
+    names = [_ADMIN_KEY] if access is Access.ADMIN else [_INFERENCE_KEY, _ADMIN_KEY]
+    optional: list[Schema] = [] if keys.guards(access) else [{}]
+    operation["security"] = [*optional, *({name: []} for name in names)]
+    responses = operation["responses"]
+    responses["401"] = _response("No key, or a wrong one.", _ref("Error"))
+    responses["401"]["headers"] = {"WWW-Authenticate": {"schema": _const("Bearer")}}
+    if access is Access.ADMIN:
+        responses["403"] = _response("A key for inference; an admin key is needed.", _ref("Error"))
+    elif method != "get":
+        responses["429"] = _response("Too many at once, of this key or of all.", _ref("Error"))
+        responses["429"]["headers"] = {"Retry-After": {"schema": _COUNT}}
 
 
 # --- requests ---

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from serve_app.keys import ADMIN_KEY_VARIABLE, REMEDIES
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -29,7 +31,7 @@ Key = Annotated[
     str | None,
     typer.Option(
         "--api-key",
-        envvar="SLEEPSERVE_ADMIN_KEY",
+        envvar=ADMIN_KEY_VARIABLE,
         show_envvar=True,
         help="An admin key; other users of this machine can read a command line.",
     ),
@@ -174,12 +176,9 @@ def _answer_of(url: str, code: int, body: bytes) -> dict[str, Any]:
     if code != 200:
         why = told.get("error") if isinstance(told, dict) else None
         message = why.get("message") if isinstance(why, dict) else None
-        remedy = {
-            401: "; give an admin key with SLEEPSERVE_ADMIN_KEY or --api-key",
-            403: "; that of SLEEPSERVE_ADMIN_KEY or --api-key is one for inference",
-        }.get(code, "")
         told_code = EXIT_USAGE if code in _WRONG_ORDER and message else EXIT_FAILED
-        raise Refused(f"{url}: HTTP {code}: {message or 'no sleepserve there?'}{remedy}", told_code)
+        text = f"{message or 'no sleepserve there?'}{REMEDIES.get(code, '')}"
+        raise Refused(f"{url}: HTTP {code}: {text}", told_code)
     if not isinstance(told, dict) or "models" not in told:
         raise Refused(f"{url} does not answer as sleepserve does")
     return told

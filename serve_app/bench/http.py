@@ -77,18 +77,26 @@ def with_cold(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server; `url` without the `/v1`."""
+    """A server; `url` without the `/v1`.
+
+    Attributes:
+        api_key: sent with every request, but for those to which the other one goes.
+        admin_key: sent to the routes of sleepserve's operators.
+    """
 
     url: str
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 600.0
+    admin_key: str | None = field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, url: str, api_key: str | None, timeout_s: float) -> Self:
+    def parse(
+        cls, url: str, api_key: str | None, timeout_s: float, admin_key: str | None = None
+    ) -> Self:
         """Raises ValueError if `url` is not one."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"a URL begins with http:// or https://, found {url!r}")
-        return cls(url.rstrip("/").removesuffix("/v1"), api_key, timeout_s)
+        return cls(url.rstrip("/").removesuffix("/v1"), api_key, timeout_s, admin_key)
 
 
 class Client:
@@ -99,9 +107,7 @@ class Client:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        headers = {"Content-Type": "application/json"}
-        if self._target.api_key:
-            headers["Authorization"] = f"Bearer {self._target.api_key}"
+        headers = {"Content-Type": "application/json", **_bearer(self._target.api_key)}
         self._session = aiohttp.ClientSession(
             headers=headers,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
@@ -150,12 +156,15 @@ class Client:
         return answer.record(start_s, time.monotonic())
 
     async def call(
-        self, method: Literal["GET", "POST"], path: str, **query: str
+        self, method: Literal["GET", "POST"], path: str, *, as_admin: bool = False, **query: str
     ) -> tuple[int | None, Any]:
-        """Status and JSON of a control request; no status without an answer, then an error's text."""
+        """Status and JSON of any other request; no status without an answer, then an error's text."""
         url = self._target.url + path
+        headers = _bearer(self._target.admin_key) if as_admin else {}
         try:
-            async with self._session.request(method, url, params=query) as response:
+            async with self._session.request(
+                method, url, params=query, headers=headers
+            ) as response:
                 raw = await response.read()
                 try:
                     return response.status, json.loads(raw)
@@ -163,6 +172,10 @@ class Client:
                     return response.status, raw.decode(errors="replace")[:_MESSAGE_CHARS]
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             return None, str(exc) or type(exc).__name__
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -10,9 +10,16 @@ from typing import Any, Literal
 from serve_app.bench.http import Client, RequestRecord, Target, with_cold
 from serve_app.bench.http_workers import BenchError, LocalWorker, ProcessWorker, Worker, workers_for
 from serve_app.bench.workload import Load, Scale, Segment, Workload, deal
+from serve_app.keys import ADMIN_KEY_VARIABLE
 
 _START_DELAY_S = 0.02  # until every process has its share
 _GIVE_UP_AFTER = 100  # failures in a row
+
+_REMEDIES: Mapping[int | None, str] = {
+    401: "; give a key for inference with OPENAI_API_KEY or --api-key"
+}
+_ADMIN_REMEDY = f"; give an admin key with {ADMIN_KEY_VARIABLE} or --admin-key"
+_NOT_OURS = "; --sleep-every is for sleepserve, --idle-every for servers that sleep by themselves"
 
 Phase = Literal["sending", "idle", "putting to sleep"]
 
@@ -106,7 +113,8 @@ class HttpBench:
             raise BenchError(f"no server at {self.target.url}: {answer}")
         models = answer.get("data") if isinstance(answer, dict) else None
         if status != 200 or not isinstance(models, list):
-            raise BenchError(f"GET /v1/models answered {status}: {answer}; name one with --model")
+            remedy = _REMEDIES.get(status) or "; name one with --model"
+            raise BenchError(f"GET /v1/models answered {status}: {answer}{remedy}")
         names = [str(model["id"]) for model in models]
         if len(names) != 1:
             raise BenchError(f"{len(names)} models are served: {', '.join(names)}; choose --model")
@@ -133,7 +141,7 @@ class HttpBench:
         if record.error is not None:
             raise BenchError(
                 f"the first request failed, POST {self.target.url}{self.workload.path}: "
-                f"{record.error_class}: {record.message}"
+                f"{record.error_class}: {record.message}{_REMEDIES.get(record.status, '')}"
             )
         return record.prompt_tokens or 0
 
@@ -209,14 +217,16 @@ class HttpBench:
         self._on_progress(current)
 
     async def _put_to_sleep(self) -> None:
-        status, answer = await self._client.call("POST", "/sleep", model=self.workload.model)
+        status, answer = await self._client.call(
+            "POST", "/sleep", as_admin=True, model=self.workload.model
+        )
         if status != 200:
-            raise BenchError(
-                f"POST /sleep answered {status or 'nothing'}: {answer}; --sleep-every is for "
-                "sleepserve, --idle-every for servers that sleep by themselves"
-            )
+            remedy = _ADMIN_REMEDY if status in (401, 403) else _NOT_OURS
+            raise BenchError(f"POST /sleep answered {status or 'nothing'}: {answer}{remedy}")
 
     async def _is_sleeping(self) -> bool | None:
-        status, answer = await self._client.call("GET", "/is_sleeping", model=self.workload.model)
+        status, answer = await self._client.call(
+            "GET", "/is_sleeping", as_admin=True, model=self.workload.model
+        )
         value: Any = answer.get("is_sleeping") if isinstance(answer, dict) else None
         return value if status == 200 and isinstance(value, bool) else None

@@ -14,6 +14,7 @@ from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailab
 from actors.protocol import ReplicaState, ReplicaStatus
 from serve_app.bench.evaluate import Passage, Progress
 from serve_app.bench.verdict import About, Answer, FirstToken, Left, Perplexity, Slept, Tokens, Woke
+from serve_app.keys import REMEDIES
 
 _TIMEOUT_S = 1800.0  # a level 2 wake loads from disk
 _STATUSES = TypeAdapter(tuple[ReplicaStatus, ...])
@@ -22,12 +23,15 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def over_http(url: str, model: str | None) -> AsyncIterator["HttpTarget"]:
+async def over_http(
+    url: str, model: str | None, api_key: str | None = None
+) -> AsyncIterator["HttpTarget"]:
     """A model of a server, awake.
 
     Args:
         url: of the server; a `/v1` at its end is taken off.
         model: which one; without it the only one that is served.
+        api_key: an admin key, which a server with keys asks for.
 
     Raises:
         InvalidRequest: there is no such model, or it has no replica.
@@ -35,7 +39,8 @@ async def over_http(url: str, model: str | None) -> AsyncIterator["HttpTarget"]:
     """
     base = url.rstrip("/").removesuffix("/v1")
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         server = Server(session, base)
         name = await _choose(server, model)
         replicas = await server.control("/wake_up", name)
@@ -224,7 +229,7 @@ class Server:
 def _refuse(status: int, raw: bytes) -> None:
     if status == 200:
         return
-    told = f"HTTP {status}: {_message(raw)}"
+    told = f"HTTP {status}: {_message(raw)}{REMEDIES.get(status, '')}"
     if status in (429, 503):
         raise Unavailable(told)
     raise InvalidRequest(told) if status < 500 else ReplicaFailed(told)

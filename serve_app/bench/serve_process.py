@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from serve_app.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE
+
 PROJECT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -193,8 +195,12 @@ def free_port() -> int:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """The caller's without its Ray, and Ray as `make serve` has it, with a modest store and a place of its own."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    """The caller's without its Ray and its keys; Ray as `make serve` has it, with a modest store and a place of its own."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") and name not in (API_KEYS_VARIABLE, ADMIN_KEYS_VARIABLE)
+    }
     search = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return inherited | {
         "PYTHONPATH": os.pathsep.join(search),

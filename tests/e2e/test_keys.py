@@ -17,18 +17,24 @@ pytestmark = pytest.mark.slow
 
 USER = "user-key-1234567890"
 ADMIN = "admin-key-1234567890"
+OTHER = "later-key-1234567890"
 MARK = "zanzibar-prompt-marker"
 
 
 @pytest.fixture(scope="module")
-def server(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    servers.stop()
+def admins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("keys") / "admins"
     file.write_text(f"ops:{ADMIN}\n")
     file.chmod(0o600)
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(servers: Servers, admins: Path) -> Iterator[ServeProcess]:
+    servers.stop()
     config = yaml.safe_load(config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None}))
     (llm,) = (each for each in config["applications"] if each["name"] == "llm")
-    llm["args"]["http"] = {"admin_keys_file": str(file)}
+    llm["args"]["http"] = {"admin_keys_file": str(admins)}
     with running(yaml.safe_dump(config), SLEEPSERVE_API_KEYS=f"ann:{USER}") as server:
         server.http.headers["Authorization"] = f"Bearer {USER}"
         server.wait_until_ready()
@@ -58,6 +64,30 @@ def test_controls_need_the_admin_key(server: ServeProcess) -> None:
     assert "asleep" in CliRunner().invoke(app, ["status", *options]).stdout
     assert CliRunner().invoke(app, ["wake", "tiny", *options]).exit_code == 0
     assert server.model_states() == {"tiny": "loaded"}
+
+
+def test_file_of_keys_changes_while_the_server_runs(server: ServeProcess, admins: Path) -> None:
+    def status(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return server.http.get("/is_sleeping", headers=headers).status_code
+
+    before = admins.read_text()
+    assert (status(ADMIN), status(OTHER)) == (200, 401)
+    admins.write_text(f"later:{OTHER}\n")
+    try:
+        wait_until(lambda: status(OTHER) == 200, 10, "the new key counts", pause_s=0.2)
+        assert status(ADMIN) == 401
+    finally:
+        admins.write_text(before)
+    wait_until(lambda: status(ADMIN) == 200, 10, "the old key counts again", pause_s=0.2)
+
+
+@pytest.mark.parametrize("command", [["eval"], ["bench", "http", "--sleep-every", "2"]])
+def test_commands_of_ours_take_keys(server: ServeProcess, command: list[str]) -> None:
+    keys = {"OPENAI_API_KEY": USER, "SLEEPSERVE_ADMIN_KEY": ADMIN}
+    few = ["--max-tokens", "8"] + (["--requests", "4", "--quiet"] if "bench" in command else [])
+    result = CliRunner().invoke(app, [*command, "--url", server.url, *few], env=keys)
+    assert result.exit_code == 0, result.output
 
 
 def test_no_prompt_and_no_key_in_any_log(server: ServeProcess) -> None:
@@ -93,7 +123,7 @@ def test_no_prompt_and_no_key_in_any_log(server: ServeProcess) -> None:
         assert any(part in path for path in logs), f"no log {part} among {list(logs)}"
     assert any("/v1/completions" in text for text in logs.values()), "requests are logged"
     for path, text in logs.items():
-        for secret in (MARK, USER, ADMIN):
+        for secret in (MARK, USER, ADMIN, OTHER):
             assert secret not in text, f"{secret} in {path}"
 
 

@@ -1,18 +1,123 @@
-"""Ctrl-C leaves nothing behind, whatever the replica was doing."""
+"""A replica that is told to stop finishes its streams; Ctrl-C leaves nothing behind."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.conftest import Servers
-from tests.e2e.serve_process import PROJECT, ServeProcess
+from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until
+from tests.e2e.test_redeploy import changed, deploy
 
 LONG = {"model": "tiny", "prompt": "on and on", "max_tokens": 900, "ignore_eos": True}
+STREAMS = 2
+CONTINUATIONS = 8  # together they take a replica for many seconds
+
+
+# --- replicas that are told to stop ---
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A stream, from its first event to its last."""
+
+    events: list[dict[str, Any]]
+    done: bool
+    ended_s: float
+
+
+def listen(server: ServeProcess, begun: threading.Semaphore) -> Heard:
+    asked = LONG | {"n": CONTINUATIONS, "stream": True, "stream_options": {"include_usage": True}}
+    events: list[dict[str, Any]] = []
+    done = False
+    with server.http.stream("POST", "/v1/completions", json=asked) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                done = True
+            elif line.startswith("data: "):
+                if not events:
+                    begun.release()
+                events.append(json.loads(line.removeprefix("data: ")))
+    return Heard(events, done, time.monotonic())
+
+
+@contextmanager
+def streaming(server: ServeProcess) -> Iterator[list[Future[Heard]]]:
+    """Long streams that have begun."""
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(STREAMS) as pool:
+        streams = [pool.submit(listen, server, begun) for _ in range(STREAMS)]
+        for _ in streams:
+            assert begun.acquire(timeout=60)
+        yield streams
+
+
+def in_flight(server: ServeProcess) -> dict[int, int]:
+    """Process of each running replica -> requests."""
+    replicas = server.get("/replicas")["models"]["tiny"]["replicas"]
+    return {replica["process_id"]: replica["in_flight"] for replica in replicas}
+
+
+def check_finished(streams: list[Future[Heard]], told_s: float) -> None:
+    """Every stream came whole, and the replica was told to stop in the middle of one at least."""
+    heard = [stream.result(timeout=180) for stream in streams]
+    for stream in heard:
+        assert stream.done
+        assert not [event for event in stream.events if "error" in event]
+        assert stream.events[-1]["usage"]["completion_tokens"] == CONTINUATIONS * 900
+        reasons = [c["finish_reason"] for event in stream.events for c in event["choices"]]
+        assert [reason for reason in reasons if reason] == ["length"] * CONTINUATIONS
+    assert max(stream.ended_s for stream in heard) > told_s
+
+
+@pytest.mark.slow
+def test_replica_too_many_finishes_its_stream(tiny: ServeProcess) -> None:
+    tiny.post("/scaleout", replicas=2)
+    wait_until(lambda: len(in_flight(tiny)) == 2, what="two replicas", pause_s=0.2)
+    tiny.http.post("/wake_up")
+    with streaming(tiny) as streams:
+        before = in_flight(tiny)
+        assert sorted(before.values()) == [1, 1]
+        tiny.post("/scalein", replicas=1)
+        wait_until(lambda: len(in_flight(tiny)) == 1, what="one replica", pause_s=0.2)
+        told_s = time.monotonic()
+        (leaving,) = before.keys() - in_flight(tiny).keys()
+        assert psutil.pid_exists(leaving)
+        check_finished(streams, told_s)
+    wait_until(lambda: not psutil.pid_exists(leaving), what="the replica goes", pause_s=0.2)
+
+
+@pytest.mark.slow
+def test_replica_of_an_older_version_finishes_its_streams(tiny: ServeProcess) -> None:
+    """And so does the ingress in front of it."""
+    tiny.wake_up()
+    (old,) = in_flight(tiny)
+    front = tiny.actor_pid("llm:Ingress")
+    assert front is not None
+    with streaming(tiny) as streams:
+        deploy(tiny, changed(tiny.config, max_requests_per_batch=4))
+        wait_until(lambda: old not in in_flight(tiny), what="it is told to stop", pause_s=0.2)
+        told_s = time.monotonic()
+        assert psutil.pid_exists(old)
+        check_finished(streams, told_s)
+    for pid in (old, front):
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid), what="they go", pause_s=0.2)  # type: ignore[misc]
+
+
+# --- Ctrl-C ---
 
 
 def asleep(server: ServeProcess) -> None:

@@ -1,6 +1,8 @@
 """Each check, with what it says when all is well and when it is not; and the command around them."""
 
+import errno
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ GIB = 2**30
 ALL = {"torch": "2.13.0", "ray": "2.60.0", "cuda-bindings": "13.0", "nvidia-ml-py": "13.580"}
 ON_CARD = Torch(cuda="13.0", available=True, devices=2)
 IMAGE = 15 * GIB
+IN_USE, FORBIDDEN, ELSEWHERE = (
+    OSError(number, os.strerror(number))
+    for number in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
+)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,7 @@ IMAGE = 15 * GIB
         (doctor.check_cuda(True, ON_CARD, ALL), "ok", ""),
         (doctor.check_cuda(False, None, {}), "fail", "see packages"),
         (doctor.check_cuda(True, Torch(error="no libc10.so"), ALL), "fail", "install torch again"),
-        (doctor.check_cuda(True, Torch(cuda=None), ALL), "fail", "built for CUDA"),
+        (doctor.check_cuda(True, Torch(cuda=None), ALL), "fail", "pip uninstall torch"),
         (doctor.check_cuda(True, Torch(cuda="13.0"), ALL), "fail", "--gpus all"),
         (doctor.check_cuda(True, ON_CARD, {"torch": "2.13.0"}), "fail", ".[gpu]"),
         (doctor.check_locked_memory(None, True, IMAGE), "ok", ""),
@@ -42,8 +48,10 @@ IMAGE = 15 * GIB
         (doctor.check_object_store(IMAGE, IMAGE), "ok", ""),
         (doctor.check_object_store(GIB, IMAGE), "warn", "--object-store-memory"),
         (doctor.check_object_store(None, IMAGE), "fail", "see packages"),
-        (doctor.check_port("HTTP", "127.0.0.1", 8000, False, "choose"), "ok", ""),
-        (doctor.check_port("HTTP", "127.0.0.1", 8000, True, "choose"), "warn", "choose"),
+        (doctor.check_port("HTTP", "127.0.0.1", 8000, None, "choose"), "ok", ""),
+        (doctor.check_port("HTTP", "127.0.0.1", 8000, IN_USE, "choose"), "warn", "choose"),
+        (doctor.check_port("HTTP", "127.0.0.1", 80, FORBIDDEN, "choose"), "fail", "below 1024"),
+        (doctor.check_port("HTTP", "192.0.2.1", 8000, ELSEWHERE, "choose"), "fail", "address of"),
         (doctor.check_disk("Ray", Path("/tmp"), 200 * GIB, 50 * GIB), "ok", ""),
         (doctor.check_disk("Ray", Path("/tmp"), 200 * GIB, 15 * GIB), "warn", "RAY_TMPDIR"),
         (doctor.check_disk("Ray", Path("/tmp"), 2000 * GIB, 90 * GIB), "fail", "make room"),
@@ -156,7 +164,24 @@ def test_torch_that_cannot_be_imported_is_told(
     assert doctor._ask_torch() == Torch(error="OSError: libc10.so: cannot open")
 
 
+def test_address_of_another_machine_is_told(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    file = _two_of_one_checkpoint(tiny_checkpoint, tmp_path)
+    file.write_text(file.read_text().replace("127.0.0.1", "192.0.2.1"))  # of no machine (RFC 5737)
+    found = examined(monkeypatch, file, Torch())
+    assert found["configuration"].verdict is Verdict.OK, found["configuration"].text
+    assert found["port 8000"].verdict is Verdict.FAIL
+    assert "192.0.2.1:8000" in found["port 8000"].text
+
+
 # --- the command ---
+
+
+def test_file_that_is_not_there_is_wrong_usage() -> None:
+    told = CliRunner().invoke(app, ["doctor", "none.yaml"])
+    assert told.exit_code == 2
+    assert "does not exist" in told.stderr
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])

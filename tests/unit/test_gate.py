@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
+from serve_app import gate
 from serve_app.gate import ACCESS
 from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.keys import Access, KeyRing, read_keys
@@ -210,6 +212,51 @@ def test_orders_are_logged_with_the_name_of_the_key(caplog: pytest.LogCaptureFix
     lines = [record.getMessage() for record in caplog.records if record.name == "serve_app.gate"]
     assert [line.partition(": ")[2] for line in lines] == ["/sleep with the key ops"]
     assert ADMIN not in caplog.text
+
+
+# --- files that change ---
+
+
+def test_key_that_was_taken_from_its_file_opens_nothing_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(gate, "_LOOK_INTERVAL_S", 0.0)
+    file = tmp_path / "users"
+
+    def write(text: str) -> None:
+        file.write_text(text)
+        file.chmod(0o600)
+
+    def found() -> list[int]:
+        return [client.get("/load", headers=bearer(key)).status_code for key in (USER, ADMIN)]
+
+    write(f"ann:{USER}")
+    with serving(read_keys(str(file), None, {})) as client:
+        assert found() == [200, 401]
+        write(f"bob:{ADMIN}")
+        assert found() == [401, 200]
+        assert "there are now bob" in caplog.text
+        write("# nobody, so that whoever emptied it gets no open server")
+        assert found() == [401, 200]
+        assert found() == [401, 200]
+        assert caplog.text.count("those of before hold: ") == 1
+        write(f"ann:{USER}")
+        assert found() == [200, 401]
+    assert not any(key in caplog.text for key in (USER, ADMIN))
+
+
+def test_files_are_not_looked_at_for_every_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_LOOK_INTERVAL_S", 3600.0)
+    file = tmp_path / "users"
+    file.write_text(USER)
+    file.chmod(0o600)
+    with serving(read_keys(str(file), None, {})) as client:
+        assert client.get("/load", headers=bearer(USER)).status_code == 200
+        file.write_text(ADMIN)
+        assert client.get("/load", headers=bearer(USER)).status_code == 200
 
 
 # --- how many at once ---

@@ -102,6 +102,59 @@ def test_key_for_both_is_refused() -> None:
     assert told == "a: the same key is b for operators; give them one of their own"
 
 
+# --- files that change ---
+
+
+def test_files_are_read_again_when_they_change(tmp_path: Path) -> None:
+    users = written(tmp_path / "users", f"alice:{ALICE}")
+    ring = read_keys(users, None, {"SLEEPSERVE_ADMIN_KEYS": ROOT})
+    assert ring.current() is ring
+    written(tmp_path / "users", f"bob:{BOB}")
+    later = ring.current()
+    assert [bool(later.find(token)) for token in (ALICE, BOB, ROOT)] == [False, True, True]
+    assert later.current() is later
+
+
+def test_file_that_is_replaced_by_another_of_its_size_is_seen(tmp_path: Path) -> None:
+    """As Kubernetes does with a secret: a link leads to another folder."""
+    for folder, key in (("old", ALICE), ("new", ALICE[::-1])):
+        (tmp_path / folder).mkdir()
+        written(tmp_path / folder / "users", key)
+    link = tmp_path / "now"
+    link.symlink_to(tmp_path / "old")
+    ring = read_keys(str(link / "users"), None, {})
+    link.unlink()
+    link.symlink_to(tmp_path / "new")
+    later = ring.current()
+    assert not later.find(ALICE)
+    assert later.find(ALICE[::-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "told"),
+    [
+        ("", 0o600, "has no key"),
+        ("short", 0o600, "16 characters"),
+        (BOB, 0o644, "chmod 600"),
+        (ROOT, 0o600, "the same key is"),
+        (None, 0, "cannot be read"),
+    ],
+)
+def test_change_that_is_a_mistake_is_refused(
+    tmp_path: Path, text: str | None, mode: int, told: str
+) -> None:
+    path = tmp_path / "users"
+    ring = read_keys(written(path, ALICE), None, {"SLEEPSERVE_ADMIN_KEYS": ROOT})
+    if text is None:
+        path.unlink()
+    else:
+        written(path, text, mode)
+    with pytest.raises(ConfigError, match=told):
+        ring.current()
+    written(path, BOB)
+    assert ring.current().find(BOB)
+
+
 # --- YAML ---
 
 

@@ -9,7 +9,10 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from actors.protocol import MessageForm
+from serve_app import openapi
+from serve_app.gate import ACCESS
 from serve_app.ingress import HttpSettings, build_asgi
+from serve_app.keys import Access, read_keys
 from tests.fakes import FakeModel
 
 HI = [{"role": "user", "content": "hi"}]
@@ -151,3 +154,91 @@ def test_what_is_refused_is_not_documented(document, client, path, body):
         operation["responses"]["default"]["content"]["application/json"]["schema"],
         response.json(),
     )
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_events_of_a_stream_are_no_strings(document, client, path):
+    """schemathesis holds the schema of a stream against each of its events."""
+    body = {"messages": HI} if "chat" in path else {"prompt": "hi"}
+    answer = client.post(path, json=body | {"stream": True})
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    schema = content[answer.headers["content-type"].partition(";")[0]]["schema"]
+    for line in filter(None, answer.text.split("\n")):
+        check(document, schema, {"event": "message", "data": line.removeprefix("data: ")})
+
+
+# --- keys ---
+
+USER = "user-key-1234567890"
+ADMIN = "admin-key-1234567890"
+USERS = {"SLEEPSERVE_API_KEYS": USER}
+ADMINS = {"SLEEPSERVE_ADMIN_KEYS": ADMIN}
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, Access, dict[str, Any]]]:
+    """Method, path, access, operation; of all."""
+    listed = {path.replace(":path", ""): access for path, access in ACCESS.items()}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, listed[path], operation
+
+
+@pytest.mark.parametrize(
+    ("environ", "inference", "control"),
+    [
+        ({}, True, True),
+        (USERS, False, False),
+        (ADMINS, True, False),
+        (USERS | ADMINS, False, False),
+    ],
+)
+def test_keys_are_required_where_they_are(environ, inference, control):
+    """And optional elsewhere; the two flags say where a client may do without."""
+    document = openapi.document("1", ["fake"], read_keys(None, None, environ))
+    schemes = document["components"]["securitySchemes"]
+    assert {(each["type"], each["scheme"]) for each in schemes.values()} == {("http", "bearer")}
+    seen = set()
+    for _, path, access, operation in operations(document):
+        seen.add(access)
+        if access is Access.PUBLIC:
+            assert "security" not in operation
+            continue
+        ways = operation["security"]
+        assert ({} in ways) is (inference if access is Access.INFERENCE else control), path
+        takes = {name for way in ways for name in way}
+        assert takes <= set(schemes)
+        assert ("inference_key" in takes) is (access is Access.INFERENCE)
+        assert "admin_key" in takes
+    assert seen == set(Access)
+
+
+def test_served_document_knows_the_keys(model):
+    keys = read_keys(None, None, USERS | ADMINS)
+    with TestClient(build_asgi({"fake": model}, HttpSettings(), keys=keys)) as client:
+        answer = client.get("/openapi.json", headers={"Authorization": f"Bearer {USER}"})
+    paths = answer.json()["paths"]
+    assert paths["/sleep"]["post"]["security"] == [{"admin_key": []}]
+    assert {} not in paths["/v1/completions"]["post"]["security"]
+
+
+def test_refusals_are_as_documented():
+    keys = read_keys(None, None, USERS | ADMINS)
+    document = openapi.document("1", ["fake"], keys)
+    with TestClient(build_asgi({"fake": FakeModel()}, HttpSettings(), keys=keys)) as client:
+        for method, path, access, operation in operations(document):
+            expected = {Access.PUBLIC: (), Access.INFERENCE: (401,), Access.ADMIN: (401, 403)}
+            documented = {int(code) for code in operation["responses"] if code in ("401", "403")}
+            assert documented == set(expected[access]), path
+            for code, key in ((401, None), (401, "wrong" * 5), (403, USER)):
+                if code not in documented:
+                    continue
+                answer = client.request(
+                    method,
+                    path.replace("{model_id}", "fake"),
+                    headers={} if key is None else {"Authorization": f"Bearer {key}"},
+                )
+                assert answer.status_code == code, path
+                told = operation["responses"][str(code)]
+                check(document, told["content"]["application/json"]["schema"], answer.json())
+                for name, header in told.get("headers", {}).items():
+                    check(document, header["schema"], answer.headers[name])

@@ -12,6 +12,7 @@ import uvicorn
 
 from actors.protocol import GenerateRequest, TokenEvent
 from serve_app.ingress import HttpSettings, build_asgi
+from serve_app.keys import KeyRing
 from tests.fakes import FakeModel
 
 
@@ -45,12 +46,13 @@ class PacedModel(FakeModel):
 class OurFront:
     """Serves models on a free port of loopback. A context manager."""
 
-    def __init__(self, **models: FakeModel) -> None:
+    def __init__(self, keys: KeyRing | None = None, **models: FakeModel) -> None:
         self._models: Mapping[str, FakeModel] = models
+        self._keys = keys
 
     def __enter__(self) -> Self:
         config = uvicorn.Config(
-            build_asgi(self._models, HttpSettings()),
+            build_asgi(self._models, HttpSettings(), keys=self._keys),
             port=0,
             lifespan="off",
             ws="none",

@@ -15,7 +15,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from serve_app.cli import app
+from serve_app.keys import read_keys
+from tests.fakes import FakeModel
 from tests.unit.bench.fake_openai import FakeOpenAI
+from tests.unit.bench.our_front import OurFront
 
 SUMMARY_ROWS = (
     "Time taken for tests (seconds)",
@@ -238,3 +241,81 @@ def test_ctrl_c_prints_what_was_measured(server: FakeOpenAI, workers: str, tmp_p
     assert 4 <= int(total) <= 5  # the sixth had come; two are in flight at most
     assert "not complete" in result.stdout
     assert json.loads(file.read_text())["ended"] == "interrupted"
+
+
+# --- a server with keys ---
+
+USER = "user-key-1234567890"
+ADMIN = "admin-key-1234567890"
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel()
+
+
+@pytest.fixture
+def guarded(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[OurFront]:
+    for variable in ("OPENAI_API_KEY", "SLEEPSERVE_ADMIN_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    keys = read_keys(None, None, {"SLEEPSERVE_API_KEYS": USER, "SLEEPSERVE_ADMIN_KEYS": ADMIN})
+    with OurFront(keys, fake=model) as front:
+        yield front
+
+
+@pytest.mark.parametrize("from_environment", [False, True])
+def test_each_route_gets_its_key(
+    guarded: OurFront,
+    model: FakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    from_environment: bool,
+) -> None:
+    options = ["--api-key", USER, "--admin-key", ADMIN]
+    if from_environment:
+        monkeypatch.setenv("OPENAI_API_KEY", USER)
+        monkeypatch.setenv("SLEEPSERVE_ADMIN_KEY", ADMIN)
+        options = []
+    files = [tmp_path / "result.json", tmp_path / "result.db"]
+    told = ["--json", str(files[0]), "--sqlite", str(files[1])]
+    load = ["--requests", "4", "--sleep-every", "2", "--workers", "2"]
+    result = bench(guarded.url, *load, *options, *told)
+    assert result.exit_code == 0, result.output
+    assert cells(result.stdout, "Succeed requests") == ["4"]
+    assert len(model.orders) == 1
+    (current,) = json.loads(files[0].read_text())["rounds"]
+    assert current["failed"] == 0
+    written = result.output.encode() + b"".join(file.read_bytes() for file in files)
+    for key in (USER, ADMIN):
+        assert key.encode() not in written
+
+
+def test_admin_key_is_no_key_for_the_load(
+    guarded: OurFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may go to a server of somebody else."""
+    monkeypatch.setenv("SLEEPSERVE_ADMIN_KEY", ADMIN)
+    result = bench(guarded.url, "--model", "fake", "--requests", "1")
+    assert result.exit_code == 1
+    assert "HTTP 401" in result.stderr
+    assert "give a key for inference with OPENAI_API_KEY or --api-key" in result.stderr
+
+
+def test_one_key_may_do_for_both(guarded: OurFront, model: FakeModel) -> None:
+    result = bench(guarded.url, "--requests", "2", "--sleep-every", "1", "--api-key", ADMIN)
+    assert result.exit_code == 0, result.output
+    assert len(model.orders) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "GET /v1/models answered 401"),
+        (["--api-key", "wrong" * 5], "OPENAI_API_KEY or --api-key"),
+        (["--api-key", USER], "give an admin key with SLEEPSERVE_ADMIN_KEY or --admin-key"),
+    ],
+)
+def test_missing_key_is_told(guarded: OurFront, options: list[str], told: str) -> None:
+    result = bench(guarded.url, "--requests", "2", "--sleep-every", "1", *options)
+    assert result.exit_code == 1
+    assert told in result.stderr

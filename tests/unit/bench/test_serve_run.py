@@ -10,7 +10,7 @@ import pytest
 
 from actors.errors import ReplicaFailed
 from actors.protocol import ReplicaStatus, SleepCommand
-from serve_app.bench import serve, serve_phases
+from serve_app.bench import serve, serve_phases, serve_process
 from serve_app.bench.serve import ServeBench, Served
 from serve_app.bench.serve_phases import Plan
 from serve_app.bench.serve_process import Leftovers
@@ -198,3 +198,13 @@ def test_interrupt_keeps_what_was_measured_and_ends_the_server(
     result = bench.result()
     assert result["latency"]["cycles"] == 2
     assert not result["complete"]
+
+
+def test_keys_of_the_user_s_server_are_none_of_the_bench_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLEEPSERVE_API_KEYS", "user-key-1234567890")
+    monkeypatch.setenv("SLEEPSERVE_ADMIN_KEYS", "admin-key-1234567890")
+    monkeypatch.setenv("SLEEPSERVE_HOME", str(tmp_path))
+    found = {n: v for n, v in serve_process._environment(tmp_path).items() if "SLEEPSERVE" in n}
+    assert found == {"SLEEPSERVE_HOME": str(tmp_path)}
