@@ -8,6 +8,7 @@ come from the engine's own thread to the event loop in one hop per step.
 import asyncio
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_SWITCH_INTERVAL_S = 3e-4
+
 
 class ModelRuntime:
     """One model in one process. Starts asleep; `wake` before the first `generate`.
@@ -96,6 +99,9 @@ class ModelRuntime:
         threads = engine.cpu_threads or (None if self.memory.device.type == "cpu" else 1)
         if threads is not None:
             torch.set_num_threads(threads)
+        # Most calls of the engine's thread into torch give up Python's lock, and to get it back from a busy
+        # event loop takes this long: 5 ms by default, as long as a step, and hundreds of times in a prefill.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._reload_image = reload_image
         self._release_image = release_image
         self._max_events_per_s = engine.max_events_per_s

@@ -6,12 +6,16 @@ On CUDA, and on CPU what makes sense there, where the device's figure is this pr
 import asyncio
 import ctypes
 import logging
+import multiprocessing
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from actors.engine.config import EngineConfig
 from actors.engine.engine import TransformersEngine
@@ -91,16 +95,33 @@ async def settled(h: Harness) -> None:
 # --- forwards beside the engine ---
 
 
+def exact_logprobs(
+    checkpoint: Path, device: str, ids: Sequence[int], start: int
+) -> tuple[list[float], float]:
+    """Of the tokens from `start` on, in float32; and the most that the checkpoint's type costs there.
+
+    That is what transformers' own forward is off by. Kernels that sum in another order are granted twice it.
+    """
+    found = []
+    for dtype in (torch.float32, "auto"):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
+        chosen = torch.tensor(ids[1:], device=device)[:, None]
+        found.append(logits.float().log_softmax(-1).gather(1, chosen)[start - 1 :, 0])
+    return found[0].tolist(), float((found[1] - found[0]).abs().max())
+
+
 def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
     device: str, checkpoint: Path
 ) -> None:
+    found: list[tuple[tuple[int, ...], int, list[float | None], list[float | None]]] = []
+
     async def scenario() -> None:
         async with harness(checkpoint, load(checkpoint), ENGINES[device]) as h:
             expected = await answers(h)
-            await h.runtime.sleep(1)
-            left = h.runtime.memory.left
-            await h.runtime.wake()
-            for prompt in PROMPTS:
+            left = []
+            for prompt in (*PROMPTS, *PROMPTS):
                 (sampled,) = await h.events(
                     prompt, max_tokens=12, ignore_eos=True, logprobs=0, stream=False
                 )
@@ -109,17 +130,21 @@ def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
                 assert sampled.logprobs is not None
                 assert echo.logprobs is not None
                 told = [entry.logprob for entry in echo.logprobs[len(prompt) :]]
-                assert told == pytest.approx([e.logprob for e in sampled.logprobs], abs=0.05)
-            assert await answers(h) == expected
-            await h.runtime.sleep(1)
-            assert left is not None
-            assert h.runtime.memory.left is not None
-            if device == "cuda":
-                assert h.runtime.memory.left.total <= left.total + 16 * MIB
-            await h.runtime.wake()
-            assert await answers(h) == expected
+                found.append((whole, len(prompt), told, [e.logprob for e in sampled.logprobs]))
+                assert await answers(h) == expected
+                await h.runtime.sleep(1)
+                assert h.runtime.memory.left is not None
+                left.append(h.runtime.memory.left.total)
+                await h.runtime.wake()
+            if device == "cuda":  # the first forward of a length loads kernels, which stay
+                assert max(left[len(PROMPTS) :]) <= left[len(PROMPTS) - 1] + 16 * MIB
 
     run(scenario)
+    for whole, start, told, sampled in found:
+        exact, rounding = exact_logprobs(checkpoint, device, whole, start)
+        within = 2 * rounding + 1e-4
+        assert told == pytest.approx(exact, abs=within)
+        assert sampled == pytest.approx(exact, abs=within)
 
 
 # --- what the device says ---
@@ -129,6 +154,12 @@ def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
 def test_device_gets_back_what_was_mapped_and_the_rest_is_accounted_for(
     device: str, checkpoint: Path, level: int
 ) -> None:
+    # Alone in its process: what graphs take is measured, and the driver gives what others had left.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        alone.submit(sleep_and_account, device, checkpoint, level).result(TIMEOUT_S)
+
+
+def sleep_and_account(device: str, checkpoint: Path, level: int) -> None:
     async def scenario() -> None:
         async with harness(checkpoint, load(checkpoint), ENGINES[device]) as h:
             expected = await answers(h)
@@ -160,7 +191,7 @@ def test_device_gets_back_what_was_mapped_and_the_rest_is_accounted_for(
                     print(f"level {level}: {slept}")
                     assert left.graphs > 0
                     assert left.torch_reserve >= 0
-                    assert abs(left.other) < 2048 * MIB  # of this process, other tests included
+                    assert abs(left.other) < 512 * MIB
                 await h.runtime.wake()
                 assert await answers(h) == expected
             assert h.asked == ["release", "reload"] * (3 if level == 2 else 0)
