@@ -55,17 +55,20 @@ class Grammar:
 class SamplingParams:
     """How to choose the next token. The defaults are OpenAI's; names beyond OpenAI's are vLLM's.
 
-    Ranges are checked by `actors.engine.validation.validate`, once, before a request enters the engine.
+    What is None and has a default of the model's gets it on the replica
+    (`actors.engine.sampling_defaults`): only that has the checkpoint. Ranges are checked by
+    `actors.engine.validation.validate`, once, before a request enters the engine.
     """
 
-    max_tokens: int | None = None  # None: whatever the context leaves
+    max_tokens: int | None = None  # None: the model's default, or else whatever the context leaves
     min_tokens: int = 0  # no end-of-sequence or stop token before this many tokens
     ignore_eos: bool = False
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output; 1 is none
+    # None in these five: the model's default, or else OpenAI's
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None
+    top_k: int | None = None  # 0: all tokens
+    min_p: float | None = None
+    repetition_penalty: float | None = None  # over prompt and output; 1 is none
     presence_penalty: float = 0.0  # over the output
     frequency_penalty: float = 0.0  # over the output
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit

@@ -27,6 +27,7 @@ from actors.engine.grammar import GrammarCompiler
 from actors.engine.message_form import ChatConfig
 from actors.engine.plain import prompt_logprobs
 from actors.engine.sampling import SequenceSampling
+from actors.engine.sampling_defaults import ResolvedSampling, resolve
 from actors.engine.stream import OpenStreams, Prepared
 from actors.engine.text import TextCodec
 from actors.errors import (
@@ -77,6 +78,7 @@ class ModelRuntime:
         sleep: SleepConfig,
         chat: ChatConfig | None = None,
         observer: Observer | None = None,
+        defaults: ResolvedSampling | None = None,
     ) -> None:
         """Build memory and engine. Blocks for a while: call it on a thread.
 
@@ -86,12 +88,14 @@ class ModelRuntime:
             release_image: told when a level 2 sleep drops it.
             chat: how its messages are written, where the chat template does not show it.
             observer: told what happens.
+            defaults: of what a request does not name (`sampling_defaults`); OpenAI's when None.
 
         Raises:
             ValueError: the configuration cannot work for this model.
             LayoutMismatch: image and architecture disagree.
         """
         self.codec = TextCodec.load(checkpoint, chat)
+        self._defaults = defaults or ResolvedSampling()
         self._grammars = GrammarCompiler(self.codec)
         self._module = module
         self.memory = ModelMemory(module, image, sleep.keep_layers, engine.device)
@@ -156,7 +160,9 @@ class ModelRuntime:
         self._engine.check_health()
 
     def prepare(self, request: GenerateRequest) -> Prepared:
-        """Tokenise and check a request. Needs no weights, so a bad request wakes nobody.
+        """Tokenise and check a request, and give it the model's defaults for what it does not name.
+
+        Needs no weights, so a bad request wakes nobody.
 
         Any thread may call it. A new grammar takes milliseconds, in bad cases seconds, so a request with
         one is not for the event loop.
@@ -166,8 +172,10 @@ class ModelRuntime:
             Unavailable: too many grammars are being compiled.
         """
         arrived_s = time.perf_counter()
-        prompt, params = request.prompt, request.sampling
+        prompt = request.prompt
         prompt_ids = self.codec.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
+        params = resolve(request.sampling, self._defaults, self.max_model_len - len(prompt_ids))
+        request = replace(request, sampling=params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos and params.grammar is None else self.codec.eos_ids
@@ -433,6 +441,7 @@ async def build_runtime(
     sleep: SleepConfig,
     chat: ChatConfig | None = None,
     observer: Observer | None = None,
+    defaults: ResolvedSampling | None = None,
 ) -> ModelRuntime:
     """A runtime whose image came from `load`; off the event loop, because it takes seconds.
 
@@ -441,7 +450,16 @@ async def build_runtime(
     """
     image_from = load.obtain, load.release
     return await asyncio.to_thread(
-        ModelRuntime, module, load.checkpoint, image, *image_from, engine, sleep, chat, observer
+        ModelRuntime,
+        module,
+        load.checkpoint,
+        image,
+        *image_from,
+        engine,
+        sleep,
+        chat,
+        observer,
+        defaults,
     )
 
 

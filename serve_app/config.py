@@ -86,6 +86,12 @@ class ModelConfig(BaseModel):
     chat: ChatConfig = Field(
         default_factory=ChatConfig, description="What the model's messages are made of."
     )
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Defaults of temperature, top_p, top_k, min_p, repetition_penalty and a chat's max_tokens, "
+        "for requests that do not name them: `auto` takes what the checkpoint's generation_config.json "
+        "has of them; `none` takes OpenAI's.",
+    )
     num_replicas: int = Field(
         default=1, gt=0, description="Replicas to keep; not together with `autoscaling`."
     )

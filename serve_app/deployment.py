@@ -86,6 +86,7 @@ class ModelReplica:
                 the reason why the deployment failed.
         """
         adopt_serve_handlers()
+        from actors.engine.sampling_defaults import sampling_defaults
         from actors.holder import ImageRequest
         from actors.runtime import build_module, build_runtime
         from actors.weights.download import ensure_checkpoint
@@ -111,9 +112,10 @@ class ModelReplica:
         self._has_complained = False  # of the image
         # First what needs no weights: a model that cannot be served is refused in a second.
         module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
+        defaults = sampling_defaults(checkpoint) if config.generation_config == "auto" else None
         image = await load.obtain()
-        settings = config.engine, config.sleep, config.chat
-        self._runtime = await build_runtime(module, image, load, *settings, self._instruments)
+        settings = config.engine, config.sleep, config.chat, self._instruments, defaults
+        self._runtime = await build_runtime(module, image, load, *settings)
         follower = Follower(ClusterStore(context.app_name, config.model_id))
         wanted = await follower.at_start()
         self._lifecycle = Lifecycle(

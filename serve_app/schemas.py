@@ -113,10 +113,11 @@ class _Body(GrammarFields):
     n: int = Field(default=1, ge=1, le=MAX_N)
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1, le=MAX_COUNT)
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    # None, here and in repetition_penalty: the model's default, which only a replica knows.
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-MAX_INT64 - 1, le=MAX_INT64)
     stop: Annotated[
         tuple[str, ...], PlainValidator(to_stop, json_schema_input_type=_Stop | list[_Stop])
@@ -128,7 +129,7 @@ class _Body(GrammarFields):
     # As vLLM: one token at least, although OpenAI's completions take 0 together with echo.
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    repetition_penalty: float | None = Field(default=None, gt=0)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: Annotated[
@@ -156,7 +157,7 @@ class _Body(GrammarFields):
             ignore_eos=self.ignore_eos,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=max(0, self.top_k),
+            top_k=None if self.top_k is None else max(0, self.top_k),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,

@@ -20,8 +20,8 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from actors.engine.grammar import SequenceGrammar, allowed_tokens
 from actors.engine.logits import Adjustments, Param, adjust, forbid, logprobs, perturb
+from actors.engine.sampling_defaults import ResolvedSampling
 from actors.engine.validation import MAX_LOGPROBS
-from actors.protocol import SamplingParams
 
 _INT32_MAX = 2**31 - 1
 
@@ -42,7 +42,7 @@ class SequenceSampling:
     Belongs to the engine's thread once the sequence has been submitted.
     """
 
-    params: SamplingParams
+    params: ResolvedSampling
     prompt_ids: tuple[int, ...]
     seed: int
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop tokens; end the sequence

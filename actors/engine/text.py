@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from actors.engine.detokenizer import ByteStream, StreamDecoder, TokenBytes, WindowStream
+from actors.engine.generation_config import read_generation_config
 from actors.engine.message_form import ChatConfig, ends_in_reasoning, form_of
 from actors.engine.validation import check_token_ids
 from actors.errors import InvalidRequest
@@ -69,9 +70,7 @@ class TextCodec:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
         sources = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-        generation_config = directory / "generation_config.json"
-        if generation_config.exists():
-            sources.append(json.loads(generation_config.read_text()).get("eos_token_id"))
+        sources.append(read_generation_config(directory).get("eos_token_id"))
         eos_ids: set[int] = set()
         for source in sources:
             ids = source if isinstance(source, list) else [source]

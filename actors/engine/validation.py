@@ -15,7 +15,7 @@ _FLOAT32_MAX = 3.4028234e38
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
-    """Check every field against its range, and ids against the vocabulary.
+    """Check every field that is not None against its range, and ids against the vocabulary.
 
     Raises:
         InvalidRequest: a value is out of range; `param` names the field.
@@ -24,12 +24,16 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     """
     p = params
     # Written so that NaN, which compares false with everything, fails.
-    _check(0 <= p.temperature <= _FLOAT32_MAX, "temperature", p.temperature, "0 or more")
-    _check(0 < p.top_p <= 1, "top_p", p.top_p, "above 0 and at most 1")
-    _check(p.top_k >= -1, "top_k", p.top_k, "-1 or 0 (all tokens) or more")
-    _check(0 <= p.min_p <= 1, "min_p", p.min_p, "between 0 and 1")
-    repetition = p.repetition_penalty
-    _check(0 < repetition <= _FLOAT32_MAX, "repetition_penalty", repetition, "above 0")
+    if p.temperature is not None:
+        _check(0 <= p.temperature <= _FLOAT32_MAX, "temperature", p.temperature, "0 or more")
+    if p.top_p is not None:
+        _check(0 < p.top_p <= 1, "top_p", p.top_p, "above 0 and at most 1")
+    if p.top_k is not None:
+        _check(p.top_k >= -1, "top_k", p.top_k, "-1 or 0 (all tokens) or more")
+    if p.min_p is not None:
+        _check(0 <= p.min_p <= 1, "min_p", p.min_p, "between 0 and 1")
+    if (repetition := p.repetition_penalty) is not None:
+        _check(0 < repetition <= _FLOAT32_MAX, "repetition_penalty", repetition, "above 0")
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(p, name)
         _check(-2 <= value <= 2, name, value, "between -2 and 2")

@@ -13,7 +13,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent
 README = RESULTS.parents[1] / "README.md"
-WAKE = "2026-11-21_h200_second/wake.json"
+WAKE = "2026-11-22_h200/wake.json"
 SERVE = "2026-11-22_h200/serve.json"
 THROUGHPUT = "2026-11-22_h200/throughput.json"
 SOAK = "2026-11-22_h200/soak.json"

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from actors.engine.config import EngineConfig
+from actors.engine.sampling_defaults import ResolvedSampling
 from actors.lifecycle import SleepConfig
 from actors.protocol import GenerateRequest, SamplingParams, TokenEvent
 from actors.runtime import ModelRuntime, Prepared, build_module
@@ -65,6 +66,7 @@ async def harness(
     sleep: SleepConfig | None = None,
     awake: bool = True,
     observer: Observer | None = None,
+    defaults: ResolvedSampling | None = None,
 ) -> AsyncIterator[Harness]:
     asked: list[str] = []
 
@@ -85,6 +87,7 @@ async def harness(
         engine,
         sleep or SleepConfig(),
         observer=observer,
+        defaults=defaults,
     )
     try:
         if awake:
@@ -103,9 +106,13 @@ def run(
     engine: EngineConfig = ENGINE,
     sleep: SleepConfig | None = None,
     awake: bool = True,
+    defaults: ResolvedSampling | None = None,
 ) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60), harness(checkpoint, image, engine, sleep, awake) as h:
+        async with (
+            asyncio.timeout(60),
+            harness(checkpoint, image, engine, sleep, awake, defaults=defaults) as h,
+        ):
             await scenario(h)
 
     asyncio.run(bounded())

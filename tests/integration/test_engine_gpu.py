@@ -14,8 +14,8 @@ from actors.engine import graphs
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput, TransformersEngine
 from actors.engine.sampling import RawLogprob, SequenceSampling
+from actors.engine.sampling_defaults import ResolvedSampling
 from actors.memory.arena import DeviceArena
-from actors.protocol import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -113,7 +113,7 @@ class Harness:
 
     def submit(self, prompt: tuple[int, ...], max_tokens: int = 40, **sampling: object) -> str:
         name = f"s{len(self.prompts)}"
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})
+        params = ResolvedSampling(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})
         self.prompts[name], self.tokens[name], self.logprobs[name] = prompt, [], []
         self.running.add(name)
         self.engine.submit(name, SequenceSampling(params, prompt, params.seed or 0))

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engine.grammar import GrammarCompiler
 from actors.engine.sampling import SequenceSampling
+from actors.engine.sampling_defaults import ResolvedSampling
 from actors.engine.text import TextCodec
-from actors.protocol import Grammar, GrammarKind, SamplingParams
+from actors.protocol import Grammar, GrammarKind
 from tests.integration.test_engine_gpu import (
     LIMITS,
     MODELS,
@@ -66,7 +67,7 @@ def submit(
     )
     compiler.close()
     wishes: dict[str, Any] = {"temperature": 0.0, "max_tokens": 300, **sampling}
-    params = SamplingParams(**wishes)
+    params = ResolvedSampling(**wishes)
     name = f"s{len(h.prompts)}"
     h.prompts[name], h.tokens[name], h.logprobs[name] = prompt, [], []
     h.running.add(name)

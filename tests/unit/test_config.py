@@ -64,12 +64,10 @@ def test_shipped_model_config_loads(file: Path) -> None:
     assert config.source.hub is not Hub.PATH or Path(config.source.id).is_relative_to(PROJECT)
 
 
-def test_shipped_serve_config_is_valid_once_its_checkpoint_is_there(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _write(folder / "serve_config.yaml", (PROJECT / "serve_config.yaml").read_text())
-    _write(folder / "configs" / "demo.yaml", (PROJECT / "configs" / "demo.yaml").read_text())
-    assert [model.model_id for model in check_file("serve_config.yaml")] == ["demo"]
+def test_shipped_serve_config_is_valid_as_it_is() -> None:
+    (model,) = check_file(PROJECT / "serve_config.yaml")
+    assert model.model_id == "demo"
+    assert missing_checkpoint(model) is None
 
 
 def test_shipped_serve_config_listens_on_this_machine_only() -> None:
@@ -124,7 +122,7 @@ def test_args_far_from_any_project_start_from_the_installed_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     args = WeightsArgs.model_validate({"models": ["configs/demo.yaml"]})
-    assert args.models[0].source.id == str(PROJECT / "checkpoints" / "demo")
+    assert args.models[0].source.id == str(PROJECT / "configs" / "demo" / "model")
 
 
 def test_hub_id_is_no_path(folder: Path) -> None:

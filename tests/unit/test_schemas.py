@@ -23,9 +23,11 @@ def completion(**fields):
 # --- what is taken ---
 
 
-def test_chat_defaults_are_openai_s():
+def test_chat_leaves_to_the_model_what_it_does_not_name():
     ask = chat()
     assert ask.sampling == SamplingParams()
+    left = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    assert {getattr(ask.sampling, name) for name in left} == {None}
     assert (ask.n, ask.stream, ask.include_usage, ask.model) == (1, False, False, None)
 
 

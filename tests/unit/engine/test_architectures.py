@@ -12,9 +12,9 @@ from actors.engine.architectures import check_architecture
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput, TransformersEngine
 from actors.engine.sampling import SequenceSampling
+from actors.engine.sampling_defaults import ResolvedSampling
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
-from actors.protocol import SamplingParams
 
 SMALL = {
     "vocab_size": 96,
@@ -133,7 +133,7 @@ def generate(
     engine = TransformersEngine(
         model, limits, kv_arena, lambda step: [outputs.put(output) for output in step]
     )
-    params = SamplingParams(temperature=0.0, max_tokens=count)
+    params = ResolvedSampling(temperature=0.0, max_tokens=count)
     tokens: dict[str, list[int]] = {}
     try:
         for i, prompt in enumerate(prompts):

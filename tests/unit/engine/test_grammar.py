@@ -16,6 +16,7 @@ from actors.engine import grammar as grammar_module
 from actors.engine.grammar import GrammarCompiler, SequenceGrammar, allowed_tokens
 from actors.engine.logits import forbid
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
+from actors.engine.sampling_defaults import ResolvedSampling
 from actors.engine.text import TextCodec
 from actors.engine.validation import MAX_GRAMMAR_CHARS, validate
 from actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
@@ -73,7 +74,7 @@ def sequence(
     codec: TextCodec, grammar: SequenceGrammar | None, seed: int = 0, **params: Any
 ) -> SequenceSampling:
     stops = codec.eos_ids | set(params.get("stop_token_ids", ()))
-    settings = SamplingParams(**({"temperature": 0.0} | params))
+    settings = ResolvedSampling(**({"temperature": 0.0} | params))
     return SequenceSampling(settings, PROMPT, seed, stops, [], grammar)
 
 

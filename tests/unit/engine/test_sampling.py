@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from actors.engine.logits import Param, perturb
 from actors.engine.noise import gumbel, splitmix64
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
+from actors.engine.sampling_defaults import ResolvedSampling
 from actors.engine.validation import validate
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import SamplingParams
@@ -29,7 +30,7 @@ def sequence(prompt: tuple[int, ...] = (1, 2, 3), seed: int = 0, **params: Any) 
     """Sampling state with greedy defaults; `output` and `stop` are its own fields."""
     output, stop = params.pop("output", ()), params.pop("stop", ())
     params = {"temperature": 0.0} | params
-    return SequenceSampling(SamplingParams(**params), prompt, seed, frozenset(stop), list(output))
+    return SequenceSampling(ResolvedSampling(**params), prompt, seed, frozenset(stop), list(output))
 
 
 def request(seq: SequenceSampling | None, has_new_token: bool = True) -> Any:

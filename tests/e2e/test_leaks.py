@@ -1,0 +1,148 @@
+"""Clients that stream and often hang up: nothing is left of them, in no process.
+
+`SLEEPSERVE_LEAK_TOKENS=2000000 make test-all ARGS="-s -k leaks"` takes an hour on two cores, and prints what it saw.
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.conftest import config_with
+from tests.e2e.serve_process import ServeProcess, running, wait_until
+
+TOKENS = int(os.environ.get("SLEEPSERVE_LEAK_TOKENS", "50000"))
+CLIENTS = 64
+ROUNDS = 10  # between two of them nobody asks, and everything is counted
+LONGEST_ANSWER = 400
+HANG_UP = 0.5  # of the clients, after a random number of events
+MIB = 2**20
+
+
+@dataclass(slots=True)
+class Counted:
+    """Of one process, after each round."""
+
+    private_bytes: list[int] = field(default_factory=list)
+    handles: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What the clients saw, all together."""
+
+    tokens: int = 0
+    finished: int = 0
+    hung_up: int = 0
+
+
+@pytest.fixture
+def busy() -> Iterator[ServeProcess]:
+    engine = {"max_requests_per_batch": CLIENTS, "num_blocks": 1024, "max_batch_tokens": 1024}
+    config = config_with("tiny_cpu.yaml", engine=engine, sleep={"idle_timeout_s": None})
+    with running(config) as server:
+        server.wait_until_ready()
+        yield server
+
+
+async def stream(client: httpx.AsyncClient, chance: random.Random, traffic: Traffic) -> None:
+    """One answer, or the beginning of one."""
+    asked = {
+        "model": "tiny",
+        "prompt": [chance.randrange(20, 900) for _ in range(chance.randrange(1, 40))],
+        "max_tokens": chance.randrange(1, LONGEST_ANSWER),
+        "n": chance.choice([1, 1, 1, 2]),
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    stays = chance.random() >= HANG_UP
+    events_left = chance.randrange(0, 40)
+    seen = 0
+    async with client.stream("POST", "/v1/completions", json=asked) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                assert seen == asked["max_tokens"] * asked["n"]
+                traffic.finished += 1
+            elif line:
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                seen = chunk["usage"]["completion_tokens"]
+            if not stays and not (events_left := events_left - 1):
+                traffic.hung_up += 1
+                break
+    traffic.tokens += seen
+
+
+async def round_of(url: str, until_tokens: int, traffic: Traffic, seed: int) -> None:
+    limits = httpx.Limits(max_connections=CLIENTS)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+
+        async def ask(number: int) -> None:
+            chance = random.Random(1000 * seed + number)
+            while traffic.tokens < until_tokens:
+                await stream(client, chance, traffic)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(CLIENTS):
+                group.create_task(ask(number))
+
+
+def nothing_in_flight(server: ServeProcess) -> bool:
+    metrics = dict(
+        line.rsplit(" ", 1)
+        for line in server.http.get("/metrics").text.splitlines()
+        if line.startswith("vllm:") and 'model_name="tiny"' in line
+    )
+    busy = {
+        name.partition("{")[0]: float(value)
+        for name, value in metrics.items()
+        if name.startswith(
+            ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        )
+    }
+    answered = len(busy) == 3  # a replica that is silent has no gauges
+    return answered and not any(busy.values()) and server.get("/load")["server_load"] == 0
+
+
+@pytest.mark.slow
+def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
+    counted: dict[int, Counted] = defaultdict(Counted)
+    titles: dict[int, str] = {}
+    traffic = Traffic()
+    for number in range(ROUNDS):
+        asyncio.run(round_of(busy.url, traffic.tokens + TOKENS // ROUNDS, traffic, number))
+        wait_until(lambda: nothing_in_flight(busy), what="sequences and blocks are given back")
+        for process in busy.processes():
+            found = counted[process.pid]
+            found.private_bytes.append(process.memory_full_info().uss)
+            found.handles.append(process.num_fds())
+            titles[process.pid] = " ".join(process.cmdline())[:60] or process.name()
+        print(f"{traffic}: {len(counted)} processes", flush=True)
+    assert traffic.finished
+    assert traffic.hung_up > traffic.finished / 3
+
+    grown = []
+    for pid, found in counted.items():
+        assert len(found.handles) == ROUNDS or not psutil.pid_exists(pid), titles[pid]
+        middle = slice(ROUNDS // 2 - 1, ROUNDS // 2 + 2)
+        mib = (
+            statistics.median(found.private_bytes[part]) / MIB for part in (middle, slice(-3, None))
+        )
+        early, late = mib
+        opened = max(found.handles[-3:]) - max(found.handles[middle])
+        told = f"{titles[pid]}: {early:.1f} -> {late:.1f} MiB, {found.handles} handles"
+        print(told)
+        if opened > 2 or late - early > 4:
+            grown.append(told)
+    assert not grown
