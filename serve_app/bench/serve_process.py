@@ -102,7 +102,9 @@ class ServeProcess:
 
     def processes(self) -> list[psutil.Process]:
         """All of the session: Ray starts none outside."""
-        return [psutil.Process(pid) for pid in psutil.pids() if _session_of(pid) == self.pid]
+        return [
+            process for process in psutil.process_iter() if _session_of(process.pid) == self.pid
+        ]
 
     @property
     def pid(self) -> int:

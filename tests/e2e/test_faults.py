@@ -289,6 +289,9 @@ def test_killed_holder_costs_nothing_and_its_successor_takes_over(
 
     # The replica still sees the image's pages, whoever made them.
     new_holder = kill(tiny, HOLDER)
+    tiny.wait_for_log(
+        "load_model", pid=new_holder
+    )  # one that Ray still starts would never get up again
     with stopped(new_holder):
         assert [solve(tiny, puzzle) for puzzle in puzzles] == [p.answer for p in puzzles]
         after = tiny.wake_up()

@@ -1,6 +1,7 @@
 """Clients that stream and often hang up: nothing is left of them, in no process.
 
-`SLEEPSERVE_LEAK_TOKENS=2000000 make test-all ARGS="-s -k leaks"` takes an hour on two cores, and prints what it saw.
+`SLEEPSERVE_LEAK_TOKENS=2000000 make test-all ARGS="-s -k leaks"` takes an hour on two cores (`make gpu`: minutes), and
+prints what it saw.
 """
 
 import asyncio
@@ -11,6 +12,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -44,10 +47,18 @@ class Traffic:
     hung_up: int = 0
 
 
-@pytest.fixture
-def busy() -> Iterator[ServeProcess]:
-    engine = {"max_requests_per_batch": CLIENTS, "num_blocks": 1024, "max_batch_tokens": 1024}
-    config = config_with("tiny_cpu.yaml", engine=engine, sleep={"idle_timeout_s": None})
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def busy(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[ServeProcess]:
+    engine: dict[str, Any] = {
+        "max_requests_per_batch": CLIENTS,
+        "num_blocks": 1024,
+        "max_batch_tokens": 1024,
+    }
+    model: dict[str, Any] = {"engine": engine, "sleep": {"idle_timeout_s": None}}
+    if request.param == "cuda":
+        engine["device"] = "cuda"
+        model |= {"num_gpus": 1, "dtype": "bfloat16"}
+    config = config_with("tiny_cpu.yaml", **model)
     with running(config) as server:
         server.wait_until_ready()
         yield server
