@@ -16,13 +16,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+
+from actors.weights.chatml import SPECIAL_TOKENS, byte_level, for_transformers
 
 ShapeName = Literal["demo", "tiny", "deepseek-r1-distill-qwen-7b"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -31,21 +28,7 @@ Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 RECIPE_FILE = "sleepserve_recipe.json"  # written last; what this directory was made from
 RECIPE_VERSION = 1  # counts changes of the bytes that a recipe gives
 
-_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _BASE_VOCAB_SIZE = 1024  # 256 bytes, the merges, the special tokens
-_CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-# How Qwen2's tokenizer cuts text into words (transformers, models/qwen2/tokenization_qwen2.py).
-_WORDS = (
-    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"""
-    r""" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-)
 
 # Spread of the weights. Linear maps amplify a little, so that every layer has its say; logits have a
 # standard deviation of 4, so that the greedy token stands out from the second by far more than rounding.
@@ -238,9 +221,9 @@ def _special_ids(vocab_size: int) -> tuple[int, int, int]:
 
 def _write_tokenizer(directory: Path, vocab_size: int) -> None:
     """A byte-level BPE trained on the text beside this file; every id of the model has a token."""
-    trained = _byte_level(models.BPE())
+    trained = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=_BASE_VOCAB_SIZE - len(_SPECIAL_TOKENS),
+        vocab_size=_BASE_VOCAB_SIZE - len(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -249,31 +232,11 @@ def _write_tokenizer(directory: Path, vocab_size: int) -> None:
 
     state = json.loads(trained.to_str())["model"]
     vocab: dict[str, int] = state["vocab"]
-    _fill(vocab, vocab_size - len(_SPECIAL_TOKENS))
+    _fill(vocab, vocab_size - len(SPECIAL_TOKENS))
     merges = [(left, right) for left, right in state["merges"]]
-    tokenizer = _byte_level(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=_CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(directory)
-
-
-def _byte_level(model: models.BPE) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    tokenizer = byte_level(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    for_transformers(tokenizer).save_pretrained(directory)
 
 
 def _fill(vocab: dict[str, int], size: int) -> None:
@@ -338,7 +301,7 @@ def _random_tensor(name: str, size: torch.Size, recipe: Recipe) -> torch.Tensor:
         tensor.view(-1), int.from_bytes(salt[:8], "little", signed=True), mean, std, device
     )
     if name.endswith(("lm_head.weight", "embed_tokens.weight")):
-        tensor[-len(_SPECIAL_TOKENS) :] *= _QUIET_SCALE  # generation ends rarely, but may
+        tensor[-len(SPECIAL_TOKENS) :] *= _QUIET_SCALE  # generation ends rarely, but may
         if SHAPES[recipe.shape].readable:
             tensor[:256] *= _QUIET_SCALE  # the bytes are the first tokens
     return tensor

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
+from actors.weights.chatml import END_OF_TEXT, IM_END
 from configs.demo import corpus, tokenizer
 
 # B rows of a batch, T tokens of a row, V vocabulary
@@ -224,7 +225,7 @@ def _one_thread() -> None:
 
 def _encoded_block(seed: int, bpe_json: str, index: int) -> Block:
     bpe = _tokenizer(bpe_json)
-    end = bpe.token_to_id(tokenizer.END_OF_TEXT)
+    end = bpe.token_to_id(END_OF_TEXT)
     documents = corpus.block(seed, index)
     ids = [[*encoding.ids, end] for encoding in bpe.encode_batch_fast(documents)]
     return Block(
@@ -249,8 +250,8 @@ def _config(size: Size, bpe: Tokenizer) -> Qwen2Config:
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None,
-        eos_token_id=bpe.token_to_id(tokenizer.IM_END),
-        pad_token_id=bpe.token_to_id(tokenizer.END_OF_TEXT),
+        eos_token_id=bpe.token_to_id(IM_END),
+        pad_token_id=bpe.token_to_id(END_OF_TEXT),
         **asdict(size),
     )
 
@@ -370,7 +371,7 @@ def _loss_of(model: Qwen2ForCausalLM, text: Text, options: Options, rows: int) -
 def _save(model: Qwen2ForCausalLM, bpe: Tokenizer, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(out)
-    end_of_text, im_end = (bpe.token_to_id(t) for t in (tokenizer.END_OF_TEXT, tokenizer.IM_END))
+    end_of_text, im_end = (bpe.token_to_id(t) for t in (END_OF_TEXT, IM_END))
     GenerationConfig(
         do_sample=True,
         temperature=0.8,
@@ -399,8 +400,8 @@ def _samples(model: Any, bpe: Tokenizer, options: Options) -> dict[str, str]:
             temperature=0.8,
             top_p=0.95,
             top_k=0,
-            pad_token_id=bpe.token_to_id(tokenizer.END_OF_TEXT),
-            eos_token_id=[bpe.token_to_id(t) for t in (tokenizer.IM_END, tokenizer.END_OF_TEXT)],
+            pad_token_id=bpe.token_to_id(END_OF_TEXT),
+            eos_token_id=[bpe.token_to_id(t) for t in (IM_END, END_OF_TEXT)],
         )
         samples[prompt] = bpe.decode(generated[0, ids.shape[1] :].tolist())
     return samples
