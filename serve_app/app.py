@@ -22,6 +22,7 @@ from serve_app.keys import read_keys
 from serve_app.logs import adopt_serve_handlers
 from serve_app.model_client import ModelInfo
 from serve_app.patience import Patience
+from serve_app.routing import CONTROL_ROOM
 from serve_app.serve_scaler import ServeScaler
 from serve_app.status.images import held_images
 from serve_app.tokenizer import LocalTokenizer
@@ -134,7 +135,7 @@ def _model_deployment(model: ModelConfig) -> Application:
     }
     options = serve.deployment(
         name=_deployment_name(model.model_id),
-        max_ongoing_requests=model.max_ongoing_requests,
+        max_ongoing_requests=model.max_ongoing_requests + CONTROL_ROOM,
         max_queued_requests=model.max_queued_requests,
         ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         request_router_config=RequestRouterConfig(**router),

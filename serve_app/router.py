@@ -19,13 +19,22 @@ from ray.serve.request_router import (
 
 from actors.protocol import GenerateRequest
 from serve_app.reports import newest_report
-from serve_app.routing import Candidate, PrefixMemory, prefix_key, rank
+from serve_app.routing import CONTROL_ROOM, Candidate, PrefixMemory, prefix_key, rank
 
 if TYPE_CHECKING:
+    from ray.serve._private.common import RunningReplicaInfo
     from ray.serve._private.replica_result import ReplicaResult
 
 # News of a replica is due by then: whom we sent a request since is not asleep, whatever was told before.
 _NEWS_DUE_S = 1.0
+
+
+class ReplicaWithRoom(RunningReplica):
+    """A replica that is full, to requests, while there still is room for what goes past the router."""
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        return super().max_ongoing_requests - CONTROL_ROOM
 
 
 class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
@@ -51,6 +60,10 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         favourite = self._prefixes.who_served(_key_of(pending_request))
         order = rank(candidates, self._packed_requests, favourite)
         return [[by_id[name] for name in names] for names in order]
+
+    def create_replica_wrapper(self, replica_info: "RunningReplicaInfo") -> RunningReplica:
+        """Called by Serve for each replica that it tells of for the first time."""
+        return ReplicaWithRoom(replica_info)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: "ReplicaResult"

@@ -15,6 +15,11 @@ from serve_app.reports import RoutingReport
 _PREFIX_TOKENS = 256
 _PREFIX_CHARS = 4 * _PREFIX_TOKENS
 
+# Places that a replica has beside those for requests, for the calls that go past the router to all replicas:
+# status, metrics, sleep, wake. In Serve's eyes they are requests, and would wait for one to end. Also taken by
+# requests that several routers send in the same moment to what was one free place.
+CONTROL_ROOM = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -219,6 +219,9 @@ def test_full_queue_refuses_with_a_time_and_answers_whom_it_took(
             stream = server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True})
             busy.append(streams.enter_context(stream).iter_lines())
             assert "choices" in next(busy[-1])
+        # It is full of requests, and still tells how it is.
+        (replica,) = server.get("/replicas")["models"][MODEL]["replicas"]
+        assert replica["in_flight"] == room
         answers = [future.result() for future in [pool.submit(ask, i) for i in range(crowd)]]
         taken = [(puzzle, answer) for puzzle, answer in answers if answer.status_code == 200]
         refused = [answer for _, answer in answers if answer.status_code != 200]
