@@ -160,7 +160,7 @@ class ServeProcess:
 
     def interrupt(self) -> Leftovers:
         """Ctrl-C, as a terminal sends it: to the whole foreground process group."""
-        ports = self.listening()
+        sockets = _sockets_of(self.processes())
         started_s = time.monotonic()
         if self._leader.poll() is None:
             os.killpg(self.pid, signal.SIGINT)
@@ -169,7 +169,8 @@ class ServeProcess:
         leftovers = Leftovers(
             processes=tuple(_title(process) for process in left),
             shared_memory=tuple(sorted(_shared_memory() - self._shared_memory_before)),
-            ports=tuple(sorted(ports.keys() & _listening_ports())),
+            # The sockets themselves: another Ray on this machine may have taken the port of one by now.
+            ports=tuple(sorted(p for inode, p in _listening().items() if inode in sockets)),
             seconds=seconds,
         )
         for process in left:
@@ -236,6 +237,26 @@ def _shared_memory() -> set[str]:
     return {path.name for path in SHARED_MEMORY.iterdir()}
 
 
-def _listening_ports() -> Iterable[int]:
-    sockets = psutil.net_connections(kind="inet")
-    return {s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN}
+def _sockets_of(processes: Iterable[psutil.Process]) -> set[int]:
+    """Inodes of the sockets that they have open."""
+    inodes: set[int] = set()
+    for process in processes:
+        for descriptor in Path(f"/proc/{process.pid}/fd").glob("*"):
+            try:
+                name = descriptor.readlink().name
+            except FileNotFoundError:
+                continue  # it has just gone
+            if name.startswith("socket:["):
+                inodes.add(int(name[8:-1]))
+    return inodes
+
+
+def _listening() -> dict[int, int]:
+    """Inode -> port of the TCP sockets that listen (man 5 proc_net: 0A in the fourth column)."""
+    found: dict[int, int] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = fields = line.split()
+            if state == "0A":
+                found[int(fields[9])] = int(local.rpartition(":")[2], 16)
+    return found
