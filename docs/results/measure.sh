@@ -42,7 +42,7 @@ step() {
         --prompt-tokens 7 2048 --cycles 10 --requests 0 --limit-s 70 --engine "$blocks" --json "$out/kept.json" ;;
     others) run others 300 bench wake "$checkpoint" --variants others --cycles 3 --other-cycles 3 \
         --requests 0 --limit-s 150 --engine "$blocks" --json "$out/others.json" ;;
-    throughput) run throughput 180 bench throughput "$checkpoint" --engine "$blocks" --json "$out/throughput.json" ;;
+    throughput) run throughput 200 bench throughput "$checkpoint" --engine "$blocks" --profile "$out/profile" --json "$out/throughput.json" ;;
     serve) run serve 420 bench serve "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
         --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$out/serve.json" --log "$out/serve_run.log" ;;
     load) run load 300 bench load "$checkpoint" --engine "$blocks" --json "$out/load.json" ;;
