@@ -1,6 +1,7 @@
 """`serve run` as a user has it: a process of its own, Ctrl-C, and nothing left behind. No Ray here."""
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -191,10 +192,19 @@ class ServeProcess:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody listens on, and that nobody is given who asks for any.
+
+    Ray opens dozens of those (/proc/sys/net/ipv4/ip_local_port_range), and Serve shares its port with whoever
+    came first. Ray's workers begin at 10002, HAProxy's at 30000.
+    """
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ServeFailed("no free port between 20000 and 30000")
 
 
 def _environment(home: Path) -> dict[str, str]:
