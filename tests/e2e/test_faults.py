@@ -280,6 +280,7 @@ def kill(server: ServeProcess, name: str) -> int:
     return new
 
 
+@pytest.mark.slow
 def test_killed_holder_costs_nothing_and_its_successor_takes_over(
     tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
 ) -> None:
