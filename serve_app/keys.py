@@ -41,6 +41,11 @@ REMEDIES: Mapping[int, str] = {
 }
 
 
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that carries a key; none without one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class Access(IntEnum):
     """What a route asks for, and what a key is good for; a higher one includes the lower ones."""
 

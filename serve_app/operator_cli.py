@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from serve_app.keys import ADMIN_KEY_VARIABLE, REMEDIES
+from serve_app.keys import ADMIN_KEY_VARIABLE, REMEDIES, bearer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -151,11 +151,10 @@ async def _fetch(
 ) -> dict[str, Any]:
     import aiohttp
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            aiohttp.ClientSession(timeout=timeout, headers=bearer(api_key)) as session,
             session.request(method, url, json=form) as response,
         ):
             body, code = await response.read(), response.status

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import aiohttp
 
 from serve_app.bench.workload import Workload, without_nulls
+from serve_app.keys import bearer
 
 ErrorKind = Literal[
     "http_status",  # an answer other than 200
@@ -107,7 +108,7 @@ class Client:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        headers = {"Content-Type": "application/json", **_bearer(self._target.api_key)}
+        headers = {"Content-Type": "application/json", **bearer(self._target.api_key)}
         self._session = aiohttp.ClientSession(
             headers=headers,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
@@ -160,7 +161,7 @@ class Client:
     ) -> tuple[int | None, Any]:
         """Status and JSON of any other request; no status without an answer, then an error's text."""
         url = self._target.url + path
-        headers = _bearer(self._target.admin_key) if as_admin else {}
+        headers = bearer(self._target.admin_key) if as_admin else {}
         try:
             async with self._session.request(
                 method, url, params=query, headers=headers
@@ -172,10 +173,6 @@ class Client:
                     return response.status, raw.decode(errors="replace")[:_MESSAGE_CHARS]
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             return None, str(exc) or type(exc).__name__
-
-
-def _bearer(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailab
 from actors.protocol import ReplicaState, ReplicaStatus
 from serve_app.bench.evaluate import Passage, Progress
 from serve_app.bench.verdict import About, Answer, FirstToken, Left, Perplexity, Slept, Tokens, Woke
-from serve_app.keys import REMEDIES
+from serve_app.keys import REMEDIES, bearer
 
 _TIMEOUT_S = 1800.0  # a level 2 wake loads from disk
 _STATUSES = TypeAdapter(tuple[ReplicaStatus, ...])
@@ -39,8 +39,7 @@ async def over_http(
     """
     base = url.rstrip("/").removesuffix("/v1")
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=bearer(api_key)) as session:
         server = Server(session, base)
         name = await _choose(server, model)
         replicas = await server.control("/wake_up", name)
