@@ -101,7 +101,10 @@ class Dispatched(_Module):
 
 
 class SavedRegion(_Module):
-    """torch-memory-saver: pages unmapped behind stable addresses, their bytes kept in host memory."""
+    """torch-memory-saver: pages unmapped behind stable addresses, their bytes kept in host memory.
+
+    One in a process. Its pool and the pinned copy on the host stay after `close`: it has no call that ends them.
+    """
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
         from torch_memory_saver import torch_memory_saver
@@ -109,8 +112,10 @@ class SavedRegion(_Module):
         self._saver = torch_memory_saver
         # The other mode wants its library preloaded when the process starts.
         self._saver.hook_mode = "torch"
+        # A region takes what its own thread allocates, and transformers loads in several.
+        model: Any = _load(checkpoint, dtype, torch.device("cpu"))
         with self._saver.region(enable_cpu_backup=True):
-            model = _load(checkpoint, dtype, device)
+            model.to(device)
         super().__init__(model, device)
 
     def sleep(self) -> None:
