@@ -21,6 +21,7 @@ from transformers.generation.continuous_batching.input_outputs import (
     ContinuousBatchingAsyncIOs,
     ContinuousBatchingIOs,
 )
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from actors.errors import DeviceMemoryShort
 from actors.memory.arena import RETRY_SHORT_AFTER_S
@@ -60,7 +61,10 @@ class PipelinedManager(ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()
-        io = processor.inputs_and_outputs
+        scheduler, io = processor.scheduler, processor.inputs_and_outputs
+        scheduler.clear_cancelled_requests = partial(  # type: ignore[method-assign]
+            end_cancelled, scheduler.clear_cancelled_requests
+        )
         if isinstance(io, ContinuousBatchingAsyncIOs):
             io.infer_carry_over_ids = partial(carry_over_ids, io)  # type: ignore[method-assign]
         return processor
@@ -155,6 +159,19 @@ class _StatusThatReads(BackgroundThreadStatus):
     def pause_and_wait(self) -> None:
         self._read()
         super().pause_and_wait()
+
+
+def end_cancelled(clear: Callable[[], list[RequestState]]) -> list[RequestState]:
+    """What `clear` took out of the scheduler, marked as over.
+
+    The batch in flight may still hold it. transformers 5.23 passes by what is finished when it reads a
+    batch, but would look for the blocks of what was cancelled, and one that had just filled a page ended
+    the loop for everybody with a KeyError.
+    """
+    cancelled = clear()
+    for state in cancelled:
+        state._status = RequestStatus.FINISHED  # past the setter: this is no end of a request
+    return cancelled
 
 
 def carry_over_ids(io: ContinuousBatchingAsyncIOs) -> Tensor:

@@ -345,6 +345,27 @@ def test_bfloat16_and_large_pages() -> None:
         assert equal >= 0.93 * sum(len(h.tokens[n]) for n in names)
 
 
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_cancelled_in_the_step_that_fills_a_page(use_async: bool) -> None:
+    """The batch in flight holds sequences that have no blocks any more."""
+    limits = LIMITS.model_copy(
+        update={"use_async_batching": use_async, "max_requests_per_batch": 2 * LIMITS.page_size}
+    )
+    with running(MODELS["qwen2, 64"](), limits) as h:
+        stays = h.submit((5, 6, 7), 400)
+        for number in range(8):
+            # In every step one of them fills a page.
+            leaving = [h.submit(p, 60) for p in prompts(number, tuple(range(17, 33)))]
+            while not all(len(h.tokens[name]) > 2 for name in leaving):
+                h.step()
+            for name in leaving:
+                h.cancel(name)
+        assert stays in h.running, "all were cancelled while it ran"
+        h.finish()
+        assert len(h.tokens[stays]) == 400
+        h.check_greedy(stays)
+
+
 def test_nothing_is_captured_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(MODELS["qwen2, 64"](), LIMITS) as h:
 

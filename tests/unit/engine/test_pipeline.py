@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
+from transformers.generation.continuous_batching.requests import RequestState
 
 from actors.engine import pipeline
 from actors.engine.pipeline import PipelinedManager
@@ -134,6 +137,50 @@ def test_nothing_is_read_twice_when_the_loop_ends() -> None:
     assert log == ["launch 0", "launch 1", "read 0", "read 1"]
     pairs = processor.inputs_and_outputs.io_pairs
     assert [pair.host_io.requests_in_batch for pair in pairs] == [[], []]
+
+
+@pytest.mark.parametrize("prompt_tokens", [7, 8, 15])
+@pytest.mark.parametrize("num_cancelled", [0, 1, 2])
+def test_batch_in_flight_holds_sequences_that_were_cancelled(
+    prompt_tokens: int, num_cancelled: int
+) -> None:
+    """A prompt of 8 or 15 tokens fills a page in that batch. Without a GPU only the reading is transformers' own."""
+    config = tf.Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    limits = ContinuousBatchingConfig(
+        page_size=8,
+        num_blocks=16,
+        max_batch_tokens=64,
+        max_memory_percent=0.5,
+        use_async_batching=False,
+    )
+    manager = PipelinedManager(
+        tf.AutoModelForCausalLM.from_config(config, attn_implementation="paged|eager"),
+        generation_config=tf.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=limits,
+    )
+    processor = manager._create_batch_processor()
+    delivered: list[Any] = []
+    manager.output_router.deliver_batch = processor.output_router.deliver_batch = delivered.extend
+    states = [
+        RequestState(request_id=f"s{i}", initial_tokens=[i] * prompt_tokens, streaming=True)
+        for i in range(2)
+    ]
+    for state in states:
+        processor.scheduler.add_waiting_request(state)
+    assert processor.prepare_next_batch()
+    for state in states[:num_cancelled]:
+        processor.scheduler.set_request_cancellation(state.request_id)
+    processor.scheduler.clear_cancelled_requests()
+    processor.use_async_batching = True  # a batch that is read after the next was prepared
+    processor.update_batch()
+    assert [output.request_id for output in delivered] == ["s0", "s1"][num_cancelled:]
 
 
 @pytest.mark.parametrize("seed", range(20))
