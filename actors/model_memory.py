@@ -5,7 +5,7 @@ Knows nothing of requests, and of the engine only that it wants a KV arena, and 
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -135,10 +135,14 @@ class ModelMemory:
     def kv_bytes(self) -> int:
         return self._kv.size if self._kv is not None else 0
 
-    def make_kv_arena(self, size: int) -> DeviceArena:
-        """The engine's arena, mapped; from now on it is mapped and unmapped with the weights."""
+    def make_kv_arena(self, parts: Sequence[int]) -> DeviceArena:
+        """The engine's arena, mapped; from now on it is mapped and unmapped with the weights.
+
+        Args:
+            parts: sizes in bytes. A wake maps the first; `map_more` the others, one by one.
+        """
         assert self._kv is None, "made already"
-        self._kv = DeviceArena(self._driver, [size])
+        self._kv = DeviceArena(self._driver, parts)
         self._kv.map()
         return self._kv
 
@@ -154,10 +158,10 @@ class ModelMemory:
             part.map()
 
     def wake(self, prepare_kv: Callable[[], None]) -> MemoryChange:
-        """Map everything, and begin to copy what the weights lack. All or nothing.
+        """Map what a first step needs, and begin to copy what the weights lack. All or nothing.
 
-        Afterwards the first forward waits, segment by segment, for its bytes. The KV cache is mapped
-        and holds anything until `prepare_kv` has been called.
+        Afterwards the first forward waits, segment by segment, for its bytes. The first part of the KV
+        cache is mapped and holds anything until `prepare_kv` has been called; `map_more` maps the rest.
 
         Raises:
             DeviceMemoryShort: the device has not that much memory free.
@@ -174,8 +178,10 @@ class ModelMemory:
                 self._link = self._driver.open_link(everything)
             self._weights.map()
             transfer = self._weights.restore(self._link, payloads)
-            for part in self._scratch():  # while the bytes travel: 100 GiB take 30 ms to map
-                part.map()
+            if self._kv is not None:  # while the bytes travel
+                self._kv.map([0])
+            if self.pool is not None:
+                self.pool.map()
             prepare_kv()
         except BaseException:  # half a model must never be resumed
             self._unmap(missing)
@@ -185,6 +191,22 @@ class ModelMemory:
         self._gates.install(transfer.gate)
         copied = sum(payload.nbytes for payload in payloads.values())
         return MemoryChange(before, self.mapped_bytes, copied)
+
+    def map_more(self) -> bool:
+        """Map the next part of the KV cache, after a wake has settled; False if none is missing.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much memory free.
+            DeviceMemoryError: the driver refused.
+        """
+        missing = self._kv.unmapped() if self._kv is not None else []
+        if not missing:
+            return False
+        assert self._kv is not None
+        self._kv.map(missing[:1])
+        if len(missing) == 1:
+            self.seen = self._driver.memory()
+        return True
 
     def settle(self) -> None:
         """After a wake, off the critical path: take the gates out and check what arrived.

@@ -35,6 +35,7 @@ from actors.errors import (
     ReplicaFailed,
     Unavailable,
 )
+from actors.growth import CacheGrowth
 from actors.lifecycle import MemoryChange, SleepConfig
 from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
@@ -119,6 +120,7 @@ class ModelRuntime:
         except BaseException:
             self._control.submit(self._engine.stop)  # its thread would keep the process from ending
             raise
+        self._growth = CacheGrowth(self._control, self._grow_kv, self._fail)
         self._has_uncaptured = False  # compiled layers that no graph holds yet
         self._compiler = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._compiler.start()
@@ -245,6 +247,7 @@ class ModelRuntime:
         change = await self._on_control(self._wake_now)
         self._observer.wake_phase(WakePhase.MAP, time.perf_counter() - started_s)
         self._control.submit(self._settle)
+        self._growth.begin()
         return change
 
     async def sleep(self, level: int) -> MemoryChange:
@@ -256,8 +259,13 @@ class ModelRuntime:
         return change
 
     async def settled(self) -> None:
-        """Return once the bytes of the last wake are there and checked."""
+        """Return once the bytes of the last wake are there and checked, and all KV cache is mapped.
+
+        What other processes have taken meanwhile of its memory is not waited for.
+        """
         await self._on_control(lambda: None)  # whatever was to do stands before this
+        while self._growth.running:
+            await self._on_control(lambda: None)  # behind the next part
 
     async def compiled(self) -> None:
         """Return once nothing is compiled any more, and what was is in use."""
@@ -321,12 +329,11 @@ class ModelRuntime:
     def _use_compiled(self) -> None:
         asleep = self._engine.paused
         try:
-            if asleep:
-                self.memory.map()
-            else:
+            if not asleep:
                 self._settle()
                 self._engine.pause()
                 self._engine.drop_kv()
+            self.memory.map()
             self._capture_compiled()
         except DeviceMemoryShort as exc:
             logger.info("graphs are captured at the next sleep: %s", exc)
@@ -368,7 +375,7 @@ class ModelRuntime:
         if awake:
             self._engine.pause()
         self._engine.drop_kv()
-        if awake and self._has_uncaptured:
+        if awake and self._has_uncaptured and not self.memory.wake_bytes:
             self._capture_compiled()
         return self.memory.unmap(level)
 
@@ -382,6 +389,12 @@ class ModelRuntime:
         report = self.memory.last_wake
         if report is not None and report is not before:
             self._observer.restored(report)
+
+    def _grow_kv(self) -> bool:
+        if self._engine.paused or not self.memory.map_more():
+            return False
+        self._engine.extend_kv()
+        return True
 
     def _fail(self, reason: Exception, what: str) -> None:
         """Nothing is served any more; the health check has the replica replaced."""

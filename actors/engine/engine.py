@@ -28,6 +28,7 @@ from actors.engine.cache_shape import cache_shape
 from actors.engine.compiled_layers import CompiledLayers
 from actors.engine.config import EngineConfig
 from actors.engine.graphs import GraphRunner, forget_newest_tokens
+from actors.engine.kv_growth import GrowingPool, kv_parts
 from actors.engine.pipeline import PipelinedManager
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
 from actors.engine.sizing import CardMemory, Limits, plan_limits
@@ -106,9 +107,13 @@ class Engine(Protocol):
     def prepare_wake(self) -> None:
         """Get ready for weights that arrive while the first batch runs. Only while paused.
 
-        Freshly mapped KV memory becomes safe to read where padding points, and the next batch runs
-        module by module, so that hooks can hold it.
+        What is mapped of the KV arena, its first part at least, is what sequences get from now on.
+        Freshly mapped, it becomes safe to read where padding points, and the next batch runs module by
+        module, so that hooks can hold it.
         """
+
+    def extend_kv(self) -> None:
+        """Let sequences have what has been mapped of the KV arena since. On any thread, at any time."""
 
     def warm_up(self) -> None:
         """Compile and capture what the device replays later, so that serving never does.
@@ -207,7 +212,7 @@ class TransformersEngine:
         self,
         model: PreTrainedModel,
         config: EngineConfig,
-        make_kv_arena: Callable[[int], DeviceArena],
+        make_kv_arena: Callable[[Sequence[int]], DeviceArena],
         sink: Sink,
         card: CardMemory | None = None,
         weights_bytes: int = 0,
@@ -217,7 +222,8 @@ class TransformersEngine:
 
         Args:
             model: accepted by `check_architecture`, its tensors on an arena.
-            make_kv_arena: bytes -> a mapped arena of one segment.
+            make_kv_arena: sizes -> a mapped arena with segments of so many bytes. After an unmap the
+                first segment must be mapped before all others, and those in their order.
             card: what `plan_limits` makes the limits from, and `weights_bytes` likewise.
             pool: what CUDA graphs compute in; mapped and unmapped with the KV arena.
 
@@ -243,8 +249,11 @@ class TransformersEngine:
             self._processor.model_runner = self._runner = GraphRunner(self._processor, layers, pool)
             self._manager.complete_batch = self._runner.complete_batch
         self._cache: PagedAttentionCache = self._processor.cache
-        self.kv_arena = _move_kv_cache(self._cache, make_kv_arena)
         self.max_model_len = _resolve_max_model_len(model, config, self._cache)
+        parts = kv_parts(shape, limits.num_blocks, self.max_model_len)
+        self._pool = GrowingPool(self._cache.num_sectors, len(self._cache.cache_allocators))
+        self._cache.pool = self._pool
+        self.kv_arena = _move_kv_cache(self._cache, make_kv_arena, parts)
         self._pause: AbstractContextManager[None] | None = None
         if self._runner is not None:
             workspaces.begin_use()
@@ -326,14 +335,25 @@ class TransformersEngine:
 
     def prepare_wake(self) -> None:
         assert self._pause is not None, "not paused"
+        self.extend_kv()
         # Padding reads the two sectors in front, and garbage there may be NaN.
         self._cache.cache_tensor[: 2 * self._cache.bytes_per_sector].zero_()
         if self._runner is not None:
             self._runner.expect_gates()
 
+    def extend_kv(self) -> None:
+        mapped = self.kv_arena.mapped_bytes // self._cache.bytes_per_sector
+        usable = min(
+            mapped - 2, self._cache.cache_tensor.nbytes // self._cache.bytes_per_sector - 2
+        )
+        self._pool.use(usable)
+        self._cache.num_sectors = usable  # what compute_free_capacity calls the whole
+        self._processor.scheduler.block_new_requests = False  # for want of room
+
     def warm_up(self) -> None:
         assert self._pause is not None, "not paused"
         assert not self._processor.has_pending_requests(), "sequences in flight"
+        self.extend_kv()
         if self._runner is not None:
             self._runner.capture(self._model)
 
@@ -346,6 +366,7 @@ class TransformersEngine:
     def use_compiled(self) -> None:
         assert self._pause is not None, "not paused"
         assert self._runner is not None, "nothing was compiled"
+        self.extend_kv()
         self._runner.use_compiled(self._model)
 
     def stats(self) -> EngineStats:
@@ -422,15 +443,18 @@ def _knows(model: PreTrainedModel) -> int | None:
 
 
 def _move_kv_cache(
-    cache: PagedAttentionCache, make_arena: Callable[[int], DeviceArena]
+    cache: PagedAttentionCache,
+    make_arena: Callable[[Sequence[int]], DeviceArena],
+    parts: Sequence[int],
 ) -> DeviceArena:
     count, on_cuda = cache.cache_tensor.numel(), cache.cache_tensor.is_cuda
+    assert count == sum(parts), "planned for another cache"
     # Let go of transformers' own tensor first: a card has no room for two caches.
     _place_kv_cache(cache, torch.empty(count, dtype=torch.uint8, device="meta"))
     if on_cuda:
         torch.cuda.empty_cache()
-    arena = make_arena(count)
-    _place_kv_cache(cache, arena.bytes_of(0, count))
+    arena = make_arena(parts)
+    _place_kv_cache(cache, arena.first_bytes(count))
     cache.cache_tensor[: 2 * cache.bytes_per_sector].zero_()
     return arena
 

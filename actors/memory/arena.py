@@ -118,6 +118,14 @@ class DeviceArena:
         span = self.spans[segment]
         return self._bytes[span.offset : span.offset + (span.size if count is None else count)]
 
+    def first_bytes(self, count: int) -> torch.Tensor:
+        """The first `count` bytes, whatever segments they are in, as a flat uint8 view.
+
+        Segments follow each other without gaps if all sizes but the last are multiples of the
+        driver's granularity.
+        """
+        return self._bytes[:count]
+
     def tensor(
         self, segment: int, offset: int, dtype: torch.dtype, shape: Sequence[int]
     ) -> torch.Tensor:

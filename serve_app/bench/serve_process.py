@@ -107,6 +107,10 @@ class ServeProcess:
             process for process in psutil.process_iter() if _session_of(process.pid) == self.pid
         ]
 
+    def named(self, start: str) -> list[psutil.Process]:
+        """Those of `processes` whose names start like this."""
+        return [process for process in self.processes() if _name(process).startswith(start)]
+
     @property
     def pid(self) -> int:
         return self._leader.pid
@@ -124,7 +128,7 @@ class ServeProcess:
 
     def driver(self, script: str, *args: str) -> subprocess.Popen[str]:
         """A Python script that finds itself joined to this Ray; `args` begin at sys.argv[1]."""
-        (raylet,) = (p for p in self.processes() if p.name() == "raylet")
+        (raylet,) = self.named("raylet")
         option = "--gcs-address="
         found = (a.removeprefix(option) for a in raylet.cmdline() if a.startswith(option))
         # A Ray that was started locally asks for the token in ~/.ray; who joins has to say so.
@@ -238,7 +242,15 @@ def _session_of(pid: int) -> int | None:
 
 def _title(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline()).strip() or str(process.name())
+        return " ".join(process.cmdline()).strip() or _name(process)
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _name(process: psutil.Process) -> str:
+    """As the process is called; "" when it has ended since it was found."""
+    try:
+        return str(process.name())
     except psutil.NoSuchProcess:
         return ""
 

@@ -92,7 +92,7 @@ class ServeProcess(bench.ServeProcess):
 
         The store is an unlinked file in /dev/shm that gives no page back, so a leak shows as growth.
         """
-        (raylet,) = (p for p in self.processes() if p.name() == "raylet")
+        (raylet,) = self.named("raylet")
         stores = {
             (info.st_dev, info.st_ino): 512 * info.st_blocks
             for fd in Path(f"/proc/{raylet.pid}/fd").iterdir()

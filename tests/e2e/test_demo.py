@@ -40,7 +40,7 @@ def test_only_loopback_is_listened_on(own: ServeProcess) -> None:
         for port, addresses in listening.items()
         if not all(_is_loopback(address) for address in addresses)
     ]
-    replicas = [p for p in own.processes() if p.name().startswith("ray::ServeRepli")]
+    replicas = own.named("ray::ServeRepli")
     assert len(open_ports) <= len(replicas)
 
 

@@ -403,5 +403,5 @@ def test_killed_controller_interrupts_nobody(
 
 
 def controller_pid(server: ServeProcess) -> int | None:
-    found = [p.pid for p in server.processes() if p.name().startswith("ray::ServeContr")]
+    found = [p.pid for p in server.named("ray::ServeContr")]
     return found[0] if found else None

@@ -244,7 +244,7 @@ def test_full_queue_refuses_with_a_time_and_answers_whom_it_took(
 @contextmanager
 def another_node(server: ServeProcess, cpus: int) -> Iterator[subprocess.Popen[bytes]]:
     """A second raylet on this machine, joined to the server's Ray, in a session of its own."""
-    (raylet,) = (p for p in server.processes() if p.name() == "raylet")
+    (raylet,) = server.named("raylet")
     option = "--gcs-address="
     gcs = next(a.removeprefix(option) for a in raylet.cmdline() if a.startswith(option))
     node = subprocess.Popen(

@@ -222,8 +222,8 @@ def running(
     arenas: list[DeviceArena] = []
     outputs: queue.Queue[EngineOutput] = queue.Queue()
 
-    def kv_arena(size: int) -> DeviceArena:
-        arenas.append(DeviceArena(PoisonedDriver(), [size]))  # type: ignore[arg-type]
+    def kv_arena(parts: Sequence[int]) -> DeviceArena:
+        arenas.append(DeviceArena(PoisonedDriver(), parts))  # type: ignore[arg-type]
         arenas[0].map()
         return arenas[0]
 

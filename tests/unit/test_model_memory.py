@@ -138,7 +138,7 @@ def bench(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     dtype = checkpoint_dtype(tiny_checkpoint, "auto")
     image = load_from_disk(tiny_checkpoint, image_key(tiny_checkpoint, dtype))
     memory = ModelMemory(build_on_meta(tiny_checkpoint, dtype), image, 2, "cpu")
-    memory.make_kv_arena(KV_BYTES)
+    memory.make_kv_arena([KV_BYTES])
     driver.beside = Beside(torch_reserved=30 * KIB, not_of_torch=2 * KIB)
     memory.map()
     driver.cached = 7 * KIB

@@ -2,7 +2,7 @@
 
 import copy
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -124,8 +124,8 @@ def generate(
     """The same by the engine, all prompts together."""
     outputs: queue.Queue[EngineOutput] = queue.Queue()
 
-    def kv_arena(size: int) -> DeviceArena:
-        arena = DeviceArena(CpuDriver(), [size])
+    def kv_arena(parts: Sequence[int]) -> DeviceArena:
+        arena = DeviceArena(CpuDriver(), parts)
         arena.map()
         return arena
 

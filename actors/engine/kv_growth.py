@@ -1,0 +1,60 @@
+"""A KV cache that gets its memory in parts: the first in a wake, the others while the model serves.
+
+A device clears memory before it hands it out, with the engines that copies go through. On an H200, to map
+104 GiB that had been used before took 0.24 s of an idle card and 0.58 s of one that weights were being
+copied to, at 30 GB/s instead of 55.
+"""
+
+import threading
+
+from transformers.generation.continuous_batching.cache_allocators.cache_pool import CachePool
+
+from actors.engine.cache_shape import CacheShape
+
+_FIRST_BYTES = 2 * 2**30  # at least: what waited for the wake is to fit in, as a rule
+_NEXT_BYTES = 2 * 2**30  # 5 ms of the card; a sleep waits for one part at most
+_ALIGNMENT = 2**21  # of parts, so that they leave no gaps: pages of CUDA and of CPUs divide it
+
+
+def kv_parts(shape: CacheShape, num_blocks: int, longest: int) -> list[int]:
+    """Sizes in bytes of the parts of a cache of `num_blocks`, in the order in which they get memory.
+
+    Args:
+        longest: tokens of a sequence that the first part alone must hold; a lone one that finds no
+            room would end the generation loop.
+    """
+    total = shape.cache_bytes(num_blocks)
+    first = max(_FIRST_BYTES, shape.cache_bytes(shape.blocks_for(longest)))
+    parts = [min(total, -(-first // _ALIGNMENT) * _ALIGNMENT)]
+    while (left := total - sum(parts)) > 0:
+        parts.append(min(left, _NEXT_BYTES))
+    return parts
+
+
+class GrowingPool(CachePool):
+    """The sectors of a cache, of which only the first `usable` are given out."""
+
+    def __init__(self, num_sectors: int, num_allocators: int) -> None:
+        self.usable = num_sectors
+        self._lock = threading.Lock()  # `reset` on the engine's thread, `use` on another
+        super().__init__(num_sectors, num_allocators)
+
+    def reset(self) -> None:
+        with self._lock:
+            super().reset()
+            del self.free_sectors[self.usable :]
+
+    def use(self, count: int) -> None:
+        """Give out the first `count` sectors from now on; fewer than before only after a `reset`.
+
+        More of them can come at any time: the engine's thread only takes from the end of the list.
+        """
+        start = self.num_reserved_sectors
+        with self._lock:
+            if count >= self.usable:
+                self.free_sectors[:0] = range(start + self.usable, start + count)
+            else:
+                kept = [sector for sector in self.free_sectors if sector < start + count]
+                assert len(self.free_sectors) - len(kept) == self.usable - count, "sectors in use"
+                self.free_sectors = kept
+            self.usable = count
