@@ -17,10 +17,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors import growth
+from actors.engine import kv_growth
 from actors.engine.config import EngineConfig
 from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, Unavailable, WeightsCorrupted
 from actors.lifecycle import Lifecycle, SleepConfig
+from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.model_memory import ModelMemory
 from actors.protocol import ReplicaState, SleepCommand
@@ -458,6 +461,47 @@ def test_wake_without_room_is_refused_and_works_once_there_is_some(
                     assert h.runtime.mapped_bytes == 0
             await lifecycle.wake_up()
             assert len(await h.tokens(PROMPTS[0], ignore_eos=True)) == 20
+
+    run(scenario)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("others_have_the_rest", [False, True])
+def test_kv_cache_in_parts(
+    checkpoints: Callable[[str], Path],
+    others_have_the_rest: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in test_kv_growth.py; on a card, to touch a part that is not mapped is an illegal address, and the end of the engine."""
+    monkeypatch.setattr(kv_growth, "_FIRST_BYTES", 1)
+    monkeypatch.setattr(kv_growth, "_NEXT_BYTES", 32 * MIB)
+    monkeypatch.setattr(growth, "RETRY_SHORT_AFTER_S", 3600.0)
+    checkpoint = checkpoints("cuda")
+    limits = ENGINES["cuda"].model_copy(update={"max_model_len": 1024})
+    map_all = DeviceArena.map
+
+    def map_first(arena: DeviceArena, segments: Sequence[int] | None = None) -> None:
+        if segments is not None and 0 not in segments:
+            raise DeviceMemoryShort("others have it")
+        map_all(arena, segments)
+
+    async def scenario() -> None:
+        async with harness(checkpoint, load(checkpoint), limits) as h:
+            await settled(h)
+            expected = await answers(h)
+            assert len(h.runtime._engine.kv_arena.spans) > 2  # type: ignore[attr-defined]
+            if others_have_the_rest:
+                monkeypatch.setattr(DeviceArena, "map", map_first)
+            for _ in range(3):
+                await h.runtime.sleep(1)
+                await h.runtime.wake()
+                assert await answers(h) == expected
+                # More than the first part holds: some wait, some are started over.
+                crowd = [tuple(range(20 + i, 720 + i)) for i in range(12)]
+                asked = (h.tokens(prompt, max_tokens=40, ignore_eos=True) for prompt in crowd)
+                assert [len(answer) for answer in await asyncio.gather(*asked)] == [40] * 12
+                await settled(h)
+                assert bool(h.runtime.memory.wake_bytes) == others_have_the_rest
 
     run(scenario)
 
