@@ -71,7 +71,7 @@ def wake(
             metavar="NAME,...",
             help="Ours: pipelined, serial, unpinned, kept, kept-N[-middle|-last], kept-sweep (several "
             "N from 0 to all layers). Others: to, "
-            "dispatch-auto, dispatch-balanced, dispatch-balanced_low_0, memory-saver, fresh-load. "
+            "dispatch-auto, dispatch-balanced, dispatch-balanced_low_0, fresh-load, memory-saver, memory-saver-retained. "
             "`all`, `ours` and `others` stand for their kind.",
         ),
     ] = "all",

@@ -1,7 +1,9 @@
 """What one would do without us: a transformers model whose weights leave the device and come back."""
 
+import ctypes
 import gc
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import util
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -101,19 +103,25 @@ class Dispatched(_Module):
 
 
 class SavedRegion(_Module):
-    """torch-memory-saver: pages unmapped behind stable addresses, their bytes kept in host memory.
+    """torch-memory-saver: pages unmapped behind stable addresses, their bytes kept in pinned host memory.
 
-    One in a process. Its pool and the pinned copy on the host stay after `close`: it has no call that ends them.
+    Its pool and, if retained, the copy on the host stay after `close`: it has no call that ends them.
     """
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
-        from torch_memory_saver import torch_memory_saver
+    def __init__(
+        self, checkpoint: Path, dtype: torch.dtype, device: torch.device, retain: bool
+    ) -> None:
+        """Load, and move to the device inside a region.
 
-        self._saver = torch_memory_saver
-        # The other mode wants its library preloaded when the process starts.
-        self._saver.hook_mode = "torch"
+        Args:
+            retain: keep the host's copy over a wake, instead of allocating it for each sleep, as it
+                does by default.
+        """
+        self._saver = _memory_saver()
+        self._saver.retain_cpu_backup = retain
         # A region takes what its own thread allocates, and transformers loads in several.
         model: Any = _load(checkpoint, dtype, torch.device("cpu"))
+        self._saver.resume()  # what the one before has left asleep is used again
         with self._saver.region(enable_cpu_backup=True):
             model.to(device)
         super().__init__(model, device)
@@ -125,6 +133,17 @@ class SavedRegion(_Module):
     def wake(self) -> None:
         self._saver.resume()
         _finish(self._device)
+
+
+@cache
+def _memory_saver() -> Any:
+    from torch_memory_saver import torch_memory_saver
+
+    # The other mode wants its library preloaded when the process starts.
+    torch_memory_saver.hook_mode = "torch"
+    # Never to be collected: to free its pool outside of a region ends the process with exit code 1 (0.0.10).
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch_memory_saver))
+    return torch_memory_saver
 
 
 class FreshLoad(_Module):
@@ -151,13 +170,18 @@ def _dispatched(device_map: DeviceMap) -> Make:
     return lambda checkpoint, dtype, device: Dispatched(checkpoint, dtype, device, device_map)
 
 
+def _saved(retain: bool) -> Make:
+    return lambda checkpoint, dtype, device: SavedRegion(checkpoint, dtype, device, retain)
+
+
 BASELINES: Mapping[str, Make] = {
     "to": ToHost,
     "dispatch-auto": _dispatched("auto"),
     "dispatch-balanced": _dispatched("balanced"),
     "dispatch-balanced_low_0": _dispatched("balanced_low_0"),
-    "memory-saver": SavedRegion,
     "fresh-load": FreshLoad,
+    "memory-saver": _saved(retain=False),
+    "memory-saver-retained": _saved(retain=True),
 }
 
 
@@ -165,7 +189,7 @@ def why_not(name: str, device: torch.device) -> str | None:
     """Why a baseline makes no sense here; None when it does."""
     if device.type == "cpu" and name != "fresh-load":
         return "no CUDA device: the weights would go nowhere"
-    if name == "memory-saver" and util.find_spec("torch_memory_saver") is None:
+    if name.startswith("memory-saver") and util.find_spec("torch_memory_saver") is None:
         return "torch-memory-saver is not installed"
     return None
 
