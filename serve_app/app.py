@@ -16,6 +16,7 @@ from serve_app.autoscaling_config import AutoscalingConfig
 from serve_app.client import HandleClient
 from serve_app.config import AppArgs, ModelConfig, WeightsArgs
 from serve_app.deployment import ModelReplica
+from serve_app.heap import set_aside
 from serve_app.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder
 from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.keys import read_keys
@@ -78,13 +79,15 @@ class Ingress:
             for model in self._models
         }
         # Serve's proxy answers with a request id of its own making.
-        return build_asgi(
+        app = build_asgi(
             clients,
             self._settings,
             send_request_id=False,
             read_images=held_images,
             keys=self._keys,
         )
+        set_aside()
+        return app
 
 
 def _scaler_of(model: ModelConfig) -> ServeScaler:

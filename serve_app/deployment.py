@@ -28,6 +28,7 @@ from actors.protocol import (
 )
 from actors.telemetry import WakeCause
 from serve_app.config import ModelConfig
+from serve_app.heap import set_aside
 from serve_app.holders import HolderOfThisNode
 from serve_app.instruments import Instruments, gauges, saved_bytes
 from serve_app.logs import adopt_serve_handlers
@@ -130,10 +131,12 @@ class ModelReplica:
         self._changed()
         if not (config.sleep.start_asleep or self._lifecycle.held):
             await self._lifecycle.wake_up("start", WakeCause.START)
+        set_aside()
         self._watches = [
             asyncio.create_task(self._lifecycle.sleep_when_idle()),
             asyncio.create_task(follower.follow(self._obey)),
             asyncio.create_task(self._mirror_gauges()),
+            asyncio.create_task(self._set_compiled_aside()),
         ]
 
     async def generate(
@@ -263,6 +266,10 @@ class ModelReplica:
             self._count_savings()
             self._mirror.set(gauges(self._lifecycle, self._runtime))
             await asyncio.sleep(_MIRROR_INTERVAL_S)
+
+    async def _set_compiled_aside(self) -> None:
+        await self._runtime.compiled()
+        set_aside()  # what compiling has left
 
     def _announce(self) -> None:
         self._announcer.announce(self._lifecycle.state, self._lifecycle.held)

@@ -1,6 +1,7 @@
 """One model in this process, without HTTP, Serve and lifecycle, and the memory it stands on."""
 
 import asyncio
+import gc
 import math
 import statistics
 import time
@@ -23,6 +24,7 @@ from actors.weights.fastload import FastLoad, HolderClient
 from actors.weights.layout import ImageKey
 from actors.weights.source import ModelSource
 from serve_app.config import load_model_config
+from serve_app.heap import set_aside
 
 PROMPT_TOKENS = 7  # "The future of artificial intelligence is", as real tokenizers cut it
 ANSWER_TOKENS = 50
@@ -197,6 +199,11 @@ class LocalModel:
         await self.runtime.compiled()
         await self.ask(self.prompt(), ANSWER_TOKENS)
         await self.settled()
+        set_aside()  # as a replica does
+
+    async def close(self) -> None:
+        gc.unfreeze()
+        await self.runtime.close()
 
 
 def load_of(subject: Subject, holder: HolderClient | None) -> FastLoad:

@@ -120,7 +120,7 @@ class SoakBench:
             await model.settled()
             await self._cycles(model, crowd, progress)
         finally:
-            await model.runtime.close()
+            await model.close()
 
     def result(self) -> dict[str, Any]:
         result: dict[str, Any] = {

@@ -81,7 +81,7 @@ class ThroughputBench:
             progress("done", len(plan.concurrency), len(plan.concurrency))
             self.complete = True
         finally:
-            await model.runtime.close()
+            await model.close()
 
     def result(self) -> dict[str, Any]:
         return {

@@ -142,7 +142,7 @@ class WakeBench:
             self._first_sleep_s = ours.first_sleep_s
             if ours.unpinned is not None:
                 ours.unpinned.close()
-            await model.runtime.close()
+            await model.close()
 
     def result(self) -> dict[str, Any]:
         """With the keys of our own way at the top, as docs/results/table.py reads them."""
