@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The figures of one GPU host, as JSON files in a directory:
 #
-#   bash docs/results/measure.sh DIR                      # everything, about 25 minutes
+#   bash docs/results/measure.sh DIR                      # everything, about 30 minutes
 #   bash docs/results/measure.sh DIR wake throughput      # some steps, in this order
 #
 # Several GPUs: one call for each, at once, with its own CUDA_VISIBLE_DEVICES and steps. Those whose times are
@@ -40,9 +40,10 @@ step() {
         --cycles 20 --limit-s 110 --assert goals --engine "$blocks" --json "$out/wake.json" ;;
     kept) run kept 200 bench wake "$checkpoint" --variants pipelined,kept-8,kept-8-middle,kept-8-last \
         --prompt-tokens 7 2048 --cycles 10 --requests 0 --limit-s 70 --engine "$blocks" --json "$out/kept.json" ;;
-    others) run others 300 bench wake "$checkpoint" --variants others --cycles 3 --other-cycles 3 \
-        --requests 0 --limit-s 150 --engine "$blocks" --json "$out/others.json" ;;
-    throughput) run throughput 200 bench throughput "$checkpoint" --engine "$blocks" --profile "$out/profile" --json "$out/throughput.json" ;;
+    others) run others 480 bench wake "$checkpoint" --variants others --cycles 3 --other-cycles 2 \
+        --requests 0 --limit-s 420 --engine "$blocks" --json "$out/others.json" ;;
+    throughput) mkdir -p "$out/profile"
+        run throughput 200 bench throughput "$checkpoint" --engine "$blocks" --profile "$out/profile" --json "$out/throughput.json" ;;
     serve) run serve 420 bench serve "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
         --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$out/serve.json" --log "$out/serve_run.log" ;;
     load) run load 300 bench load "$checkpoint" --engine "$blocks" --json "$out/load.json" ;;
