@@ -28,7 +28,7 @@ from actors.protocol import (
 )
 from actors.telemetry import WakeCause
 from serve_app.config import ModelConfig
-from serve_app.heap import set_aside
+from serve_app.heap import give_back, set_aside
 from serve_app.holders import HolderOfThisNode
 from serve_app.instruments import Instruments, gauges, saved_bytes
 from serve_app.logs import adopt_serve_handlers
@@ -256,6 +256,8 @@ class ModelReplica:
     def _changed(self) -> None:
         self._announce()
         self._count_savings()
+        if self._lifecycle.state is ReplicaState.ASLEEP:
+            asyncio.get_running_loop().run_in_executor(None, give_back)
 
     def _count_savings(self) -> None:
         self._instruments.saves(saved_bytes(self._lifecycle, self._runtime))

@@ -26,6 +26,31 @@ print(json.dumps([before() is None, after() is None, frozen, seen, len(loaded)])
 """
 
 
+GIVE_BACK = """
+import ctypes, json, psutil
+from serve_app.heap import give_back
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+pieces = [libc.malloc(1000) for _ in range(200_000)]
+for piece in pieces:
+    ctypes.memset(ctypes.c_void_p(piece), 1, 1000)
+for piece in pieces[:-1]:  # the last one keeps the heap from shrinking by itself
+    libc.free(piece)
+before = psutil.Process().memory_full_info().uss
+give_back()
+print(json.dumps([before, psutil.Process().memory_full_info().uss]))
+"""
+
+
+def test_what_malloc_keeps_goes_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GIVE_BACK], capture_output=True, text=True, check=True
+    )
+    before, after = json.loads(done.stdout)
+    assert before - after > 150_000_000
+
+
 def test_what_is_there_is_looked_at_once_more_and_what_comes_later_as_ever() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
