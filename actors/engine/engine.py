@@ -342,10 +342,9 @@ class TransformersEngine:
             self._runner.expect_gates()
 
     def extend_kv(self) -> None:
-        mapped = self.kv_arena.mapped_bytes // self._cache.bytes_per_sector
-        usable = min(
-            mapped - 2, self._cache.cache_tensor.nbytes // self._cache.bytes_per_sector - 2
-        )
+        # The arena may be a little larger than the cache. Two sectors are for padding.
+        mapped = min(self.kv_arena.mapped_bytes, self._cache.cache_tensor.nbytes)
+        usable = mapped // self._cache.bytes_per_sector - 2
         self._pool.use(usable)
         self._cache.num_sectors = usable  # what compute_free_capacity calls the whole
         self._processor.scheduler.block_new_requests = False  # for want of room
