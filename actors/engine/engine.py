@@ -31,6 +31,7 @@ from actors.engine.graphs import GraphRunner, forget_newest_tokens
 from actors.engine.kv_growth import GrowingPool, kv_parts
 from actors.engine.pipeline import PipelinedManager
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
+from actors.engine.scheduling import NAME as TURNS
 from actors.engine.sizing import CardMemory, Limits, plan_limits
 from actors.engine.validation import check_token_ids, validate
 from actors.errors import ContextLengthExceeded, EngineDied, InvalidRequest
@@ -420,6 +421,7 @@ def _make_manager(
             max_memory_percent=1.0 if on_cuda else None,  # what fits has been planned
             max_blocks_per_request=pages if paged else 0,
             use_cuda_graph=(False, graphs),
+            scheduler_type=TURNS if graphs else "fifo",
             # Masks as large as batch and cache would have to travel in every step.
             use_async_batching=config.use_async_batching and on_cuda and not wants_mask(model),
             auto_switch_to_flash=False,  # it would ask the hub for kernels

@@ -28,8 +28,8 @@ from actors.memory.arena import RETRY_SHORT_AFTER_S
 
 logger = logging.getLogger(__name__)
 
-# A batch of so many sequences has its first tokens read at once. In larger ones every other batch
-# brings first tokens, and the overlap is worth more to everybody.
+# While so many sequences run, first tokens are read at once. With more of them every other batch brings
+# first tokens, and the overlap is worth more to everybody.
 _FEW = 16
 _NEW_REQUESTS_TIMEOUT_S = (
     0.1  # as in transformers: what arrives sets the event, this is its backstop
@@ -130,7 +130,7 @@ class PipelinedManager(ContinuousBatchingManager):
         if not isinstance(io, ContinuousBatchingAsyncIOs) or self.needs_results():
             return True
         batch = io.io_pairs[1 - io.current_pair].host_io.requests_in_batch
-        return len(batch) <= _FEW and any(
+        return len(processor.scheduler.active_requests) <= _FEW and any(
             request.has_new_token and not request.state.generated_tokens for request in batch
         )
 

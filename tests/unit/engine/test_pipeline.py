@@ -25,6 +25,7 @@ def request(generated: int, has_new_token: bool = True) -> SimpleNamespace:
 FIRST = [request(0)]
 LATER = [request(3)]
 MANY = [request(0), *[request(3) for _ in range(pipeline._FEW)]]
+FIRST_OF_MANY = [request(0)]  # while the others wait for their turn
 GRAMMAR = [request(3)]  # the next batch depends on its tokens
 PROMPT_GOES_ON = [request(0, has_new_token=False)]
 
@@ -68,6 +69,8 @@ class FakeProcessor:
         number, requests = self.batches.popleft()
         self.prepared = requests
         self.launched[self.pair] = number
+        running = MANY if requests is FIRST_OF_MANY else requests
+        self.scheduler = SimpleNamespace(active_requests=dict(enumerate(running)))
         io = self.inputs_and_outputs
         target = io.io_pairs[self.pair].host_io if hasattr(io, "io_pairs") else io
         target.requests_in_batch = requests
@@ -108,6 +111,7 @@ def run(batches: list[Any], use_async: bool) -> tuple[list[str], PipelinedManage
         ([FIRST, LATER, LATER, None], "l0 r0 l1 l2 r1"),
         ([LATER, LATER, FIRST, LATER, None, None], "l0 l1 r0 l2 r1 r2 l3 r3"),
         ([MANY, MANY, None], "l0 l1 r0"),
+        ([LATER, FIRST_OF_MANY, LATER, None], "l0 l1 r0 l2 r1"),
         ([LATER, GRAMMAR, GRAMMAR, LATER, LATER, None], "l0 l1 r0 r1 l2 r2 l3 l4 r3"),
         ([PROMPT_GOES_ON, FIRST, None], "l0 l1 r0 r1"),
         ([LATER, LATER, "pause", LATER], "l0 l1 r0 r1 paused l3"),
