@@ -176,6 +176,7 @@ class ModelMemory:
             if self._link is None:
                 everything = [image.segment(i) for i in range(len(image.layout.segments))]
                 self._link = self._driver.open_link(everything)
+            self._weights.map()
             transfer = self._weights.restore(self._link, payloads)
             if self._kv is not None:  # while the bytes travel
                 self._kv.map([0])

@@ -1,7 +1,6 @@
 """One stable address range per device, mapped and unmapped in segments."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,10 +66,23 @@ class DeviceArena:
             DeviceMemoryError: the driver refused.
                 Either way, what this call had mapped is unmapped again.
         """
-        chosen = list(self._chosen(segments))
-        with self._all_or_nothing(chosen):
-            for i in chosen:
-                self._give(i)
+        missing = [i for i in self._chosen(segments) if i not in self._mapped]
+        done: list[int] = []
+        try:
+            for i in missing:
+                self._driver.map(self._address_of(i), self.spans[i].size)
+                self._mapped.add(i)
+                done.append(i)
+        except DeviceMemoryShort as exc:
+            self.unmap(done)  # first, so that the message does not count what is given back
+            wanted = sum(self.spans[i].size for i in missing)
+            found = describe(self._driver.memory(), self._driver.holders())
+            raise DeviceMemoryShort(
+                f"{gib(wanted)} do not fit on {self.device}: {found}", RETRY_SHORT_AFTER_S
+            ) from exc
+        except BaseException:
+            self.unmap(done)
+            raise
 
     def unmap(self, segments: Iterable[int] | None = None) -> int:
         """Give the memory of segments (all, when None) back; returns how many bytes went.
@@ -87,27 +99,19 @@ class DeviceArena:
         return sum(self.spans[i].size for i in chosen)
 
     def restore(self, link: HostLink, payloads: Mapping[int, memoryview]) -> Transfer:
-        """Give segments memory where they have none, and begin to copy payloads to their start.
-
-        One by one in the mapping's order, so that the first bytes travel while the others get memory.
+        """Begin to copy payloads to the start of their mapped segments, in the mapping's order.
 
         Args:
             link: opened by this arena's driver for these payloads.
             payloads: segment -> its bytes.
 
         Raises:
-            DeviceMemoryShort: the device has not that much memory, and who has it.
-            DeviceMemoryError: the driver refused, or a copy could not begin.
-                Either way, what this call had mapped is unmapped again.
+            DeviceMemoryError: a copy could not begin; those before it may still be under way, which
+                `unmap` waits for.
         """
         for segment, host in payloads.items():
-            assert host.nbytes <= self.spans[segment].size
-        transfer = Transfer(link)
-        with self._all_or_nothing(payloads):
-            for segment, host in payloads.items():
-                self._give(segment)
-                transfer.begin(SegmentCopy(segment, self._address_of(segment), host))
-        return transfer
+            self._check_takes(segment, host)
+        return Transfer(link, [SegmentCopy(i, self._address_of(i), payloads[i]) for i in payloads])
 
     def bytes_of(self, segment: int, count: int | None = None) -> torch.Tensor:
         """The first `count` bytes of a segment (all, when None), as a flat uint8 view."""
@@ -140,27 +144,9 @@ class DeviceArena:
     def _address_of(self, segment: int) -> int:
         return self.address + self.spans[segment].offset
 
-    def _give(self, segment: int) -> None:
-        if segment not in self._mapped:
-            self._driver.map(self._address_of(segment), self.spans[segment].size)
-            self._mapped.add(segment)
-
-    @contextmanager
-    def _all_or_nothing(self, segments: Iterable[int]) -> Iterator[None]:
-        """Unmap what the body had mapped of `segments` if it raises; see `map`."""
-        missing = [i for i in segments if i not in self._mapped]
-        try:
-            yield
-        except DeviceMemoryShort as exc:
-            self.unmap(missing)  # first, so that the message does not count what is given back
-            wanted = sum(self.spans[i].size for i in missing)
-            found = describe(self._driver.memory(), self._driver.holders())
-            raise DeviceMemoryShort(
-                f"{gib(wanted)} do not fit on {self.device}: {found}", RETRY_SHORT_AFTER_S
-            ) from exc
-        except BaseException:
-            self.unmap(missing)
-            raise
+    def _check_takes(self, segment: int, host: memoryview) -> None:
+        assert segment in self._mapped, f"segment {segment} is not mapped"
+        assert host.nbytes <= self.spans[segment].size
 
     def _chosen(self, segments: Iterable[int] | None) -> Iterable[int]:
         return range(len(self.spans)) if segments is None else segments

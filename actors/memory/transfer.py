@@ -1,8 +1,9 @@
 """Segments on their way to the device: begun in one order, waited for one by one, timed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.memory.driver import HostLink, Mark
+from actors.memory.driver import HostLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +51,14 @@ class Transfer:
     stream before the first replay. Gates and `finish` may be called from different threads.
     """
 
-    def __init__(self, link: HostLink) -> None:
-        self._link = link
-        self._copies: list[SegmentCopy] = []  # the host bytes must stay until they have been read
-        self._marks: list[Mark] = []  # in front of the first copy, and behind each
-        self._pending: dict[int, Mark] = {}
-
-    def begin(self, copy: SegmentCopy) -> None:
-        """Begin to copy one segment, behind those before. See `DeviceArena.restore`."""
-        if not self._marks:
-            self._marks.append(self._link.mark())
-        self._link.copy(copy.address, copy.host)
-        self._copies.append(copy)
-        self._marks.append(self._link.mark())
-        self._pending[copy.segment] = self._marks[-1]
+    def __init__(self, link: HostLink, copies: Sequence[SegmentCopy]) -> None:
+        """Begin the copies, in the order given. See `DeviceArena.restore`."""
+        self._copies = copies  # the host bytes must stay until they have been read
+        self._marks = [link.mark()]
+        for copy in copies:
+            link.copy(copy.address, copy.host)
+            self._marks.append(link.mark())
+        self._pending = {c.segment: m for c, m in zip(copies, self._marks[1:], strict=True)}
 
     def gate(self, segment: int) -> None:
         """Make what the caller's current stream does next wait for a segment."""
@@ -82,8 +77,6 @@ class Transfer:
         Raises:
             DeviceMemoryError: a copy failed.
         """
-        if not self._marks:
-            return TransferStats((), 0.0)
         self._marks[-1].wait()
         self._pending = {}
         times = tuple(
