@@ -38,7 +38,8 @@ def report(
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE) from error
-    write_report(results, directory)
+    stems = [file.stem for file in files]
+    write_report(results, directory, stems if len(set(stems)) == len(stems) else ())
 
 
 def _result_of(file: Path) -> dict[str, Any]:
@@ -65,10 +66,12 @@ def check_report(directory: Path | None) -> None:
         check(directory)
 
 
-def write_report(results: Sequence[dict[str, Any]], directory: Path) -> None:
+def write_report(
+    results: Sequence[dict[str, Any]], directory: Path, names: Sequence[str] = ()
+) -> None:
     from serve_app.bench.report import write
 
-    print(f"report: {write(results, directory)}", file=sys.stderr)
+    print(f"report: {write(results, directory, names)}", file=sys.stderr)
 
 
 def write_plot(name: str, result: dict[str, Any], file: Path) -> None:

@@ -5,6 +5,7 @@ python docs/results/table.py --check    # exit 1 if it would change
 """
 
 import argparse
+import inspect
 import json
 import re
 import sys
@@ -13,32 +14,54 @@ from typing import Any
 
 RESULTS = Path(__file__).parent
 README = RESULTS.parents[1] / "README.md"
-WAKE = "2026-11-22_h200/wake.json"
-SERVE = "2026-11-22_h200/serve.json"
-THROUGHPUT = "2026-11-22_h200/throughput.json"
-SOAK = "2026-11-22_h200/soak.json"
+FOLDER = RESULTS / "2026-11-22_h200"
+_STEADY_RATE = 40  # requests a second; above, more arrive than are answered
 _BLOCK = re.compile(r"(<!-- measured: .*? -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 Result = dict[str, Any]
 
 
-def table(wake: Result, serve: Result, throughput: Result, soak: Result) -> str:
+def table(
+    wake: Result,
+    wake_default: Result,
+    serve: Result,
+    throughput: Result,
+    http_closed: Result,
+    http_open: Result,
+    soak: Result,
+) -> str:
+    """The lines of the table; the arguments are named after their files."""
     http, again = serve["latency"], serve["redeploy"]
+    cache = wake_default["kv_bytes"] / 2**30
+    closed = {
+        str(r["load"]["concurrency"]): r["output_tokens_per_s"] for r in http_closed["rounds"]
+    }
     gb = wake["weights_bytes"] / 1e9
     mapped = (wake["weights_bytes"] + wake["kv_bytes"]) / 2**30
     left = (wake["left_bytes"]["median"] - wake["context_bytes"]["median"]) / 2**30
     context = wake["context_bytes"]["median"] / 2**30
-    counts = [count for count in serve["throughput"] if count in throughput["concurrency"]]
+    ours = wake, wake_default, soak
+    counts = [count for count in closed if count in throughput["concurrency"]]
     rows = [
-        ("first token of a sleeping replica", _ms(wake["ttft_asleep_s"])),
+        (
+            f"first token of a sleeping replica, KV cache of {wake['kv_bytes'] / 2**30:.0f} GiB",
+            _ms(wake["ttft_asleep_s"]),
+        ),
         (
             f"the link's own time for the {gb:.2f} GB, at {wake['pinned_gb_per_s']:.1f} GB/s",
             f"{wake['weights_bytes'] / wake['pinned_gb_per_s'] / 1e6:.1f} ms",
         ),
+        (
+            f"first token of a sleeping replica, KV cache of {cache:.0f} GiB, the default here",
+            _ms(wake_default["ttft_asleep_s"]),
+        ),
         ("first token of a sleeping replica over HTTP", _ms(http["ttft_asleep_s"])),
         ("first token of an awake replica", _ms(wake["ttft_awake_s"])),
         ("the same over HTTP", _ms(http["ttft_awake_s"])),
-        ("going to sleep", _ms(wake["sleep_s"])),
+        (
+            "going to sleep, with the smaller cache / the default",
+            f"{_ms(wake['sleep_s'])} / {_ms(wake_default['sleep_s'])}",
+        ),
         (
             f"left on the card asleep, of {mapped:.1f} GiB weights and KV cache",
             f"{left:.2f} GiB, and {context:.2f} GiB of CUDA's context",
@@ -52,17 +75,16 @@ def table(wake: Result, serve: Result, throughput: Result, soak: Result) -> str:
         ),
         (
             "the same, streamed over HTTP",
-            " / ".join(
-                f"{serve['throughput'][count]['tokens_per_s']['median']:.0f}" for count in counts
-            ),
+            " / ".join(f"{closed[count]:.0f}" for count in counts),
         ),
+        *(_arrivals(r) for r in http_open["rounds"] if r["load"]["request_rate"] <= _STEADY_RATE),
         (
             "a new replica's start to its first token, image in memory",
             f"{again['seconds_to_first_token']:.1f} s",
         ),
         (
-            f"wrong answers after wakes, of {wake['compared'] + http['cycles'] + soak['compared']}",
-            str(wake["wrong"] + http["wrong"] + soak["wrong"]),
+            f"wrong answers after wakes, of {http['cycles'] + sum(r['compared'] for r in ours)}",
+            str(http["wrong"] + sum(r["wrong"] for r in ours)),
         ),
         (
             f"growth over {soak['cycles']} sleeps and wakes: device, host memory",
@@ -72,6 +94,20 @@ def table(wake: Result, serve: Result, throughput: Result, soak: Result) -> str:
     head = f"7B shape, bf16, one {wake['device']}"
     lines = [f"| {head} | median (min-max) |", "|---|---|"]
     return "\n".join(lines + [f"| {name} | {value} |" for name, value in rows]) + "\n"
+
+
+def recorded() -> dict[str, Result]:
+    """What `table` is made of."""
+    names = inspect.signature(table).parameters
+    return {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in names}
+
+
+def _arrivals(found: Result) -> tuple[str, str]:
+    first, later = (found["times"][name]["percentiles"]["50"] for name in ("ttft", "tpot"))
+    name = (
+        f"{found['load']['request_rate']:.0f} requests a second over HTTP: first token, later ones"
+    )
+    return name, f"{1e3 * first:.1f} ms, {1e3 * later:.1f} ms"
 
 
 def _ms(found: dict[str, float]) -> str:
@@ -87,8 +123,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     before = README.read_text(encoding="utf-8")
-    results = [json.loads((RESULTS / name).read_text()) for name in (WAKE, SERVE, THROUGHPUT, SOAK)]
-    text = table(*results)
+    text = table(**recorded())
     after = _BLOCK.sub(lambda found: found[1] + text + found[2], before)
     if arguments.check:
         return int(after != before)

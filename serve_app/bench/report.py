@@ -74,15 +74,18 @@ def check(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
 
 
-def write(results: Sequence[Result], directory: Path) -> Path:
+def write(results: Sequence[Result], directory: Path, names: Sequence[str] = ()) -> Path:
     """Write report.md, report.html and the plots; returns the HTML's path.
+
+    Args:
+        names: of the results, to tell several of a kind apart.
 
     Raises:
         ValueError: one of them is no result of a bench.
     """
     from serve_app.bench.plots import draw
 
-    sections = sections_of(results, draw)
+    sections = sections_of(results, draw, names)
     for section in sections:
         for plot in section.plots:
             (directory / f"{plot.name}.png").write_bytes(plot.png)
@@ -103,26 +106,31 @@ def kind_of(result: Result) -> str:
     raise ValueError("this is not what a `sleepserve bench` writes with --json")
 
 
-def sections_of(results: Sequence[Result], draw: Callable[[str, Result], bytes]) -> list[Section]:
+def sections_of(
+    results: Sequence[Result],
+    draw: Callable[[str, Result], bytes],
+    names: Sequence[str] = (),
+) -> list[Section]:
     """A section for each, in their order.
 
     Args:
         draw: `plots.draw`.
+        names: see `write`.
     """
     found: list[Section] = []
     seen: dict[str, int] = {}
-    for current in results:
+    for current, name in zip(results, names or [""] * len(results), strict=True):
         result = json.loads(json.dumps(current))  # as from a file: keys are text
         kind = kind_of(result)
         seen[kind] = number = seen.get(kind, 0) + 1
-        prefix = kind if number == 1 else f"{kind}-{number}"
+        prefix = name or (kind if number == 1 else f"{kind}-{number}")
         plots = [
-            Plot(f"{prefix}_{name}", title, says, draw(name, result))
-            for name, (title, finding) in FINDINGS.get(kind, {}).items()
+            Plot(f"{prefix}_{plot}", title, says, draw(plot, result))
+            for plot, (title, finding) in FINDINGS.get(kind, {}).items()
             if (says := finding(result)) is not None
         ]
         tables = [table for table in _tables(kind, result) if table.rows]
-        title = f"{_NAMES[kind]}: {_subject(result)}"
+        title = f"{_NAMES[kind]}: {_subject(result)}" + (f" ({name})" if name else "")
         found.append(Section(title, _machine(result), _about(kind, result), tables, plots))
     return found
 

@@ -64,11 +64,8 @@ def results_table(project: Path) -> Callable[[dict[str, Any]], str]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    others = [
-        json.loads((module.RESULTS / name).read_text())
-        for name in (module.SERVE, module.THROUGHPUT, module.SOAK)
-    ]
-    return lambda wake: str(module.table(wake, *others))
+    recorded = module.recorded()
+    return lambda wake: str(module.table(**recorded | {"wake": wake}))
 
 
 @STORE

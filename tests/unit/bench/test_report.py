@@ -217,7 +217,25 @@ def test_command_makes_one_page_of_files(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["bench", "report", *files, "--report", str(tmp_path / "r")])
     assert found.exit_code == 0, found.output
     text = (tmp_path / "r" / "report.md").read_text()
-    assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["New instances: m7", "Over HTTP: m7"]
+    heads = re.findall(r"^## (.*)", text, re.MULTILINE)
+    assert heads == ["New instances: m7 (load)", "Over HTTP: m7 (http)"]
+
+
+def test_files_of_one_kind_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("small.json", "large.json", "other/small.json")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(fake("wake")))
+
+    def heads(*chosen: Path) -> list[str]:
+        page = tmp_path / "r"
+        arguments = ["bench", "report", *map(str, chosen), "--report", str(page)]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+        return re.findall(r"^## (.*)$", (page / "report.md").read_text(), re.MULTILINE)
+
+    assert [head.rpartition(" ")[2] for head in heads(*files[:2])] == ["(small)", "(large)"]
+    assert {"small_timeline", "large_timeline"} <= {f.stem for f in (tmp_path / "r").glob("*.png")}
+    assert not any(head.endswith(")") for head in heads(*files))
 
 
 @pytest.mark.parametrize("command", ["wake", "throughput", "load", "soak", "http"])
