@@ -5,15 +5,21 @@ Serve takes a number from outside where the application has `external_scaler_ena
 on from there: it adds what requests need, and removes what they do not need after its delays.
 """
 
+import asyncio
+import time
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve.schema import ApplicationStatus
 
 from actors.errors import Unavailable
 from serve_app.scaling import Scale
+
+_BUILT_WITHIN_S = 10.0
+_ASK_EVERY_S = 0.2
 
 
 class ServeScaler:
@@ -25,13 +31,20 @@ class ServeScaler:
         self._most = most
 
     async def read(self) -> Scale:
-        found = await self._ask("get_serve_instance_details")
-        try:
-            deployment = found["applications"][self._id.app_name]["deployments"][self._id.name]
-            target = int(deployment["target_num_replicas"])
-        except KeyError as exc:
-            raise Unavailable(f"{self._id.name} is not deployed") from exc
-        return Scale(target, self._least, self._most)
+        # From a redeploy until the application is built anew, a second or two, Serve lists none of its
+        # deployments, though their replicas serve on.
+        ends_s = time.monotonic() + _BUILT_WITHIN_S
+        while True:
+            found = await self._ask("get_serve_instance_details")
+            application = found["applications"].get(self._id.app_name, {})
+            deployment = application.get("deployments", {}).get(self._id.name)
+            if deployment is not None:
+                target = int(deployment["target_num_replicas"])
+                return Scale(target, self._least, self._most)
+            is_built = application.get("status") != ApplicationStatus.DEPLOYING
+            if is_built or time.monotonic() > ends_s:
+                raise Unavailable(f"{self._id.name} is not deployed")
+            await asyncio.sleep(_ASK_EVERY_S)
 
     async def write(self, replicas: int) -> None:
         await self._ask("update_deployment_replicas", self._id, replicas)

@@ -8,6 +8,11 @@ import pytest
 
 collect_ignore = ["clients"]  # in an environment of their own: make test-clients
 
+# Without it Ray 2.60 listens on every interface, whatever the node's address, and does not find a
+# cluster on loopback (ray/_private/services.py, resolve_ip_for_localhost). Ray reads it when anything
+# imports it for the first time.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
 TESTS = Path(__file__).parent
 PROJECT = TESTS.parent
 

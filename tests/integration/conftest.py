@@ -1,14 +1,9 @@
 """Ray on loopback for integration tests; one cluster at a time, always stopped."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-
-# Without it Ray 2.60 listens on every interface, whatever the node's address
-# (ray/_private/services.py, resolve_ip_for_localhost).
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 @contextmanager
