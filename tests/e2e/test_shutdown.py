@@ -108,7 +108,8 @@ def test_replica_of_an_older_version_finishes_its_streams(tiny: ServeProcess) ->
     front = tiny.actor_pid("llm:Ingress")
     assert front is not None
     with streaming(tiny) as streams:
-        deploy(tiny, changed(tiny.config, max_requests_per_batch=4))
+        # Not what test_redeploy.py deploys: the server is the same, and that would change nothing.
+        deploy(tiny, changed(tiny.config, max_requests_per_batch=5))
         wait_until(lambda: old not in in_flight(tiny), what="it is told to stop", pause_s=0.2)
         told_s = time.monotonic()
         assert psutil.pid_exists(old)
