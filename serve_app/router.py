@@ -6,6 +6,7 @@ is in flight, asks a replica that seems full how full it is, queues, backs off a
 """
 
 import math
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 from ray.serve.request_router import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # News of a replica is due by then: whom we sent a request since is not asleep, whatever was told before.
 _NEWS_DUE_S = 1.0
+_SENT_WITHIN_S = 1.0  # a request, after a replica was chosen for it; milliseconds, as a rule
 
 
 class ReplicaWithRoom(RunningReplica):
@@ -45,6 +47,8 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         self._packed_requests = packed_requests
         self._prefixes = PrefixMemory()
         self._sent_at_s: dict[ReplicaID, float] = {}
+        # When it was chosen for requests that are not sent yet, which Serve does not count.
+        self._chosen_at_s: dict[ReplicaID, deque[float]] = defaultdict(deque)
 
     async def choose_replicas(
         self,
@@ -59,11 +63,19 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         favourite = self._prefixes.who_served(_key_of(pending_request))
         order = rank(candidates, self._packed_requests, favourite)
+        if pending_request is not None and order and len(order[0]) == 1:
+            self._chosen_at_s[by_id[order[0][0]].replica_id].append(self._get_curr_time_s())
         return [[by_id[name] for name in names] for names in order]
 
     def create_replica_wrapper(self, replica_info: "RunningReplicaInfo") -> RunningReplica:
         """Called by Serve for each replica that it tells of for the first time."""
         return ReplicaWithRoom(replica_info)
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Called by Serve, which counts it from now on."""
+        super().on_send_request(replica_id)
+        if chosen := self._chosen_at_s.get(replica_id):
+            chosen.popleft()
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: "ReplicaResult"
@@ -78,16 +90,23 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         super().update_replicas(replicas)
         there = {replica.replica_id for replica in replicas}
         self._sent_at_s = {r: at_s for r, at_s in self._sent_at_s.items() if r in there}
+        for gone in self._chosen_at_s.keys() - there:
+            del self._chosen_at_s[gone]
 
     def _candidate(self, replica: RunningReplica) -> Candidate:
+        now_s = self._get_curr_time_s()
         sent_at_s = self._sent_at_s.get(replica.replica_id, -math.inf)
+        chosen = self._chosen_at_s[replica.replica_id]
+        while chosen and now_s - chosen[0] >= _SENT_WITHIN_S:  # it was cancelled, or went elsewhere
+            chosen.popleft()
+        known = self.replica_queue_len_cache.get(replica.replica_id)
         return Candidate(
             replica_id=replica.replica_id.unique_id,
             report=newest_report(replica.routing_stats, replica.multiplexed_model_ids),
-            in_flight=self.replica_queue_len_cache.get(replica.replica_id),
+            in_flight=(known or 0) + len(chosen) if chosen else known,
             limit=replica.max_ongoing_requests,
             local=self._self_node_id is not None and replica.node_id == self._self_node_id,
-            just_sent=self._get_curr_time_s() - sent_at_s < _NEWS_DUE_S,
+            just_sent=now_s - sent_at_s < _NEWS_DUE_S,
         )
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,15 @@ def in_flight(server: ServeProcess) -> dict[int, int]:
     return {replica["process_id"]: replica["in_flight"] for replica in replicas}
 
 
+def both_are_asked(server: ServeProcess) -> bool:
+    """Whether two requests at a time go to two replicas: the router hears of a new one after a while."""
+    with ExitStack() as streams:
+        for _ in range(2):
+            asked = server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True})
+            streams.enter_context(asked)
+        return sorted(in_flight(server).values()) == [1, 1]
+
+
 def check_finished(streams: list[Future[Heard]], told_s: float) -> None:
     """Every stream came whole, and the replica was told to stop in the middle of one at least."""
     heard = [stream.result(timeout=180) for stream in streams]
@@ -88,6 +97,8 @@ def test_replica_too_many_finishes_its_stream(tiny: ServeProcess) -> None:
     tiny.post("/scaleout", replicas=2)
     wait_until(lambda: len(in_flight(tiny)) == 2, what="two replicas", pause_s=0.2)
     tiny.http.post("/wake_up")
+    wait_until(lambda: both_are_asked(tiny), what="the router knows both", pause_s=0.2)
+    wait_until(lambda: not any(in_flight(tiny).values()), what="they are free", pause_s=0.2)
     with streaming(tiny) as streams:
         before = in_flight(tiny)
         assert sorted(before.values()) == [1, 1]

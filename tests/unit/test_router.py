@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ray.serve._private.common import (
     DeploymentHandleSource,
     DeploymentID,
@@ -46,6 +47,14 @@ class FakeReplica:
         return self.queue_len
 
 
+def pending(name: str, prompt: str = "Hello") -> PendingRequest:
+    return PendingRequest(
+        args=[GenerateRequest("r", prompt)],
+        kwargs={},
+        metadata=RequestMetadata(request_id="r", internal_request_id=name),
+    )
+
+
 class Bench:
     def __init__(self, *replicas: FakeReplica) -> None:
         self.now_s = time.time()
@@ -71,11 +80,7 @@ class Bench:
 
     async def send(self, prompt: str = "Hello") -> str:
         """One request, chosen for and sent; who has it now."""
-        request = PendingRequest(
-            args=[GenerateRequest("r", prompt)],
-            kwargs={},
-            metadata=RequestMetadata(request_id="r", internal_request_id=f"{next(self._ids)}"),
-        )
+        request = pending(f"{next(self._ids)}", prompt)
         async with asyncio.timeout(5):
             replica: Any = await self.router._choose_replica_for_request(request)
         self.router.on_send_request(replica.replica_id)
@@ -110,6 +115,40 @@ def test_whom_we_woke_is_preferred_until_news_is_due() -> None:
         b.tell(ASLEEP)  # as it was just before our request: it is waking
         assert await bench.send() == "b"
         bench.now_s += 2  # it went to sleep again
+        assert await bench.send() == "a"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_requests_that_come_at_once_are_spread(known: bool) -> None:
+    """Each is chosen for before any is sent. Unless their queues are known, replicas are asked first."""
+
+    async def scenario() -> None:
+        replicas = [FakeReplica(name, AWAKE) for name in "abc"]
+        for replica in replicas:
+            replica.max_ongoing_requests = 8
+        bench = Bench(*replicas)
+        if known:
+            for replica in replicas:
+                bench.router.on_new_queue_len_info(replica.replica_id, 0)
+        taken = await asyncio.gather(*(bench.send() for _ in range(6)))
+        assert sorted(taken) == ["a", "a", "b", "b", "c", "c"]
+
+    run(scenario())
+
+
+def test_choice_that_came_to_nothing_is_forgotten() -> None:
+    async def scenario() -> None:
+        a, b = FakeReplica("a", AWAKE), FakeReplica("b", AWAKE)
+        bench = Bench(a, b)
+        for _ in range(3):  # nobody sends them
+            await bench.router.choose_replicas([a, b], pending("gone"))  # type: ignore[list-item]
+        assert await bench.send() == "b"
+        bench.now_s += 2
+        a.queue_len = b.queue_len = 0
+        for replica in (a, b):
+            bench.router.on_new_queue_len_info(replica.replica_id, 0)
         assert await bench.send() == "a"
 
     run(scenario())
