@@ -5,7 +5,7 @@
 #   bash docs/results/measure.sh DIR wake throughput      # some steps, in this order
 #
 # Several GPUs: one call for each, at once, with its own CUDA_VISIBLE_DEVICES and steps. Those whose times are
-# to be compared with the link's (wake, kept, others) want a host that does nothing else.
+# to be compared with the link's (wake, wake_default, kept, others) want a host that does nothing else.
 #
 #   python docs/results/table.py                          # then: the README's table
 #   sleepserve bench report DIR/*.json --report DIR       # and the page with plots

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.requests import RequestState
 
 from actors.engine import pipeline
 from actors.engine.pipeline import PipelinedManager
+from tests.unit.engine.manager_on_cpu import manager_on_cpu
 
 
 def request(generated: int, has_new_token: bool = True) -> SimpleNamespace:
@@ -149,26 +148,7 @@ def test_batch_in_flight_holds_sequences_that_were_cancelled(
     prompt_tokens: int, num_cancelled: int
 ) -> None:
     """A prompt of 8 or 15 tokens fills a page in that batch. Without a GPU only the reading is transformers' own."""
-    config = tf.Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    limits = ContinuousBatchingConfig(
-        page_size=8,
-        num_blocks=16,
-        max_batch_tokens=64,
-        max_memory_percent=0.5,
-        use_async_batching=False,
-    )
-    manager = PipelinedManager(
-        tf.AutoModelForCausalLM.from_config(config, attn_implementation="paged|eager"),
-        generation_config=tf.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=limits,
-    )
+    manager = manager_on_cpu(page_size=8, num_blocks=16, max_batch_tokens=64)
     processor = manager._create_batch_processor()
     delivered: list[Any] = []
     manager.output_router.deliver_batch = processor.output_router.deliver_batch = delivered.extend

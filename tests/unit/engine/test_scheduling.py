@@ -3,39 +3,23 @@
 from collections.abc import Iterator
 
 import pytest
-import transformers as tf
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from actors.engine.pipeline import PipelinedManager
 from actors.engine.scheduling import NAME, TurnsScheduler
+from tests.unit.engine.manager_on_cpu import manager_on_cpu
 
 ROWS = 6
 PAGE = 8
 
 
 def processor(scheduler: str, num_blocks: int) -> ContinuousBatchProcessor:
-    config = tf.Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    manager = PipelinedManager(
-        tf.AutoModelForCausalLM.from_config(config, attn_implementation="paged|eager"),
-        generation_config=tf.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE,
-            num_blocks=num_blocks,
-            max_batch_tokens=32,
-            max_requests_per_batch=ROWS,
-            max_memory_percent=0.5,
-            use_async_batching=False,
-            scheduler_type=scheduler,
-        ),
+    manager = manager_on_cpu(
+        page_size=PAGE,
+        num_blocks=num_blocks,
+        max_batch_tokens=32,
+        max_requests_per_batch=ROWS,
+        scheduler_type=scheduler,
     )
     made = manager._create_batch_processor()
     manager.output_router.deliver_batch = lambda outputs: None  # type: ignore[method-assign]
