@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engine.sizing import CardMemory
-from actors.errors import LayoutMismatch, WeightsCorrupted
+from actors.errors import DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
 from actors.lifecycle import MemoryChange
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
@@ -254,6 +254,17 @@ class ModelMemory:
             own_released_bytes=_difference(device_before.own, after.own),
             left=self.left,
         )
+
+    def collect_cleared(self) -> None:
+        """While unmapped: do now what the next wake's first `map` would have to do. See MemoryDriver.
+
+        Raises:
+            DeviceMemoryError: the driver refused.
+        """
+        try:
+            self._driver.collect_cleared()
+        except DeviceMemoryShort:
+            logger.debug("other processes have taken all that was given back")
 
     @contextmanager
     def counting_graphs(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from actors.cleared import ClearedCollection
 from actors.engine.architectures import check_architecture
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineStats, TransformersEngine
@@ -115,6 +116,7 @@ class ModelRuntime:
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
         self._engine = self._control.submit(self._build_engine, module, engine).result()
         self._streams = OpenStreams(self._engine, self.codec, EngineMeter(self._observer))
+        self._cleared = ClearedCollection(self._control, self._collect_cleared)
         try:
             self._control.submit(self._warm_up).result()
         except BaseException:
@@ -287,6 +289,7 @@ class ModelRuntime:
 
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
+        self._cleared.cancel()
         self._grammars.close()
         await self._on_control(self._engine.stop)
         await self._on_control(self.memory.close_link)
@@ -344,6 +347,7 @@ class ModelRuntime:
             if asleep:
                 # Not level 1: what was mapped just now must not pass for layers that were kept.
                 self.memory.unmap(2)
+                self._cleared.begin()
             elif self._engine.paused:
                 self._engine.prepare_wake()
                 self._engine.resume()
@@ -377,7 +381,17 @@ class ModelRuntime:
         self._engine.drop_kv()
         if awake and self._has_uncaptured and not self.memory.wake_bytes:
             self._capture_compiled()
-        return self.memory.unmap(level)
+        change = self.memory.unmap(level)
+        self._cleared.begin()
+        return change
+
+    def _collect_cleared(self) -> None:
+        if not self._engine.paused:
+            return  # the wake has done it
+        try:
+            self.memory.collect_cleared()
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
+            self._fail(exc, "a sleep")
 
     def _settle(self) -> None:
         """Have a wake that went wrong fail the replica, instead of serving rubbish."""

@@ -28,7 +28,6 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
     create_warmup_future_states,
 )
-from transformers.generation.continuous_batching.utils import pad_to_pow2
 
 from actors.engine.compiled_layers import CompiledLayers
 from actors.engine.fetch import InputFetcher
@@ -38,9 +37,10 @@ from actors.memory.driver import AllocatorPool
 
 logger = logging.getLogger(__name__)
 
-# Prefills of sequences that have nothing in the cache yet. Up to the longest, the host needs more time
-# to launch the kernels than the device to run them.
-_SHORTEST_PREFILL, _LONGEST_PREFILL = 16, 256  # tokens, powers of 2
+# Tokens that prefills are padded to and captured for, of sequences that have nothing in the cache yet. A
+# short one takes the host longer to launch than the device to run, and any takes long to launch beside
+# streams that want the interpreter's lock.
+_PREFILL_SIZES = (16, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 # Tokens from which on a batch without a graph runs compiled. Below, the guards of a compiled layer take
 # the host longer than the launches that it saves.
 _MANY = 1024
@@ -116,7 +116,7 @@ class GraphRunner(ModelRunner):
         # ways, and a greedy answer right after a wake could differ from those before.
         self.pad_inputs = self.use_cuda_graph_decode and (use_decode_fast_path or is_short)
         if self.pad_inputs and not use_decode_fast_path:
-            return pad_to_pow2(num_q_tokens, self._longest_prefill, _SHORTEST_PREFILL), 0
+            return next(size for size in _PREFILL_SIZES if size >= num_q_tokens), 0
         padded: tuple[int, int] = super().maybe_pad_inputs(
             num_q_tokens, max_kv_read, use_decode_fast_path
         )
@@ -216,12 +216,7 @@ class GraphRunner(ModelRunner):
 
     def _prefill_sizes(self, room: int) -> list[int]:
         """Batch sizes that `maybe_pad_inputs` pads short prefills to, the largest first."""
-        sizes = []
-        size = _LONGEST_PREFILL
-        while size >= _SHORTEST_PREFILL:
-            if size <= room:
-                sizes.append(size)
-            size //= 2
+        sizes = [size for size in reversed(_PREFILL_SIZES) if size <= room]
         self._longest_prefill = max(sizes, default=0)
         return sizes
 

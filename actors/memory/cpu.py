@@ -82,6 +82,9 @@ class CpuDriver:
         except OSError as exc:
             raise DeviceMemoryError(f"madvise of {size} bytes failed: {exc}") from exc
 
+    def collect_cleared(self) -> None:
+        """Nothing to do: Linux clears a page when it is first written."""
+
     def synchronize(self) -> None:
         """Nothing runs behind the caller's back."""
 

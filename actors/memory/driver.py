@@ -153,6 +153,14 @@ class MemoryDriver(Protocol):
             DeviceMemoryError: the driver refused.
         """
 
+    def collect_cleared(self) -> None:
+        """Do now what the next `map` would have to do about memory that was unmapped before.
+
+        Raises:
+            DeviceMemoryShort: nothing at all is free.
+            DeviceMemoryError: the driver refused.
+        """
+
     def synchronize(self) -> None:
         """Return when the device has done all that this process gave it to do.
 

@@ -62,7 +62,7 @@ class Plan:
 
     phases: tuple[str, ...] = tuple(PHASES)
     cycles: int = 20
-    pause_s: float = 0.3
+    pause_s: float = 0.5
     concurrency: tuple[int, ...] = (1, 16, 64, 256)
     requests_per_stream: int = 4
     prompt_tokens: int = 128

@@ -72,7 +72,7 @@ class Plan:
     baseline_cycles: int = 3
     prompt_tokens: tuple[int, ...] = (PROMPT_TOKENS,)
     requests: int = 16
-    pause_s: float = 0.3  # asleep, as in a real sleep: the driver frees memory behind our back
+    pause_s: float = 0.5  # asleep, as in a real sleep: the driver clears memory behind our back
     limit_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors import cleared
 from actors.engine.engine import TransformersEngine
 from actors.errors import (
     ContextLengthExceeded,
@@ -28,7 +29,7 @@ from actors.errors import (
     WeightsCorrupted,
 )
 from actors.lifecycle import SleepConfig
-from actors.memory.cpu import CpuLink
+from actors.memory.cpu import CpuDriver, CpuLink
 from actors.protocol import ChatPrompt, FinishReason, MessageForm
 from actors.weights.checkpoint import write_checkpoint
 from actors.weights.image import WeightImage
@@ -477,6 +478,49 @@ def test_wake_reports_its_transfer_and_the_check_in_one_line(
         [record] = caplog.records
         assert f"restored {report.copied_bytes} bytes" in record.getMessage()
         assert record.getMessage().endswith("ms: intact")
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_what_a_sleep_gave_back_is_collected_before_the_next_wake_and_only_then(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[int] = []
+    collected = threading.Event()
+
+    def collect(driver: CpuDriver) -> None:
+        mapped.append(h.runtime.mapped_bytes)
+        collected.set()
+
+    async def scenario(found: Harness) -> None:
+        nonlocal h
+        h = found
+        monkeypatch.setattr(cleared, "_CLEARED_S", 0.001)
+        await h.runtime.sleep(1)
+        assert await asyncio.to_thread(collected.wait, 10)
+        assert mapped == [0]
+        await h.runtime.wake()
+        h.runtime._collect_cleared()  # a wake was faster than the timer
+        assert mapped == [0]
+
+    h: Harness
+    monkeypatch.setattr(cleared, "_CLEARED_S", 1000.0)  # for the sleep that a start ends with
+    monkeypatch.setattr(CpuDriver, "collect_cleared", collect)
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_device_that_fails_after_a_sleep_fails_the_replica(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(h: Harness) -> None:
+        def refuse(driver: CpuDriver) -> None:
+            raise DeviceMemoryError("cuMemCreate failed")
+
+        monkeypatch.setattr(CpuDriver, "collect_cleared", refuse)
+        await h.runtime.sleep(1)
+        h.runtime._collect_cleared()
+        with pytest.raises(ReplicaFailed, match="cuMemCreate failed"):
+            h.runtime.check_health()
 
     run(tiny_checkpoint, image, scenario)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from actors import model_memory
-from actors.errors import DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
+from actors.errors import DeviceMemoryError, DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
 from actors.memory.cpu import CpuDriver
 from actors.memory.driver import DeviceMemory
 from actors.model_memory import KeptPlace, ModelMemory, kept_segments
@@ -286,6 +286,20 @@ def test_byte_that_differs_from_the_manifest_is_reported_with_what_was_checked(
     assert report.checked_segments == 3
     assert report.checked_bytes == sum(s.size for s in manifest.layout.segments[:3])
     assert report.copied_bytes == bench.memory.weights_bytes
+
+
+def test_collecting_what_others_have_taken_is_no_error(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter([DeviceMemoryShort("nothing is free"), DeviceMemoryError("cuMemCreate failed")])
+
+    def refuse() -> None:
+        raise next(refusals)
+
+    monkeypatch.setattr(bench.driver, "collect_cleared", refuse)
+    bench.memory.collect_cleared()
+    with pytest.raises(DeviceMemoryError, match="cuMemCreate"):
+        bench.memory.collect_cleared()
 
 
 def test_image_of_other_weights_is_refused(bench: Bench) -> None:

@@ -120,6 +120,18 @@ def test_unmap_raises_the_card_s_free_memory_by_the_segments(
     assert driver.memory().free == pytest.approx(before.free, abs=4 * MIB)
 
 
+def test_collecting_what_was_cleared_takes_nothing(driver: CudaDriver, arena: DeviceArena) -> None:
+    arena.map()
+    arena.unmap()
+    before = driver.memory()
+    for _ in range(3):
+        driver.collect_cleared()
+    assert driver.memory().free == pytest.approx(before.free, abs=4 * MIB)
+    arena.map()
+    arena.bytes_of(3).fill_(7)
+    assert bool((arena.bytes_of(3) == 7).all())
+
+
 def test_map_of_more_than_the_card_has_rolls_back_and_says_who_holds_it(
     driver: CudaDriver, arena: DeviceArena, payloads: list[memoryview], link: CudaLink
 ) -> None:

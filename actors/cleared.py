@@ -1,0 +1,47 @@
+"""A moment after a sleep, on the control thread: have the device take back what it has cleared."""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+logger = logging.getLogger(__name__)
+
+_CLEARED_S = 0.25  # an H200 clears 118 GiB in 0.2 s
+
+
+class ClearedCollection:
+    """Keeps the device's bookkeeping of a sleep out of the next wake.
+
+    A device clears what was unmapped behind our back, and its driver counts it as clear with the next
+    allocation, however small: on an H200 that had given back 118 GiB, the first 2 MiB took 27 ms.
+    """
+
+    def __init__(self, control: Executor, collect: Callable[[], None]) -> None:
+        """Make an idle one.
+
+        Args:
+            control: of one thread.
+            collect: submitted to `control`; has to see for itself whether it still comes in time.
+        """
+        self._control = control
+        self._collect = collect
+        self._timer: threading.Timer | None = None
+
+    def begin(self) -> None:
+        """Collect when the device should be done, unless that is put off or cancelled."""
+        self.cancel()
+        self._timer = threading.Timer(_CLEARED_S, self._submit)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _submit(self) -> None:
+        try:
+            self._control.submit(self._collect)
+        except RuntimeError:
+            logger.info("closed while the device cleared memory")
