@@ -337,19 +337,24 @@ def test_first_batch_after_a_wake_does_not_queue_behind_the_weights(use_async: b
 
 def test_prompts_of_many_lengths_in_one_batch() -> None:
     """Prefills that are replayed, padded, and those that are too long for it."""
-    limits = EngineConfig(num_blocks=64, max_batch_tokens=2048, max_requests_per_batch=16)
-    with running(MODELS["qwen2, 64"](), limits) as h, counted_replays() as replays:
+    limits = EngineConfig(num_blocks=64, max_batch_tokens=4096, max_requests_per_batch=16)
+    longest = graphs._PREFILL_SIZES[-1]
+    lengths_of_batches: list[tuple[int, ...]] = [(1,), (15,), (16,), (17,), (3, 4, 5), (100, 156)]
+    lengths_of_batches += [(257,), (1000, 900), (longest,), (longest + 1,)]
+    config = MODELS["qwen2, 64"]()
+    config.max_position_embeddings = 2 * longest
+    with running(config, limits) as h, counted_replays() as replays:
         h.engine.pause()
         h.engine.resume()
         h.submit((5, 6, 7), 1)
         h.finish()
-        for lengths in ((1,), (15,), (16,), (17,), (3, 4, 5), (100, 156), (256,), (257,), (900,)):
+        for lengths in lengths_of_batches:
             before = replays[0]
             for prompt in prompts(sum(lengths), lengths):
                 h.submit(prompt, 1)
             h.finish()
             if len(lengths) == 1:
-                assert replays[0] - before == (lengths[0] <= 256)
+                assert replays[0] - before == (lengths[0] <= longest)
         h.check_greedy()
 
 
