@@ -25,7 +25,8 @@ ReportDir = Annotated[
 
 def report(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="What benches wrote with --json.")
+        list[Path],
+        typer.Argument(metavar="FILE...", help="What benches and `eval` wrote with --json."),
     ],
     directory: Annotated[
         Path, typer.Option("--report", metavar="DIR", help="Where to write the page.")

@@ -5,11 +5,9 @@ Exit codes: 0 every check passed; 1 one did not, or the model failed; 2 what was
 """
 
 import asyncio
-import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,9 +20,11 @@ from actors.errors import InvalidRequest, ServingError
 from actors.weights.download_datasets import KNOWN_TEXTS
 from actors.weights.download_errors import DownloadError, WrongRequest
 from actors.weights.source import ModelSource
+from serve_app.bench import eval_report
 from serve_app.bench import evaluate as bench
-from serve_app.bench.figures import gib
-from serve_app.bench.verdict import Difference, Left, Plan, Report
+from serve_app.bench.figures import Table as Figures
+from serve_app.bench.verdict import Plan, Report
+from serve_app.bench_report_cli import ReportDir, check_report, write_report
 from serve_app.config_errors import ConfigError
 from serve_app.download_cli import datasets_dir
 from serve_app.operator_cli import Key
@@ -38,7 +38,6 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _PLAIN_WIDTH = 120  # where nobody says how wide it may be
-_TEXT_CHARS = 300  # of an answer, shown
 
 
 def evaluate(
@@ -66,6 +65,16 @@ def evaluate(
         int, typer.Option(min=1, metavar="N", help="Tokens of the request that finds it asleep.")
     ] = 1,
     cycles: Annotated[int, typer.Option(min=1, metavar="N", help="Sleeps and wakes.")] = 1,
+    pause_s: Annotated[
+        float,
+        typer.Option(
+            "--pause-s",
+            min=0,
+            metavar="SECONDS",
+            help="Asleep, before the request: a GPU clears what was given back for up to 0.2 s, and "
+            "copies are half as fast meanwhile.",
+        ),
+    ] = 0.5,
     level: Annotated[
         Literal["1", "2"] | None,
         typer.Option(help="Of the sleep; `sleep.level` of the configuration, or 1, when absent."),
@@ -103,6 +112,7 @@ def evaluate(
             help="Write the report there, too.",
         ),
     ] = None,
+    report_dir: ReportDir = None,
 ) -> None:
     """Sleep, wake and compare: memory released, first token from sleep, the same output.
 
@@ -114,6 +124,7 @@ def evaluate(
         _check_combination(model, url, name, keep_layers, text)
         if json_file is not None and not json_file.parent.is_dir():
             raise ValueError(f"--json {json_file}: there is no directory {json_file.parent}")
+        check_report(report_dir)
         if assert_ttft is not None and assert_ttft <= 0:
             raise ValueError(f"--assert-ttft must be above 0, found {assert_ttft:g}")
         config = None if model is None else _config_of(model, keep_layers)
@@ -123,6 +134,7 @@ def evaluate(
             max_tokens=max_tokens,
             ttft_tokens=ttft_tokens,
             cycles=cycles,
+            pause_s=pause_s,
             level=2 if chosen == 2 else 1,
             ttft_limit_s=assert_ttft,
         )
@@ -144,7 +156,10 @@ def evaluate(
             async with over_http(url, name, api_key) as remote:
                 yield remote
 
-    raise typer.Exit(_run(opened, plan, passage, json_file))
+    code, found = _run(opened, plan, passage, json_file)
+    if found is not None and report_dir is not None:
+        write_report([found.model_dump(mode="json")], report_dir)
+    raise typer.Exit(code)
 
 
 # --- what is asked ---
@@ -212,7 +227,9 @@ def _usage_errors() -> Iterator[None]:
 _Opened = Callable[[bench.Progress], AbstractAsyncContextManager[bench.Target]]
 
 
-def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: Path | None) -> int:
+def _run(
+    opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: Path | None
+) -> tuple[int, Report | None]:
     """Evaluate, show what was measured, however it ended, and tell the exit code."""
     report: Report | None = None
 
@@ -241,7 +258,7 @@ def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: 
         code = code or (0 if report.passed else EXIT_FAILED)
     if code == EXIT_INTERRUPTED:
         _say("interrupted")
-    return code
+    return code, report
 
 
 def _failed(error: Exception, code: int) -> int:
@@ -286,102 +303,19 @@ def _logged() -> bench.Progress:
 def _show(report: Report) -> None:
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
     out = Console(width=width, markup=False, highlight=False, emoji=False)
-    out.print(_columns(_head(report)))
-    out.print(_table(_figures(report)))
-    for cycle in report.cycles:
-        if cycle.difference is not None:
-            out.print(_columns(_difference(cycle.number, cycle.difference)))
-            break  # what comes after the first wrong token follows from it
-    marks = {True: "ok", False: "FAILED", None: "-"}
-    out.print(_columns((marks[c.passed], f"{c.name}: {c.told}") for c in report.checks))
+    out.print(_columns(eval_report.head(report)))
+    out.print(_table(eval_report.figures(report)))
+    for rows in eval_report.ends(report):
+        out.print(_columns(rows))
 
 
-def _head(report: Report) -> Iterator[tuple[str, str]]:
-    about, plan, baseline = report.about, report.plan, report.baseline
-    sizes = []
-    if about.weights_bytes is not None and about.kv_bytes is not None:
-        sizes = [f"weights {gib(about.weights_bytes)}", f"KV cache {gib(about.kv_bytes)}"]
-    if about.image_s is not None and about.engine_s is not None:
-        sizes.append(f"loaded in {_seconds(about.image_s)}, engine in {_seconds(about.engine_s)}")
-    yield "model", ", ".join([about.model, about.where, *filter(None, [about.device])])
-    if sizes:
-        yield "", ", ".join(sizes)
-    if about.memory_of is not None and about.total_bytes is not None:
-        whose = {"card": "used on the card", "process": "held by the process"}[about.memory_of]
-        yield "memory", f"{whose}, of {gib(about.total_bytes)}"
-    kept = f", the first {about.keep_layers} layers kept" if about.keep_layers else ""
-    yield "sleep", f"level {plan.level}{kept}"
-    yield "prompt", _printable(plan.prompt)
-    if baseline.answer is not None:
-        yield "baseline", _printable(baseline.answer.text)[:_TEXT_CHARS]
-    answers = [cycle.answer for cycle in report.cycles if cycle.answer is not None]
-    if answers:
-        yield "after the wake", _printable(answers[-1].text)[:_TEXT_CHARS]
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A figure: one value per cycle, or one for all."""
-
-    name: str
-    values: Sequence[float | None]
-    shown: Callable[[float], str]
-
-
-def _figures(report: Report) -> Iterator[_Row]:
-    baseline = report.baseline
-    slept = [cycle.slept for cycle in report.cycles if cycle.slept is not None]
-    first = [cycle.first for cycle in report.cycles if cycle.first is not None]
-    woke = [cycle.woke for cycle in report.cycles if cycle.woke is not None]
-    yield _Row("memory before the sleep", [each.used_before_bytes for each in slept], gib)
-    yield _Row("  asleep", [each.used_bytes for each in slept], gib)
-    yield _Row("  released", [each.released_bytes for each in slept], gib)
-    for part in Left.model_fields:
-        left = [getattr(each.left, part) for each in slept if each.left is not None]
-        if any(left):
-            yield _Row(f"  left: {part.replace('_', ' ')}", left, gib)
-    yield _Row("  after the wake", [each.used_bytes for each in woke], gib)
-    yield _Row("  reloaded", [each.reloaded_bytes for each in woke], gib)
-    yield _Row("sleep", [each.seconds for each in slept], _seconds)
-    yield _Row("TTFT from sleep", [each.ttft_s for each in first], _seconds)
-    yield _Row("  tokenise", [each.tokenise_s for each in first], _seconds)
-    yield _Row("  wake call", [each.wake_call_s for each in first], _seconds)
-    yield _Row("  first token", [each.first_token_s for each in first], _seconds)
-    yield _Row("  the link's own time", [each.link_s for each in woke], _seconds)
-    yield _Row("  the link's rate", [each.link_gb_per_s for each in woke], "{:.2f} GB/s".format)
-    if baseline.answer is not None:
-        yield _Row("TTFT awake, before the sleep", [baseline.answer.first_s], _seconds)
-    if baseline.perplexity is not None:
-        found = [cycle.perplexity for cycle in report.cycles if cycle.perplexity is not None]
-        passage = baseline.perplexity.passage
-        yield _Row(f"perplexity of {passage}", [baseline.perplexity.perplexity], repr)
-        yield _Row("  after the wake", [each.perplexity for each in found], repr)
-
-
-def _table(figures: Iterable[_Row]) -> Table:
-    """A column, or three where there are several cycles; figures without values are left out."""
-    rows = [(f, known) for f in figures if (known := [v for v in f.values if v is not None])]
-    table = Table(box=None, pad_edge=False, show_header=any(len(known) > 1 for _, known in rows))
-    for name in ("", "median", "min", "max") if table.show_header else ("", ""):
+def _table(figures: Figures) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=bool(figures.head))
+    for name in figures.head or ("", ""):
         table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
-    for figure, known in rows:
-        values = [statistics.median_low(known)]
-        if len(known) > 1:
-            values += [min(known), max(known)]
-        table.add_row(figure.name, *map(figure.shown, values))
+    for row in figures.rows:
+        table.add_row(*row)
     return table
-
-
-def _difference(cycle: int, found: Difference) -> Iterator[tuple[str, str]]:
-    def token(text: str | None, number: int | None) -> str:
-        shown = "nothing" if text is None else f"'{_printable(text)}'"
-        return shown if number is None else f"{shown} (id {number})"
-
-    yield "first wrong", f"token {found.position + 1}, cycle {cycle}, seen in: {found.seen_in}"
-    yield "  behind", f"...{_printable(found.before)}"
-    expected, came = token(found.expected, found.expected_id), token(found.found, found.found_id)
-    yield "  expected", f"{expected}, then {_printable(found.expected_after)}..."
-    yield "  found", f"{came}, then {_printable(found.found_after)}..."
 
 
 def _columns(rows: Iterable[tuple[str, str]]) -> Table:
@@ -391,15 +325,6 @@ def _columns(rows: Iterable[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
-
-
-def _printable(text: str) -> str:
-    """On one line, and of no effect on a terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def _say(line: str) -> None:

@@ -49,8 +49,8 @@ PYTHON
     RAY_SERVE_PROXY_USE_GRPC=1 "${PY:-python3}" -m ray.serve.scripts run "$out/serve_config.yaml" > "$out/serve_many.log" 2>&1 &
     server=$!
     set +m
-    for _ in $(seq 120); do "${ask[@]}" > "$out/ready.json" && break; sleep 1; done
-    for _ in $(seq "${COMPILES_S:-60}"); do grep -q 'decoder layers run compiled' "$out/serve_many.log" && break; "${ask[@]}" > "$out/ready.json"; sleep 1; done
+    for _ in $(seq 120); do "${ask[@]}" > "$out/ready.txt" && break; sleep 1; done
+    for _ in $(seq "${COMPILES_S:-60}"); do grep -q 'decoder layers run compiled' "$out/serve_many.log" && break; "${ask[@]}" > "$out/ready.txt"; sleep 1; done
     "$@"
     kill -INT "$server"
     wait "$server"

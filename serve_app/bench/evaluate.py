@@ -4,6 +4,7 @@
 whose first token is timed, generates again and compares. Where the model is, a `Target` knows.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -191,6 +192,7 @@ class _Run:
         name = f"cycle {cycle.number} of {plan.cycles}"
         self._tell(f"{name}: going to sleep")
         cycle.slept = await target.sleep(plan.level)
+        await asyncio.sleep(plan.pause_s)
         try:
             self._tell(f"{name}: asleep; the first token")
             await self._wake(cycle)

@@ -1,6 +1,6 @@
 """One page of one or more results: Markdown, HTML that needs no other file, and PNG plots.
 
-A result is what a bench writes as JSON; nothing is measured here. What a result lacks is left out.
+A result is what a bench, or `eval`, writes as JSON; nothing is measured here. What a result lacks is left out.
 """
 
 import base64
@@ -12,8 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from serve_app.bench import eval_report
 from serve_app.bench.figures import Table, facts
 from serve_app.bench.findings import FINDINGS
+from serve_app.bench.verdict import Report
 
 Result = dict[str, Any]
 
@@ -26,6 +28,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "soak": ("cycles", "compared", "wrong"),
     "http": ("rounds", "workload"),
     "serve": ("start", "left_processes"),
+    "eval": ("baseline", "checks"),
 }
 _NAMES = {
     "wake": "Waking",
@@ -34,6 +37,7 @@ _NAMES = {
     "soak": "Many sleeps and wakes",
     "http": "Over HTTP",
     "serve": "Behind serve run",
+    "eval": "Before and after a sleep",
 }
 _VERSIONS = ("sleepserve", "torch", "transformers", "ray", "triton")
 
@@ -103,7 +107,7 @@ def kind_of(result: Result) -> str:
     for kind, keys in _KINDS.items():
         if all(key in result for key in keys):
             return kind
-    raise ValueError("this is not what a `sleepserve bench` writes with --json")
+    raise ValueError("this is not what `sleepserve bench` or `eval` writes with --json")
 
 
 def sections_of(
@@ -131,13 +135,17 @@ def sections_of(
         ]
         tables = [table for table in _tables(kind, result) if table.rows]
         title = f"{_NAMES[kind]}: {_subject(result)}" + (f" ({name})" if name else "")
+        if kind == "eval":
+            result = result["environment"]  # where it has what the others have beside their figures
         found.append(Section(title, _machine(result), _about(kind, result), tables, plots))
     return found
 
 
 def _subject(result: Result) -> str:
-    name = result["workload"]["model"] if "workload" in result else result.get("checkpoint", "")
-    return str(name)
+    for part in ("workload", "about"):
+        if part in result:
+            return str(result[part]["model"])
+    return str(result.get("checkpoint", ""))
 
 
 def _machine(result: Result) -> str:
@@ -184,6 +192,8 @@ def _tables(kind: str, result: Result) -> list[Table]:
         from serve_app.bench.soak import tables
     elif kind == "serve":
         from serve_app.bench.serve_report import tables
+    elif kind == "eval":
+        return eval_report.tables(Report.model_validate(result))
     else:
         return _http_tables(result)
     return tables(result)

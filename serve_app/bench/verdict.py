@@ -26,6 +26,7 @@ class Plan(_Fact):
     max_tokens: int = Field(default=50, ge=1)
     ttft_tokens: int = Field(default=1, ge=1)
     cycles: int = Field(default=1, ge=1)
+    pause_s: float = Field(default=0.0, ge=0)  # between a sleep and the request that ends it
     level: Literal[1, 2] = 1
     ttft_limit_s: float | None = Field(default=None, gt=0)
 

@@ -70,15 +70,21 @@ def passage(tmp_path: Path) -> Path:
 def test_demo_model_passes(tmp_path: Path) -> None:
     file = tmp_path / "eval.json"
     demo = PROJECT / "configs" / "demo.yaml"
-    result = evaluated(demo, "--cycles", "2", "--assert-ttft", "5", "--json", file)
+    written = ("--json", file, "--report", tmp_path / "page")
+    result = evaluated(demo, "--cycles", "2", "--assert-ttft", "5", *written)
     assert result.exit_code == 0, result.output
     for shown in ("TTFT from sleep", "wake call", "released", "alice.txt", "ok  tokens: 50 tokens"):
         assert shown in result.stdout
     assert "cycle 2 of 2" in result.stderr
 
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert "## Before and after a sleep: demo" in page
+    assert "| TTFT from sleep |" in page
+
     report = report_in(file)
     assert report.passed
     assert report.plan.prompt == PROMPT
+    assert report.plan.pause_s == 0.5
     assert report.about.weights_bytes is not None
     for cycle in report.cycles:
         assert cycle.slept is not None

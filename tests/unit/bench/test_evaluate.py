@@ -12,6 +12,7 @@ import pytest
 from actors.errors import DeviceMemoryShort, ServingError, WeightsCorrupted
 from serve_app.bench.evaluate import Passage, Progress, evaluate, start
 from serve_app.bench.perplexity import WINDOW_TOKENS, cut_into_windows, perplexity_of
+from serve_app.bench.report import sections_of
 from serve_app.bench.verdict import (
     About,
     Answer,
@@ -307,6 +308,32 @@ def test_report_of_an_interrupted_run_has_what_was_measured(target: FakeTarget) 
     assert [cycle.answer is not None for cycle in report.cycles] == [True, True, False]
     assert outcome(report)["cycles"] is False
     assert outcome(report)["tokens"] is True
+
+
+def test_pause_lies_between_the_sleep_and_the_request(
+    target: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def pause(seconds: float) -> None:
+        target.calls.append(f"pause {seconds:g}")
+
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    asyncio.run(evaluate(target, Plan(prompt="p", max_tokens=10, pause_s=0.25)))
+    at = target.calls.index("pause 0.25")
+    assert target.calls[at - 1 : at + 2] == ["sleep 1", "pause 0.25", "wake 1"]
+
+
+def test_page_of_an_evaluation_has_its_figures_and_what_was_wrong_first(target: FakeTarget) -> None:
+    target.answers[2] = (*RIGHT[:4], 7, *RIGHT[5:])
+    report = run(target, cycles=2)
+    (section,) = sections_of([report.model_dump(mode="json")], lambda name, result: b"")
+    assert section.title == "Before and after a sleep: fake"
+    assert section.machine.startswith(str(report.environment["device"]))
+    assert section.about.rows == [("command", report.environment["command"])]
+    told = {tuple(row) for table in section.tables for row in table.rows}
+    assert ("TTFT from sleep", "300.0 ms", "300.0 ms", "300.0 ms") in told
+    assert ("first wrong", "token 5, cycle 2, seen in: answer") in told
+    assert any(name == "FAILED" and text.startswith("tokens: ") for name, text, *_ in told)
+    assert section.plots == []
 
 
 def test_report_is_the_json_that_its_schema_says(target: FakeTarget) -> None:

@@ -206,7 +206,7 @@ def test_other_json_is_refused(tmp_path: Path) -> None:
     file.write_text('{"rounds": 3}')
     found = CliRunner().invoke(app, ["bench", "report", str(file), "--report", str(tmp_path / "r")])
     assert found.exit_code == 2
-    assert "other.json: this is not what a `sleepserve bench` writes" in found.output
+    assert "other.json: this is not what `sleepserve bench` or `eval` writes" in found.output
 
 
 def test_command_makes_one_page_of_files(tmp_path: Path) -> None:
