@@ -25,26 +25,22 @@ _TICK_S = (
 class ReplicaModel:
     """What a replica takes: one NVIDIA H200, 7B shape, bf16.
 
-    Measured, docs/results/2026-11-21_h200: `awake_bytes`, `asleep_bytes` (what the driver says is in use
-    on the card), `image_s`, `disk_s` (the image from the object store, and from the page cache),
-    `build_s`, `first_wake_s` from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from http.json.
-    Measured, ARCHITECTURE.md "Batches are prepared ahead": `tokens_per_s` of a batch of so many.
-    Chosen: `process_s`, a replica's process until torch is imported, which these results do not have;
-    `room`, `max_ongoing_requests`, small so that traces of a few thousand requests need several replicas;
-    `idle_timeout_s`, `sleep.idle_timeout_s`.
+    Measured, docs/results/2026-11-22_h200: `awake_bytes`, `asleep_bytes` (what the driver says is in use
+    on the card) from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from serve.json;
+    `image_start_s`, `disk_start_s`, a new process until its first token, from load.json;
+    `tokens_per_s` of a batch of so many from throughput.json.
+    Chosen: `room`, `max_ongoing_requests`, small so that traces of a few thousand requests need several
+    replicas; `idle_timeout_s`, `sleep.idle_timeout_s`.
     """
 
-    awake_bytes: float = 25711935488
-    asleep_bytes: float = 1062010880
-    ttft_awake_s: float = 0.0291
-    ttft_asleep_s: float = 0.2972
-    image_s: float = 0.384
-    disk_s: float = 18.3
-    build_s: float = 6.936
-    first_wake_s: float = 0.604
-    process_s: float = 5.0
+    awake_bytes: float = 25714032640
+    asleep_bytes: float = 1045233664
+    ttft_awake_s: float = 0.0187
+    ttft_asleep_s: float = 0.2958
+    image_start_s: float = 15.35
+    disk_start_s: float = 32.94
     tokens_per_s: Mapping[int, float] = field(
-        default_factory=lambda: {1: 202.0, 16: 2890.0, 64: 9594.0, 256: 17251.0}
+        default_factory=lambda: {1: 191.6, 16: 2739.3, 64: 9030.0, 256: 17098.1}
     )
     room: int = 16
     idle_timeout_s: float = 60.0
@@ -54,8 +50,7 @@ class ReplicaModel:
         return self.ttft_asleep_s - self.ttft_awake_s
 
     def cold_start_s(self, from_image: bool) -> float:
-        image_s = self.image_s if from_image else self.disk_s
-        return self.process_s + self.build_s + image_s + self.first_wake_s
+        return self.image_start_s if from_image else self.disk_start_s
 
     def service_s(self, tokens: int, batch: int) -> float:
         """For a whole answer, in a batch of the size it finds when it begins."""

@@ -114,7 +114,7 @@ def _parameters(seed: int) -> list[tuple[str, str]]:
     return [
         ("device memory of a replica, awake / asleep or starting (measured)", held),
         ("first token, awake / asleep (measured)", _pair(model.ttft_awake_s, model.ttft_asleep_s)),
-        (f"cold start from the image / from disk (measured, but for {model.process_s:g} s)", cold),
+        ("cold start from the image / from disk (measured)", cold),
         ("tokens per second of a batch (measured)", rates),
         ("`max_ongoing_requests`, `target_ongoing_requests`", _ongoing(model)),
         ("`sleep.idle_timeout_s`", f"{model.idle_timeout_s:g} s"),
