@@ -32,15 +32,12 @@ from transformers.generation.continuous_batching.requests import (
 from actors.engine.compiled_layers import CompiledLayers
 from actors.engine.fetch import InputFetcher
 from actors.engine.pipeline import prepared_on_host
+from actors.engine.sizing import PREFILL_SIZES
 from actors.memory import workspaces
 from actors.memory.driver import AllocatorPool
 
 logger = logging.getLogger(__name__)
 
-# Tokens that prefills are padded to and captured for, of sequences that have nothing in the cache yet. A
-# short one takes the host longer to launch than the device to run, and any takes long to launch beside
-# streams that want the interpreter's lock.
-_PREFILL_SIZES = (16, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 # Tokens from which on a batch without a graph runs compiled. Below, the guards of a compiled layer take
 # the host longer than the launches that it saves.
 _MANY = 1024
@@ -116,7 +113,7 @@ class GraphRunner(ModelRunner):
         # ways, and a greedy answer right after a wake could differ from those before.
         self.pad_inputs = self.use_cuda_graph_decode and (use_decode_fast_path or is_short)
         if self.pad_inputs and not use_decode_fast_path:
-            return next(size for size in _PREFILL_SIZES if size >= num_q_tokens), 0
+            return next(size for size in PREFILL_SIZES if size >= num_q_tokens), 0
         padded: tuple[int, int] = super().maybe_pad_inputs(
             num_q_tokens, max_kv_read, use_decode_fast_path
         )
@@ -216,7 +213,7 @@ class GraphRunner(ModelRunner):
 
     def _prefill_sizes(self, room: int) -> list[int]:
         """Batch sizes that `maybe_pad_inputs` pads short prefills to, the largest first."""
-        sizes = [size for size in reversed(_PREFILL_SIZES) if size <= room]
+        sizes = [size for size in reversed(PREFILL_SIZES) if size <= room]
         self._longest_prefill = max(sizes, default=0)
         return sizes
 

@@ -6,6 +6,8 @@ sampling, which take most. What they do charge is charged here, too; a test comp
 """
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.engine.cache_shape import CacheShape
@@ -24,8 +26,14 @@ _REQUESTS = 256
 _SHRINKS = 16  # times at most, when the budget is tight
 _STEP_SHARE = 4  # then a step takes this part of what weights and CUDA leave; the cache the others
 
+# Tokens that prefills are padded to and captured for, of sequences that have nothing in the cache yet. A
+# short one takes the host longer to launch than the device to run, and any takes long to launch beside
+# streams that want the interpreter's lock.
+PREFILL_SIZES = (16, 64, 128, 256, 512, 768, 1024, 1536, 2048)
+
 # On an H200 a sleeping 7B replica held 0.20 GiB besides the CUDA context (kernels, loaded when they
-# are first used; workspaces of cuBLAS); graphs for 9 batch sizes took less than 0.4 GiB more.
+# are first used; workspaces of cuBLAS). Two sets of graphs for 9 batch sizes and 9 prefills took 0.2 GiB
+# more, and what they compute in, which is mapped while awake, 0.1 GiB besides the largest prefill's activations.
 _KERNELS_BYTES = 200 * 2**20
 _GRAPHS_BYTES = 400 * 2**20
 
@@ -137,6 +145,7 @@ class _Planner:
         self._weights = weights_bytes
         graphs = config.use_cuda_graphs and shape.decodes_in_pages
         self._cuda = card.held - card.mapped + _KERNELS_BYTES + (_GRAPHS_BYTES if graphs else 0)
+        self._captured_tokens = PREFILL_SIZES[-1] if graphs else 0
         self._io_sets = 2 if config.use_async_batching and not shape.bytes_per_mask else 1
 
         default = _BATCH_TOKENS_WITH_MASK if shape.bytes_per_mask else _BATCH_TOKENS
@@ -186,7 +195,9 @@ class _Planner:
         # input_outputs.py: _setup_static_tensors
         inputs = (7 + len(Param) + 1) * _INT32 + 2 * groups * _INT64
         each = shape.bytes_per_token + shape.bytes_per_read + self._io_sets * inputs
-        return tokens * (each + tokens * self._bytes_per_pair)
+        # Of the largest captured prefill a second time: what graphs compute in is theirs alone.
+        captured = min(tokens, self._captured_tokens) * shape.bytes_per_token
+        return tokens * (each + tokens * self._bytes_per_pair) + captured
 
     def _requests_bytes(self, requests: int) -> int:
         """Of the sequences of a step: logits, sampling, block tables."""
@@ -226,23 +237,20 @@ class _Planner:
         return max(0, sectors) * shape.bytes_per_sector // shape.bytes_per_block
 
     def _shrink(self, size: int) -> tuple[int, int]:
-        """Sequences and tokens of a step of `size` bytes; both shrink in the same proportion."""
-        config = self._config
-        requests, tokens = self._most_requests, self._most_tokens
-        # What is explicit stays, so that the proportion is that of the rest.
-        most = self._most_bytes - self._explicit_bytes
-        size -= self._explicit_bytes
-        if size >= most:
-            return requests, tokens
-        if config.max_requests_per_batch is None:
-            requests = max(self._least_requests, requests * size // most // 4 * 4)
-        if config.max_batch_tokens is None:
-            for_tokens = size
-            if config.max_requests_per_batch is None:
-                for_tokens -= self._requests_bytes(requests)
-            share = min(tokens * size // most, tokens * for_tokens // self._tokens_bytes(tokens))
-            tokens = max(self._least_tokens, share // 64 * 64)
-        return requests, tokens
+        """Sequences and tokens of a step of `size` bytes: what is beyond the least is shared out."""
+        spare, most = size - self._least_bytes, self._most_bytes - self._least_bytes
+        if spare >= most:
+            return self._most_requests, self._most_tokens
+
+        def between(least: int, largest: int, multiple: int, bytes_of: Callable[[int], int]) -> int:
+            part = bytes_of(least) + (bytes_of(largest) - bytes_of(least)) * spare // most
+            candidates = range(multiple, largest + 1, multiple)
+            return max(least, multiple * bisect_right(candidates, part, key=bytes_of))
+
+        return (
+            between(self._least_requests, self._most_requests, 4, self._requests_bytes),
+            between(self._least_tokens, self._most_tokens, 64, self._tokens_bytes),
+        )
 
     def _check(self, num_blocks: int, requests: int, tokens: int) -> None:
         """Raises ValueError if the plan does not fit, or has no use."""

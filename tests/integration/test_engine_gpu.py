@@ -15,6 +15,7 @@ from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput, TransformersEngine
 from actors.engine.sampling import RawLogprob, SequenceSampling
 from actors.engine.sampling_defaults import ResolvedSampling
+from actors.engine.sizing import PREFILL_SIZES
 from actors.memory.arena import DeviceArena
 
 pytestmark = pytest.mark.gpu
@@ -338,7 +339,7 @@ def test_first_batch_after_a_wake_does_not_queue_behind_the_weights(use_async: b
 def test_prompts_of_many_lengths_in_one_batch() -> None:
     """Prefills that are replayed, padded, and those that are too long for it."""
     limits = EngineConfig(num_blocks=64, max_batch_tokens=4096, max_requests_per_batch=16)
-    longest = graphs._PREFILL_SIZES[-1]
+    longest = PREFILL_SIZES[-1]
     lengths_of_batches: list[tuple[int, ...]] = [(1,), (15,), (16,), (17,), (3, 4, 5), (100, 156)]
     lengths_of_batches += [(257,), (1000, 900), (longest,), (longest + 1,)]
     config = MODELS["qwen2, 64"]()

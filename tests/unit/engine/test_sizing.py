@@ -27,7 +27,7 @@ from actors.engine.attention import NAME, choose_attention
 from actors.engine.cache_shape import CacheShape, LayerGroup, cache_shape
 from actors.engine.config import EngineConfig
 from actors.engine.logits import Param, perturb
-from actors.engine.sizing import CardMemory, Limits, plan_limits
+from actors.engine.sizing import PREFILL_SIZES, CardMemory, Limits, plan_limits
 
 GIB = 2**30
 MIB = 2**20
@@ -73,13 +73,13 @@ def numbers(limits: Limits) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("card", "config", "expected"),
     [
-        pytest.param(H200, {}, (7577, 4096, 256), id="a card of its own"),
-        pytest.param(SHARED, {}, (1220, 4096, 256), id="a shared card"),
-        pytest.param(CARD_24, {}, (309, 2048, 128), id="a small card"),
+        pytest.param(H200, {}, (7548, 4096, 256), id="a card of its own"),
+        pytest.param(SHARED, {}, (1192, 4096, 256), id="a shared card"),
+        pytest.param(CARD_24, {}, (309, 1344, 112), id="a small card"),
         pytest.param(
             H200,
             {"gpu_memory_utilization": 0.13},
-            (144, 960, 60),
+            (144, 640, 48),
             id="a small share",
         ),
         pytest.param(
@@ -95,9 +95,9 @@ def numbers(limits: Limits) -> tuple[int, int, int]:
             id="all explicit",
         ),
         pytest.param(H200, {"num_blocks": 16}, (16, 4096, 16), id="few blocks, few sequences"),
-        pytest.param(H200, {"max_batch_tokens": 64}, (7745, 64, 64), id="a token for each"),
+        pytest.param(H200, {"max_batch_tokens": 64}, (7744, 64, 64), id="a token for each"),
         pytest.param(
-            H200, {"max_requests_per_batch": 6000}, (4218, 6000, 6000), id="many sequences"
+            H200, {"max_requests_per_batch": 6000}, (4189, 6000, 6000), id="many sequences"
         ),
     ],
 )
@@ -139,9 +139,9 @@ def test_tight_budget_gives_a_long_sequence_its_blocks_first() -> None:
 
 def test_description_tells_what_and_why() -> None:
     assert plan(H200).describe() == (
-        "KV cache of 7577 blocks, 103.62 GiB, holds a sequence of 1939712 tokens; steps of up to 4096 "
+        "KV cache of 7548 blocks, 103.22 GiB, holds a sequence of 1932288 tokens; steps of up to 4096 "
         "tokens and 256 sequences; engine.gpu_memory_utilization 0.9 of the 139.61 GiB that other "
-        "processes leave on the card is 125.65 GiB; weights 14.18 GiB + activations 0.81 GiB + logits "
+        "processes leave on the card is 125.65 GiB; weights 14.18 GiB + activations 1.22 GiB + logits "
         "and sampling 2.10 GiB + CUDA 1.20 GiB"
     )
     assert plan(None).describe() == (
@@ -155,8 +155,8 @@ def test_description_tells_what_and_why() -> None:
 SMALL = CardMemory(total=16 * GIB, free=16 * GIB, held=0)
 NO_ROOM = (
     "engine.gpu_memory_utilization 0.9 of the 16.00 GiB that other processes leave on the card is "
-    "14.40 GiB; weights 14.18 GiB + activations 0.05 GiB + logits and sampling 0.13 GiB + CUDA "
-    "0.59 GiB leave no KV cache: raise engine.gpu_memory_utilization to 0.938"
+    "14.40 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB + CUDA "
+    "0.59 GiB leave no KV cache: raise engine.gpu_memory_utilization to 0.941"
 )
 
 
@@ -168,7 +168,7 @@ NO_ROOM = (
             replace(SMALL, free=14 * GIB, holders="2.00 GiB by pid 7 (python)"),
             {},
             "engine.gpu_memory_utilization 0.9 of the 14.00 GiB that other processes leave on the "
-            "card is 12.60 GiB; weights 14.18 GiB + activations 0.05 GiB + logits and sampling 0.13 GiB "
+            "card is 12.60 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB "
             "+ CUDA 0.59 GiB leave no KV cache: free memory of the card: 2.00 GiB by pid 7 (python)",
             id="others hold memory",
         ),
@@ -176,7 +176,7 @@ NO_ROOM = (
             replace(SMALL, total=8 * GIB, free=8 * GIB),
             {},
             "engine.gpu_memory_utilization 0.9 of the 8.00 GiB that other processes leave on the card "
-            "is 7.20 GiB; weights 14.18 GiB + activations 0.05 GiB + logits and sampling 0.13 GiB + "
+            "is 7.20 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB + "
             "CUDA 0.59 GiB leave no KV cache: take a smaller model or a card with more memory",
             id="nothing would do",
         ),
@@ -184,9 +184,9 @@ NO_ROOM = (
             replace(SMALL, total=17 * GIB, free=17 * GIB),
             {"gpu_memory_utilization": 0.95, "max_model_len": 32768},
             "engine.gpu_memory_utilization 0.95 of the 17.00 GiB that other processes leave on the "
-            "card is 16.15 GiB; weights 14.18 GiB + activations 0.05 GiB + logits and sampling 0.13 GiB "
-            "+ CUDA 0.59 GiB leave 82 blocks of 256 tokens, which hold a sequence of 20992, fewer than "
-            "engine.max_model_len 32768: raise engine.gpu_memory_utilization to 0.988, or lower "
+            "card is 16.15 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB "
+            "+ CUDA 0.59 GiB leave 79 blocks of 256 tokens, which hold a sequence of 20224, fewer than "
+            "engine.max_model_len 32768: raise engine.gpu_memory_utilization to 0.991, or lower "
             "engine.max_model_len",
             id="a long sequence",
         ),
@@ -194,8 +194,8 @@ NO_ROOM = (
             SMALL,
             {"gpu_memory_utilization": 0.8, "max_model_len": 131072},
             "engine.gpu_memory_utilization 0.8 of the 16.00 GiB that other processes leave on the card "
-            "is 12.80 GiB; weights 14.18 GiB + activations 0.05 GiB + logits and sampling 0.13 GiB + "
-            "CUDA 0.59 GiB leave no KV cache: raise engine.gpu_memory_utilization to 0.938 or more, and "
+            "is 12.80 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB + "
+            "CUDA 0.59 GiB leave no KV cache: raise engine.gpu_memory_utilization to 0.941 or more, and "
             "lower engine.max_model_len",
             id="both",
         ),
@@ -203,7 +203,7 @@ NO_ROOM = (
             CARD_24,
             {"max_batch_tokens": 65536, "max_requests_per_batch": 256},
             "engine.gpu_memory_utilization 0.9 of the 23.50 GiB that other processes leave on the card "
-            "is 21.15 GiB; weights 14.18 GiB + activations 13.01 GiB + logits and sampling 2.10 GiB + "
+            "is 21.15 GiB; weights 14.18 GiB + activations 13.41 GiB + logits and sampling 2.10 GiB + "
             "CUDA 1.09 GiB leave no KV cache: lower engine.max_batch_tokens, or lower "
             "engine.max_requests_per_batch, or free memory of the card: who holds it cannot be told",
             id="a large step",
@@ -212,9 +212,9 @@ NO_ROOM = (
             CARD_24,
             {"num_blocks": 2048},
             "engine.num_blocks 2048 takes 29.04 GiB with what it takes to read it; of the 23.50 GiB "
-            "that other processes leave on the card, weights 14.18 GiB + activations 0.05 GiB + logits "
-            "and sampling 0.13 GiB + CUDA 1.09 GiB leave 566 blocks at most: lower engine.num_blocks to "
-            "566, or leave it out, or free memory of the card: who holds it cannot be told",
+            "that other processes leave on the card, weights 14.18 GiB + activations 0.10 GiB + logits "
+            "and sampling 0.13 GiB + CUDA 1.09 GiB leave 562 blocks at most: lower engine.num_blocks to "
+            "562, or leave it out, or free memory of the card: who holds it cannot be told",
             id="many blocks",
         ),
         pytest.param(
@@ -270,6 +270,8 @@ def charged(limits: Limits, shape: CacheShape, config: EngineConfig) -> int:
     tables = sets * kinds * 4 * requests * pages * shape.decodes_in_pages
     reads = shape.bytes_per_read * (cached + tokens)
     step = shape.bytes_per_token * tokens + shape.bytes_per_sequence * requests
+    if config.use_cuda_graphs and shape.decodes_in_pages:
+        step += shape.bytes_per_token * min(tokens, PREFILL_SIZES[-1])
     return shape.cache_bytes(limits.num_blocks) + step + pairs + inputs + tables + reads
 
 
