@@ -53,8 +53,9 @@ class EngineConfig(BaseModel):
     )
     use_cuda_graphs: bool = Field(
         default=True,
-        description="Replay decode steps from CUDA graphs, captured for batches of 1, 2, 4, ... and "
-        "max_requests_per_batch sequences; of no effect on CPU and for models with sliding windows.",
+        description="Replay CUDA graphs: of decode steps, captured for batches of 1, 2, 4, ... and "
+        "max_requests_per_batch sequences, and of prefills of up to 2048 tokens; of no effect on CPU "
+        "and for models with sliding windows.",
     )
     use_torch_compile: bool = Field(
         default=True,
