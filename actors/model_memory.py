@@ -85,7 +85,7 @@ class ModelMemory:
         self.pool = self._driver.make_pool()
         attach(module, layout, self._weights)
         self._gates = SegmentGates(module, layout)
-        self._link: HostLink | None = None  # of `image`, and only while there is one
+        self._link: HostLink | None = None  # of `image`; from `open_link` or the first wake on
         self._arrival: _Arrival | None = None  # of the last wake, until it is settled
         self._graphs = _GraphCost()
         self.seen = self._driver.memory()
@@ -173,11 +173,9 @@ class ModelMemory:
         missing = self._weights.unmapped()
         payloads = {i: image.segment(i) for i in missing}
         try:
-            if self._link is None:
-                everything = [image.segment(i) for i in range(len(image.layout.segments))]
-                self._link = self._driver.open_link(everything)
+            link = self._link or self.open_link()
             self._weights.map()
-            transfer = self._weights.restore(self._link, payloads)
+            transfer = self._weights.restore(link, payloads)
             if self._kv is not None:  # while the bytes travel
                 self._kv.map([0])
             if self.pool is not None:
@@ -296,6 +294,19 @@ class ModelMemory:
         self.close_link()
         image, self.image = self.image, None
         return None if image is None else image.manifest.key
+
+    def open_link(self) -> HostLink:
+        """Pin the image's pages, so that the next wake need not: 0.8 s for 15 GB on an H200's host.
+
+        Raises:
+            DeviceMemoryError: the driver refused.
+        """
+        image = self.image
+        assert image is not None, "the image was dropped; `take_image` first"
+        assert self._link is None, "open already"
+        everything = [image.segment(i) for i in range(len(image.layout.segments))]
+        self._link = self._driver.open_link(everything)
+        return self._link
 
     def close_link(self) -> None:
         if self._link is not None:

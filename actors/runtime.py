@@ -118,6 +118,8 @@ class ModelRuntime:
         self._streams = OpenStreams(self._engine, self.codec, EngineMeter(self._observer))
         self._cleared = ClearedCollection(self._control, self._collect_cleared)
         try:
+            # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
+            self._control.submit(self.memory.open_link).result()
             self._control.submit(self._warm_up).result()
         except BaseException:
             self._control.submit(self._engine.stop)  # its thread would keep the process from ending

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -111,6 +111,28 @@ def test_requests_frozen_by_a_sleep_go_on_after_the_wake(
         await h.until_free()
 
     run(tiny_checkpoint, image, scenario)
+
+
+def test_first_wake_finds_the_image_pinned(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    open_link = CpuDriver.open_link
+
+    def counted(driver: CpuDriver, buffers: Sequence[memoryview]) -> CpuLink:
+        opened.append(threading.current_thread().name)
+        return open_link(driver, buffers)
+
+    async def scenario(h: Harness) -> None:
+        assert opened == ["runtime-control_0"]
+        await h.runtime.wake()
+        await h.runtime.sleep(2)
+        assert len(opened) == 1
+        await h.runtime.wake()  # with another copy of the image
+        assert opened == 2 * ["runtime-control_0"]
+
+    monkeypatch.setattr(CpuDriver, "open_link", counted)
+    run(tiny_checkpoint, image, scenario, awake=False)
 
 
 def test_kept_layers_stay_mapped_and_are_not_copied_again(

@@ -1,5 +1,6 @@
 """Which layers stay on the device, and what a sleep leaves there, on a driver that says what we want."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from actors import model_memory
 from actors.errors import DeviceMemoryError, DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
 from actors.memory.cpu import CpuDriver
-from actors.memory.driver import DeviceMemory
+from actors.memory.driver import DeviceMemory, HostLink
 from actors.model_memory import KeptPlace, ModelMemory, kept_segments
 from actors.protocol import MemoryLeft
 from actors.weights.attach import build_on_meta
@@ -300,6 +301,27 @@ def test_collecting_what_others_have_taken_is_no_error(
     bench.memory.collect_cleared()
     with pytest.raises(DeviceMemoryError, match="cuMemCreate"):
         bench.memory.collect_cleared()
+
+
+def test_link_is_opened_once_for_an_image(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    open_link = bench.driver.open_link
+
+    def counted(buffers: Sequence[memoryview]) -> HostLink:
+        opened.append(sum(view.nbytes for view in buffers))
+        return open_link(buffers)
+
+    monkeypatch.setattr(bench.driver, "open_link", counted)
+    bench.memory.open_link()
+    assert opened == [bench.memory.weights_bytes]
+    for _ in range(2):
+        bench.wake()
+        bench.memory.unmap(1)
+    assert len(opened) == 1
+    bench.memory.drop_image()
+    bench.memory.take_image(bench.image)
+    bench.wake()
+    assert len(opened) == 2
 
 
 def test_image_of_other_weights_is_refused(bench: Bench) -> None:
