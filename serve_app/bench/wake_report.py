@@ -105,6 +105,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
         told.append(("TTFT awake", ms(result["ttft_awake_s"])))
     if "first_sleep_s" in result:
         told.append(("the first sleep", f"{1e3 * result['first_sleep_s']:.1f} ms"))
+    if "first_wake_s" in result:
+        first_ms = 1e3 * result["first_wake_s"]
+        told.append(("the first wake, until the engine ran", f"{first_ms:.1f} ms"))
     parts = result["asleep_parts"].get("end", {})
     if parts.get("used_bytes"):
         text = ", ".join(f"{name.removesuffix('_bytes')} {gib(n)}" for name, n in parts.items())

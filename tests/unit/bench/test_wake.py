@@ -115,6 +115,13 @@ def test_result_broken_off_before_anything_can_be_told() -> None:
     assert "broken off" in "\n".join(report(empty | {"complete": False}))
 
 
+def test_first_sleep_and_first_wake_are_told() -> None:
+    some = {"rows": [], "skipped": {}, "asleep_parts": {}, "wrong": 0, "compared": 0}
+    told = "\n".join(report(some | {"complete": True, "first_sleep_s": 0.012, "first_wake_s": 0.5}))
+    assert "the first sleep                       12.0 ms" in told
+    assert "the first wake, until the engine ran  500.0 ms" in told
+
+
 def test_row_survives_json(tmp_path: Path) -> None:
     file = tmp_path / "row.json"
     file.write_text(json.dumps(Row("to", 7, [cycle(2.0)], beside=[0.2]).result(20.0)))
