@@ -27,7 +27,7 @@ class IdleClock:
         self._quiet_since_s = self._now()
 
     def touch(self) -> None:
-        """Start counting anew, as after a wake that nobody's request asked for."""
+        """Start counting anew, as with a wake."""
         self._quiet_since_s = self._now()
 
     def idle_s(self) -> float:

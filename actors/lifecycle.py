@@ -302,6 +302,8 @@ class Lifecycle:
         self.last_wake_s = self._now() - started_s
         self.wakes += 1
         self.level = 0
+        # Here, because who waits for this goes on a little later: the idle clock may be looked at before.
+        self.idle.touch()
         self._enter(ReplicaState.AWAKE, self.reason, self.last_wake_s, change)
 
     async def _drain_and_sleep(self, command: SleepCommand, cause: SleepCause) -> None:

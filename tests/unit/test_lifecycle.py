@@ -414,6 +414,29 @@ def test_idle_clock_puts_it_to_sleep(idle_s: float, state: ReplicaState) -> None
     run(scenario)
 
 
+@pytest.mark.parametrize("how", ["a request", "an operator"])
+def test_look_at_the_clock_right_behind_a_wake_finds_nothing_idle(how: str) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.clock.now_s = 1000.0
+        enter = bench.lifecycle._enter
+        idle_s: list[float] = []
+
+        def look(state: ReplicaState, *rest: object) -> None:
+            enter(state, *rest)  # type: ignore[arg-type]
+            if state is AWAKE:  # who waits for it has not gone on yet
+                idle_s.append(bench.lifecycle.idle.idle_s())
+
+        bench.lifecycle._enter = look  # type: ignore[assignment,method-assign]
+        if how == "a request":
+            assert await bench.request() == "served"
+        else:
+            await bench.lifecycle.wake_up()
+        assert idle_s == [0.0]
+
+    run(scenario)
+
+
 def test_request_in_flight_is_never_idle() -> None:
     async def scenario() -> None:
         bench = Bench()
