@@ -296,7 +296,7 @@ class ModelMemory:
         return None if image is None else image.manifest.key
 
     def open_link(self) -> HostLink:
-        """Pin the image's pages, so that the next wake need not: 0.8 s for 15 GB on an H200's host.
+        """Pin the image's pages, so that the next wake need not: some 0.8 s for 15 GB on an H200's host.
 
         Raises:
             DeviceMemoryError: the driver refused.
