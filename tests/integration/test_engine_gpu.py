@@ -341,7 +341,7 @@ def test_prompts_of_many_lengths_in_one_batch() -> None:
     limits = EngineConfig(num_blocks=64, max_batch_tokens=4096, max_requests_per_batch=16)
     longest = PREFILL_SIZES[-1]
     lengths_of_batches: list[tuple[int, ...]] = [(1,), (15,), (16,), (17,), (3, 4, 5), (100, 156)]
-    lengths_of_batches += [(257,), (1000, 900), (longest,), (longest + 1,)]
+    lengths_of_batches += [(256,), (257,), (900,), (1000, 900), (longest,), (longest + 1,)]
     config = MODELS["qwen2, 64"]()
     config.max_position_embeddings = 2 * longest
     with running(config, limits) as h, counted_replays() as replays:
