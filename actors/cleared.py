@@ -1,11 +1,10 @@
 """A moment after a sleep, on the control thread: have the device take back what it has cleared."""
 
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-logger = logging.getLogger(__name__)
+from actors.control import submit_unless_closed
 
 _CLEARED_S = 0.25  # an H200 clears 118 GiB in 0.2 s
 
@@ -29,7 +28,7 @@ class ClearedCollection:
         self._timer: threading.Timer | None = None
 
     def begin(self) -> None:
-        """Collect when the device should be done, unless that is put off or cancelled."""
+        """Collect when the device should be done; puts off what was begun before."""
         self.cancel()
         self._timer = threading.Timer(_CLEARED_S, self._submit)
         self._timer.daemon = True
@@ -41,7 +40,4 @@ class ClearedCollection:
             self._timer = None
 
     def _submit(self) -> None:
-        try:
-            self._control.submit(self._collect)
-        except RuntimeError:
-            logger.info("closed while the device cleared memory")
+        submit_unless_closed(self._control, self._collect, "the device cleared memory")

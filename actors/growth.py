@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+from actors.control import submit_unless_closed
 from actors.errors import DeviceMemoryShort
 from actors.memory.arena import RETRY_SHORT_AFTER_S
 
@@ -43,11 +44,8 @@ class CacheGrowth:
         self._submit()
 
     def _submit(self) -> None:
-        try:
-            self._control.submit(self._next)
-        except RuntimeError:
+        if not submit_unless_closed(self._control, self._next, "the KV cache grew"):
             self.running = False
-            logger.info("closed while the KV cache grew")
 
     def _next(self) -> None:
         try:

@@ -304,8 +304,7 @@ class ModelMemory:
         image = self.image
         assert image is not None, "the image was dropped; `take_image` first"
         assert self._link is None, "open already"
-        everything = [image.segment(i) for i in range(len(image.layout.segments))]
-        self._link = self._driver.open_link(everything)
+        self._link = self._driver.open_link(image.segments)
         return self._link
 
     def close_link(self) -> None:

@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.cleared import ClearedCollection
+from actors.control import submit_unless_closed
 from actors.engine.architectures import check_architecture
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineStats, TransformersEngine
@@ -326,10 +327,7 @@ class ModelRuntime:
         except Exception:
             logger.exception("compiling failed; the model is served without, only slower")
             return
-        try:
-            self._control.submit(self._use_compiled)
-        except RuntimeError:
-            logger.info("compiled, but the runtime has been closed")
+        submit_unless_closed(self._control, self._use_compiled, "layers were compiled")
 
     def _use_compiled(self) -> None:
         asleep = self._engine.paused

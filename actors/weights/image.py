@@ -34,6 +34,10 @@ class WeightImage:
     def layout(self) -> Layout:
         return self.manifest.layout
 
+    @property
+    def segments(self) -> list[memoryview]:
+        return list(self._buffers)
+
     def segment(self, index: int) -> memoryview:
         return self._buffers[index]
 

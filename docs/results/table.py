@@ -15,7 +15,6 @@ from typing import Any
 RESULTS = Path(__file__).parent
 README = RESULTS.parents[1] / "README.md"
 FOLDER = RESULTS / "2026-11-22_h200"
-_STEADY_RATE = 80  # requests a second; the 256 sequences of a batch answer some 100
 _BLOCK = re.compile(r"(<!-- measured: .*? -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 Result = dict[str, Any]
@@ -77,7 +76,7 @@ def table(
             "the same, streamed over HTTP",
             " / ".join(f"{closed[count]:.0f}" for count in counts),
         ),
-        *(_arrivals(r) for r in http_open["rounds"] if r["load"]["request_rate"] <= _STEADY_RATE),
+        *map(_arrivals, http_open["rounds"]),
         (
             "a new replica's start to its first token, image in memory",
             f"{again['seconds_to_first_token']:.1f} s",

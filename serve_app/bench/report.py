@@ -135,9 +135,8 @@ def sections_of(
         ]
         tables = [table for table in _tables(kind, result) if table.rows]
         title = f"{_NAMES[kind]}: {_subject(result)}" + (f" ({name})" if name else "")
-        if kind == "eval":
-            result = result["environment"]  # where it has what the others have beside their figures
-        found.append(Section(title, _machine(result), _about(kind, result), tables, plots))
+        told = result.get("environment", result)  # `eval` has it there, a bench beside its figures
+        found.append(Section(title, _machine(told), _about(kind, told), tables, plots))
     return found
 
 

@@ -91,7 +91,7 @@ def open_unpinned(memory: ModelMemory) -> HostLink:
 
     image = memory.image
     assert image is not None
-    return Refusing().open_link([image.segment(i) for i in range(len(image.layout.segments))])
+    return Refusing().open_link(image.segments)
 
 
 @dataclass(slots=True)

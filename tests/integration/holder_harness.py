@@ -139,7 +139,7 @@ def fast_load(
 
 
 def content(image: WeightImage) -> list[bytes]:
-    return [bytes(image.segment(i)) for i in range(len(image.layout.segments))]
+    return [bytes(segment) for segment in image.segments]
 
 
 def run(scenario: Callable[[], object]) -> None:

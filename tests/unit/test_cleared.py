@@ -55,7 +55,7 @@ def test_a_control_that_is_gone_is_no_error(
     control = ThreadPoolExecutor(1)
     control.shutdown()
     collection = ClearedCollection(control, lambda: pytest.fail("closed"))
-    with caplog.at_level("INFO", "actors.cleared"):
+    with caplog.at_level("INFO", "actors.control"):
         collection.begin()
         timer = collection._timer
         assert timer is not None

@@ -329,11 +329,7 @@ def test_image_of_other_weights_is_refused(bench: Bench) -> None:
     assert bench.memory.image is None
     other = replace(bench.image.manifest, digests=("another",))
     with pytest.raises(LayoutMismatch, match="changed"):
-        bench.memory.take_image(
-            WeightImage(
-                other, [bench.image.segment(i) for i in range(len(other.layout.segments))], "disk"
-            )
-        )
+        bench.memory.take_image(WeightImage(other, bench.image.segments, "disk"))
     assert bench.memory.drop_image() is None
     bench.memory.take_image(bench.image)
     bench.wake()
