@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors import cleared
-from actors.engine.engine import TransformersEngine
+from actors.engine.engine import EngineOutput, TransformersEngine
 from actors.errors import (
     ContextLengthExceeded,
     DeviceMemoryError,
@@ -336,6 +336,24 @@ def test_tokens_are_coalesced_under_load_but_the_first_comes_at_once(
     tiny_checkpoint: Path, image: WeightImage
 ) -> None:
     async def scenario(h: Harness) -> None:
+        loop = asyncio.get_running_loop()
+        deliver = h.runtime._streams.deliver
+        looked = threading.Event()
+
+        def look(rounds: int) -> None:
+            if rounds:
+                loop.call_soon(look, rounds - 1)
+            else:
+                looked.set()
+
+        def deliver_and_let_look(outputs: Sequence[EngineOutput]) -> None:
+            """The engine's next step may be over before this loop runs at all: not the first one's."""
+            deliver(outputs)
+            if not looked.is_set():
+                loop.call_soon_threadsafe(look, 10)  # rounds of the loop, and no time to speak of
+                assert looked.wait(30)
+
+        h.runtime._streams.deliver = deliver_and_let_look  # type: ignore[method-assign]
         started_s = time.monotonic()
         events = await h.events(PROMPTS[0], max_tokens=200, ignore_eos=True)
         seconds = time.monotonic() - started_s
