@@ -28,7 +28,7 @@ from actors.protocol import (
 )
 from actors.telemetry import WakeCause
 from serve_app.config import ModelConfig
-from serve_app.heap import give_back, set_aside
+from serve_app.heap import give_back, set_aside, uncollected
 from serve_app.holders import HolderOfThisNode
 from serve_app.instruments import Instruments, gauges, saved_bytes
 from serve_app.logs import adopt_serve_handlers
@@ -87,11 +87,12 @@ class ModelReplica:
                 the reason why the deployment failed.
         """
         adopt_serve_handlers()
-        from actors.engine.sampling_defaults import sampling_defaults
-        from actors.holder import ImageRequest
-        from actors.runtime import build_module, build_runtime
-        from actors.weights.download import ensure_checkpoint
-        from actors.weights.fastload import FastLoad
+        with uncollected():
+            from actors.engine.sampling_defaults import sampling_defaults
+            from actors.holder import ImageRequest
+            from actors.runtime import build_module, build_runtime
+            from actors.weights.download import ensure_checkpoint
+            from actors.weights.fastload import FastLoad
 
         context = serve.get_replica_context()
         self._config = config

@@ -171,15 +171,15 @@ class GraphRunner(ModelRunner):
         room = min(self.cache.num_blocks * self.cb_config.page_size, self.cache.max_batch_tokens)
         pairs = 2 if isinstance(self.inputs_and_outputs, ContinuousBatchingAsyncIOs) else 1
         self._run_fake_batch(model, room, decode=False)
-        for _ in range(pairs):
+        for pair in range(pairs):
             if self.use_cuda_graph_decode:
                 layers = None if self._compiled else self._layers
                 with layers.recording() if layers is not None else nullcontext():
                     # The largest first: the others fit into the memory it leaves in the pool.
                     for size in reversed(self._decode_sizes()):
-                        self._run_fake_batch(model, size, decode=True)
+                        self._run_fake_batch(model, size, decode=True, is_known=pair > 0)
                 for size in self._prefill_sizes(room):
-                    self._run_fake_batch(model, size, decode=False)
+                    self._run_fake_batch(model, size, decode=False, is_known=pair > 0)
             if isinstance(self.inputs_and_outputs, ContinuousBatchingAsyncIOs):
                 self.inputs_and_outputs.swap_io_pairs()
         self.cache.reset()  # the fake sequences took blocks
@@ -217,7 +217,14 @@ class GraphRunner(ModelRunner):
         self._longest_prefill = max(sizes, default=0)
         return sizes
 
-    def _run_fake_batch(self, model: nn.Module, num_tokens: int, *, decode: bool) -> None:
+    def _run_fake_batch(
+        self, model: nn.Module, num_tokens: int, *, decode: bool, is_known: bool = False
+    ) -> None:
+        """Run a batch, and capture it if such batches are padded.
+
+        Args:
+            is_known: one like it was run before, so that it need only be captured.
+        """
         status = RequestStatus.DECODING if decode else RequestStatus.PREFILLING
         # The cache may have fewer blocks than a batch has rows; the rest is padding.
         count, length = (min(num_tokens, self.cache.num_blocks), 1) if decode else (1, num_tokens)
@@ -229,12 +236,14 @@ class GraphRunner(ModelRunner):
             )
             self.complete_batch()
             inputs = self.inputs_and_outputs.get_model_kwargs(use_padding=self.pad_inputs)
-            # First without a graph: nothing may compile or load while one is captured.
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self.compute_batch(model, dict(inputs))
+            if not is_known:
+                # First without a graph: nothing may compile or load while one is captured.
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                self.compute_batch(model, dict(inputs))
+                if self.pad_inputs:
+                    self._reserve(torch.cuda.max_memory_allocated() - before)
             if self.pad_inputs:
-                self._reserve(torch.cuda.max_memory_allocated() - before)
                 self._capture_batch(model, dict(inputs))
         finally:
             torch.cuda.synchronize()

@@ -56,13 +56,16 @@ def main() -> None:
 
 
 async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
-    import ray
+    from serve_app.heap import uncollected
 
-    from actors.engine.config import EngineConfig
-    from actors.lifecycle import SleepConfig
-    from actors.runtime import build_module, build_runtime
-    from actors.weights.source import ModelSource
-    from serve_app.bench.local import HolderActor, LocalModel, Subject, load_of
+    with uncollected():  # as a replica does
+        import ray
+
+        from actors.engine.config import EngineConfig
+        from actors.lifecycle import SleepConfig
+        from actors.runtime import build_module, build_runtime
+        from actors.weights.source import ModelSource
+        from serve_app.bench.local import HolderActor, LocalModel, Subject, load_of
 
     stages.mark("imports")
     checkpoint = Path(request.checkpoint)

@@ -26,6 +26,24 @@ print(json.dumps([before() is None, after() is None, frozen, seen, len(loaded)])
 """
 
 
+UNCOLLECTED = """
+import gc, json
+from serve_app.heap import uncollected
+
+ran = []
+gc.callbacks.append(lambda phase, info: ran.append(phase))
+try:
+    with uncollected():
+        kept = [[] for _ in range(1_000_000)]
+        during = len(ran)
+        raise ImportError
+except ImportError:
+    enabled, seen = gc.isenabled(), len(gc.get_objects())
+more = [[] for _ in range(1_000_000)]
+print(json.dumps([during, enabled, seen, len(ran)]))
+"""
+
+
 GIVE_BACK = """
 import ctypes, json, psutil
 from serve_app.heap import give_back
@@ -60,3 +78,14 @@ def test_what_is_there_is_looked_at_once_more_and_what_comes_later_as_ever() -> 
     assert after_is_gone
     assert frozen >= loaded
     assert seen < loaded / 10
+
+
+def test_nothing_is_collected_in_the_body_and_what_comes_behind_it_as_ever() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNCOLLECTED], capture_output=True, text=True, check=True
+    )
+    during, enabled, seen, in_the_end = json.loads(done.stdout)
+    assert during == 0
+    assert enabled
+    assert seen < 1000
+    assert in_the_end > 0
