@@ -39,7 +39,10 @@ class SleepConfig(BaseModel):
         description="Sleep after this many seconds without an inference request; null: never.",
     )
     idle_check_interval_s: float = Field(
-        default=5.0, gt=0, description="Seconds between two looks at the idle clock."
+        default=5.0,
+        gt=0,
+        description="The longest time between two looks at the idle clock, in seconds; there is one when "
+        "`idle_timeout_s` may be over.",
     )
     level: Literal[1, 2] = Field(
         default=1,
@@ -206,7 +209,9 @@ class Lifecycle:
         if timeout_s is None:
             return
         while True:
-            await asyncio.sleep(self._config.idle_check_interval_s)
+            is_awake = self._state is ReplicaState.AWAKE
+            due_s = timeout_s - self.idle.idle_s() if is_awake else timeout_s
+            await asyncio.sleep(min(due_s, self._config.idle_check_interval_s))
             idle_s = self.idle.idle_s()
             if self._state is ReplicaState.AWAKE and idle_s >= timeout_s:
                 try:

@@ -39,6 +39,7 @@ from actors.errors import (
 )
 from actors.growth import CacheGrowth
 from actors.lifecycle import MemoryChange, SleepConfig
+from actors.lull import Lull
 from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
 from actors.protocol import (
@@ -126,6 +127,7 @@ class ModelRuntime:
             self._control.submit(self._engine.stop)  # its thread would keep the process from ending
             raise
         self._growth = CacheGrowth(self._control, self._grow_kv, self._fail)
+        self._lull = Lull()
         self._has_uncaptured = False  # compiled layers that no graph holds yet
         self._compiler = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._compiler.start()
@@ -217,27 +219,28 @@ class ModelRuntime:
             InvalidRequest: the grammar turned out to be too much work, or a dead end.
         """
         self.check_health()
-        stream = self._streams.open(prepared)
-        try:
-            if prepared.request.echo:
-                logprobs = await self._prompt_logprobs(prepared)
-                for index in range(len(prepared.sequences)):
-                    yield self._echo(prepared, index, logprobs)
-            if not prepared.request.stream:
-                await stream.settled.wait()
-            while True:
-                await stream.arrived.wait()
-                if stream.error is not None:
-                    raise stream.error
-                events = stream.take()
-                for event in events:
-                    yield event
-                if stream.told:
-                    return
-                if events:
-                    await stream.pace(len(self._streams) / self._max_events_per_s)
-        finally:
-            self._streams.close(stream)
+        with self._lull.interrupted():
+            stream = self._streams.open(prepared)
+            try:
+                if prepared.request.echo:
+                    logprobs = await self._prompt_logprobs(prepared)
+                    for index in range(len(prepared.sequences)):
+                        yield self._echo(prepared, index, logprobs)
+                if not prepared.request.stream:
+                    await stream.settled.wait()
+                while True:
+                    await stream.arrived.wait()
+                    if stream.error is not None:
+                        raise stream.error
+                    events = stream.take()
+                    for event in events:
+                        yield event
+                    if stream.told:
+                        return
+                    if events:
+                        await stream.pace(len(self._streams) / self._max_events_per_s)
+            finally:
+                self._streams.close(stream)
 
     def abort_in_flight(self) -> None:
         self._streams.abort_all()
@@ -293,6 +296,7 @@ class ModelRuntime:
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
         self._cleared.cancel()
+        self._lull.close()
         self._grammars.close()
         await self._on_control(self._engine.stop)
         await self._on_control(self.memory.close_link)
@@ -320,14 +324,20 @@ class ModelRuntime:
         self._sleep_now(2)  # no layer is worth keeping yet
 
     def _compile(self) -> None:
-        """On a thread of its own; the model serves, sleeps and wakes meanwhile."""
+        """On a thread of its own; the model serves, sleeps and wakes meanwhile.
+
+        Requests would feel it: who traces keeps the interpreter's lock from the engine's thread, and to
+        capture the graphs again takes the device for seconds.
+        """
+        if not (self._engine.compiles and self._lull.wait()):
+            return
         try:
-            if not self._engine.compile():
-                return
+            self._engine.compile()
         except Exception:
             logger.exception("compiling failed; the model is served without, only slower")
             return
-        submit_unless_closed(self._control, self._use_compiled, "layers were compiled")
+        if self._lull.wait():
+            submit_unless_closed(self._control, self._use_compiled, "layers were compiled")
 
     def _use_compiled(self) -> None:
         asleep = self._engine.paused

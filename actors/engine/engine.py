@@ -123,13 +123,14 @@ class Engine(Protocol):
         before any sequence has been submitted. Optional: without it, steps are slower.
         """
 
-    def compile(self) -> bool:
+    @property
+    def compiles(self) -> bool:
+        """Whether there is anything for `compile` to do."""
+
+    def compile(self) -> None:
         """Compile for the device what can be; blocks for seconds, on any thread, and changes nothing.
 
         The engine may run, be paused and have its memory unmapped meanwhile.
-
-        Returns:
-            Whether there is something for `use_compiled` to do.
 
         Raises:
             Exception: compiling failed. The engine goes on as it is.
@@ -357,11 +358,13 @@ class TransformersEngine:
         if self._runner is not None:
             self._runner.capture(self._model)
 
-    def compile(self) -> bool:
-        if self._runner is None or not self._runner.compiles:
-            return False
+    @property
+    def compiles(self) -> bool:
+        return self._runner is not None and self._runner.compiles
+
+    def compile(self) -> None:
+        assert self._runner is not None, "nothing to compile"
         self._runner.compile()
-        return True
 
     def use_compiled(self) -> None:
         assert self._pause is not None, "not paused"

@@ -50,7 +50,7 @@ PYTHON
     server=$!
     set +m
     for _ in $(seq 120); do "${ask[@]}" > "$out/ready.txt" && break; sleep 1; done
-    for _ in $(seq "${COMPILES_S:-60}"); do grep -q 'decoder layers run compiled' "$out/serve_many.log" && break; "${ask[@]}" > "$out/ready.txt"; sleep 1; done
+    for _ in $(seq "${COMPILES_S:-60}"); do grep -q 'decoder layers run compiled' "$out/serve_many.log" && break; sleep 1; done
     "$@"
     kill -INT "$server"
     wait "$server"

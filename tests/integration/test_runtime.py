@@ -6,8 +6,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,9 @@ from actors.errors import (
     WeightsCorrupted,
 )
 from actors.lifecycle import SleepConfig
+from actors.lull import Lull
 from actors.memory.cpu import CpuDriver, CpuLink
-from actors.protocol import ChatPrompt, FinishReason, MessageForm
+from actors.protocol import ChatPrompt, FinishReason, MessageForm, TokenEvent
 from actors.weights.checkpoint import write_checkpoint
 from actors.weights.image import WeightImage
 from tests.integration.runtime_harness import ENGINE, Harness, load, run
@@ -580,19 +581,61 @@ def test_checkpoint_that_changed_during_a_level_2_sleep_is_refused(
     run(checkpoint, load(checkpoint), scenario)
 
 
+def test_nothing_is_compiled_or_captured_while_somebody_is_served(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lull = Lull(quiet_s=0.0, latest_s=600.0)
+    compiling, may_end, captured = (threading.Event() for _ in range(3))
+
+    def compile_slowly(engine: TransformersEngine) -> None:
+        compiling.set()
+        may_end.wait()
+
+    monkeypatch.setattr("actors.runtime.Lull", lambda: lull)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", compile_slowly)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: captured.set())
+
+    async def scenario(h: Harness) -> None:
+        async def first_event() -> AsyncIterator[TokenEvent]:
+            stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=400, ignore_eos=True))
+            await anext(stream)
+            return stream
+
+        async def stays_unset(event: threading.Event) -> bool:
+            return not await asyncio.to_thread(event.wait, 0.2)
+
+        stream = await first_event()
+        since_start.close()
+        assert await stays_unset(compiling)
+        await stream.aclose()
+        assert await asyncio.to_thread(compiling.wait, 20)
+        stream = await first_event()
+        may_end.set()
+        assert await stays_unset(captured)
+        await stream.aclose()
+        await h.runtime.compiled()
+        assert captured.is_set()
+
+    with ExitStack() as since_start:
+        since_start.enter_context(lull.interrupted())
+        run(tiny_checkpoint, image, scenario)
+
+
 @pytest.mark.parametrize("awake", [True, False], ids=["awake", "asleep"])
 def test_capture_that_fails_in_the_background_fails_the_replica(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, awake: bool
 ) -> None:
     may_compile = threading.Event()
 
-    def compile_later(engine: TransformersEngine) -> bool:
+    def compile_later(engine: TransformersEngine) -> None:
         may_compile.wait()
-        return True
 
     def explode(engine: TransformersEngine) -> None:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
     monkeypatch.setattr(TransformersEngine, "compile", compile_later)
     monkeypatch.setattr(TransformersEngine, "use_compiled", explode)
 

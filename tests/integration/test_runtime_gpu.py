@@ -23,6 +23,7 @@ from actors.engine.config import EngineConfig
 from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, Unavailable, WeightsCorrupted
 from actors.lifecycle import Lifecycle, SleepConfig
+from actors.lull import Lull
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.model_memory import ModelMemory
@@ -292,14 +293,15 @@ def test_compiled_layers_take_over_in_any_state(
     may_compile = threading.Event()
     compile_layers, use_compiled = TransformersEngine.compile, TransformersEngine.use_compiled
 
-    def compile_later(self: TransformersEngine) -> bool:
+    def compile_later(self: TransformersEngine) -> None:
         may_compile.wait()
-        return compile_layers(self)
+        compile_layers(self)
 
     def count(self: TransformersEngine) -> None:
         use_compiled(self)
         captures.append(1)
 
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
     monkeypatch.setattr(TransformersEngine, "compile", compile_later)
     monkeypatch.setattr(TransformersEngine, "use_compiled", count)
     map_all = ModelMemory.map
@@ -345,14 +347,15 @@ def test_a_model_that_cannot_be_compiled_is_served_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fail(self: TransformersEngine) -> bool:
+    def fail(self: TransformersEngine) -> None:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(TransformersEngine, "compile", fail)
+    engine = ENGINES["cuda"].model_copy(update={"use_torch_compile": True})
 
     async def scenario() -> None:
         checkpoint = checkpoints("cuda")
-        async with harness(checkpoint, load(checkpoint), ENGINES["cuda"]) as h:
+        async with harness(checkpoint, load(checkpoint), engine) as h:
             await h.runtime.compiled()
             assert len(await h.tokens(PROMPTS[0], ignore_eos=True)) == 20
             assert "compiling failed" in caplog.text

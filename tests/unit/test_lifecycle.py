@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -15,6 +16,7 @@ from actors.errors import (
     Unavailable,
     WakeTimeout,
 )
+from actors.idle import IdleClock
 from actors.lifecycle import Lifecycle, MemoryChange, SleepConfig
 from actors.protocol import MemoryLeft, ReplicaState, SleepCommand, SleepMode
 
@@ -433,6 +435,20 @@ def test_look_at_the_clock_right_behind_a_wake_finds_nothing_idle(how: str) -> N
         else:
             await bench.lifecycle.wake_up()
         assert idle_s == [0.0]
+
+    run(scenario)
+
+
+def test_idle_replica_sleeps_when_its_time_is_over_not_at_the_next_look() -> None:
+    async def scenario() -> None:
+        bench = Bench(idle_timeout_s=0.05, idle_check_interval_s=1000)
+        bench.lifecycle.idle = IdleClock(time.monotonic)
+        watch = asyncio.create_task(bench.lifecycle.sleep_when_idle())
+        for _ in range(2):  # after a wake as well
+            assert await bench.request() == "served"
+            while bench.lifecycle.state is not ASLEEP:
+                await asyncio.sleep(0.001)
+        watch.cancel()
 
     run(scenario)
 
