@@ -59,8 +59,9 @@ class EngineConfig(BaseModel):
     )
     use_torch_compile: bool = Field(
         default=True,
-        description="Compile the decoder layers in the background after the start, and capture the "
-        "graphs again when that is done; of no effect without CUDA graphs.",
+        description="Compile the decoder layers once no request has been in flight for 2 s, at the latest "
+        "60 s after the start, and capture the graphs again in the next such time; of no effect without "
+        "CUDA graphs.",
     )
     use_async_batching: bool = Field(
         default=True,

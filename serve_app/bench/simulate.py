@@ -16,9 +16,7 @@ from typing import Protocol
 from serve_app.bench.traces import Request, Trace
 
 _GIB = 2**30
-_TICK_S = (
-    5.0  # between two decisions, and (`sleep.idle_check_interval_s`) two looks at idle replicas
-)
+_TICK_S = 5.0  # between two decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +173,9 @@ class Simulation:
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         for _ in range(first_replicas):
-            self._replicas.append(Replica(next(self._numbers), State.AWAKE))
+            first = Replica(next(self._numbers))
+            self._replicas.append(first)
+            self._start(first)
 
     def run(self) -> Outcome:
         for request in self._trace.requests:
@@ -248,7 +248,7 @@ class Simulation:
 
     def _finish(self, replica: Replica) -> None:
         replica.in_flight -= 1
-        replica.quiet_since_s = self._now_s
+        self._begin_quiet(replica)
         self._leave_when_done(replica)
         self._route()
 
@@ -260,12 +260,6 @@ class Simulation:
 
     def _tick(self) -> None:
         self._at(self._now_s + _TICK_S, self._tick)
-        if self._sleeps:
-            for replica in self._replicas:
-                idle_s = self._now_s - replica.quiet_since_s
-                idle = replica.load == 0 and idle_s >= self._model.idle_timeout_s
-                if replica.state is State.AWAKE and idle:
-                    replica.state = State.ASLEEP
         self._scale(self._policy.wanted(self._now_s, self._target, self._running()))
 
     def _running(self) -> list[Replica]:
@@ -287,8 +281,20 @@ class Simulation:
     def _start(self, replica: Replica) -> None:
         if replica.state is State.STARTING:
             replica.state = State.AWAKE
-            replica.quiet_since_s = self._now_s
+            self._begin_quiet(replica)
             self._route()
+
+    def _begin_quiet(self, replica: Replica) -> None:
+        replica.quiet_since_s = self._now_s
+        if self._sleeps:
+            self._at(
+                self._now_s + self._model.idle_timeout_s, lambda: self._sleep_when_idle(replica)
+            )
+
+    def _sleep_when_idle(self, replica: Replica) -> None:
+        due_s = replica.quiet_since_s + self._model.idle_timeout_s
+        if replica.state is State.AWAKE and replica.load == 0 and self._now_s >= due_s:
+            replica.state = State.ASLEEP
 
     def _leave_when_done(self, replica: Replica) -> None:
         if replica.stopping and replica.load == 0:
