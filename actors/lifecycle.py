@@ -143,6 +143,8 @@ class Lifecycle:
         self._state = ReplicaState.ASLEEP
         self._drained = asyncio.Event()
         self._drained.set()
+        self._drains = False  # waits for requests, or is about to
+        self._wakes_asked = 0  # by operators
         self._transition: asyncio.Task[None] | None = None
 
     @property
@@ -176,16 +178,25 @@ class Lifecycle:
     ) -> None:
         """Finish, abort or freeze the requests in flight, then sleep. Idempotent.
 
+        A drain that is under way is cut short by a command that does not wait for requests.
+
         Raises:
             DrainTimeout: requests in flight did not finish in time; the replica is awake.
             ReplicaFailed: the replica is in, or entered, FAILED.
         """
+        wakes_asked = self._wakes_asked
         self.held = self.held or command.hold  # at once: later requests must not queue for a wake
+        if self._state is ReplicaState.DRAINING:
+            self._cut_drain_short(command.mode)
         while self._transition is not None:
             await self._join(self._transition)
+        # Once more: a drain that took too long has ended all holds.
+        self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
         if self._state is ReplicaState.FAILED:
             raise ReplicaFailed(f"{self._name} has failed: {self.reason}")
         if self._state is ReplicaState.AWAKE or command.level > self.level:
+            # Asleep, or with requests that are kept, there is nothing to wait for.
+            self._drains = command.mode is not SleepMode.KEEP and not self.level
             await asyncio.shield(
                 self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command, cause), reason)
             )
@@ -198,6 +209,7 @@ class Lifecycle:
             ReplicaFailed: the replica is in, or entered, FAILED.
         """
         self.held = False
+        self._wakes_asked += 1
         while self._state is not ReplicaState.AWAKE:
             if await self._step_to_awake(reason, cause):
                 break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
@@ -300,6 +312,7 @@ class Lifecycle:
             result = WakeResult.OK
         except Unavailable as exc:
             result = WakeResult.REFUSED
+            self.level = min(self.level, 1)  # the image may have come back
             self._enter(ReplicaState.ASLEEP, f"could not wake: {exc}")
             raise
         finally:
@@ -314,16 +327,25 @@ class Lifecycle:
     async def _drain_and_sleep(self, command: SleepCommand, cause: SleepCause) -> None:
         if command.mode is SleepMode.ABORT:
             self._effects.abort_in_flight()
-        if command.mode is not SleepMode.KEEP and not self.level:  # asleep: nothing is running
+        if self._drains:
             await self._drain()
         started_s = self._now()
-        change = await self._effects.sleep(command.level)
+        try:
+            change = await self._effects.sleep(command.level)
+        except Unavailable as exc:  # nobody knows what is mapped
+            raise ReplicaFailed(f"{self._name} could not sleep: {exc}") from exc
         self.last_sleep_s = self._now() - started_s
         self.last_sleep = change
         self.sleeps += 1
         self.level = command.level
         self._observer.slept(cause, command.level, self.last_sleep_s, change.released_bytes)
         self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
+
+    def _cut_drain_short(self, mode: SleepMode) -> None:
+        if mode is SleepMode.ABORT:
+            self._effects.abort_in_flight()
+        elif mode is SleepMode.KEEP and self._drains:
+            self._drained.set()
 
     async def _drain(self) -> None:
         timeout_s = self._config.drain_timeout_s
@@ -339,6 +361,10 @@ class Lifecycle:
                 "the model stays awake. mode=abort ends them, mode=keep freezes them",
                 timeout_s,
             ) from None
+        finally:
+            self._drains = False
+            if self.idle.in_flight:  # kept: the next drain has to wait for them
+                self._drained.clear()
 
     def _enter(
         self,

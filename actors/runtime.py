@@ -40,6 +40,7 @@ from actors.errors import (
 from actors.growth import CacheGrowth
 from actors.lifecycle import MemoryChange, SleepConfig
 from actors.lull import Lull
+from actors.memory.arena import RETRY_SHORT_AFTER_S
 from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
 from actors.protocol import (
@@ -128,6 +129,8 @@ class ModelRuntime:
             raise
         self._growth = CacheGrowth(self._control, self._grow_kv, self._fail)
         self._lull = Lull()
+        # Compiling is told by process-wide settings, and by the module's own, what a plain forward changes.
+        self._tracing = threading.Lock()
         self._has_uncaptured = False  # compiled layers that no graph holds yet
         self._compiler = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._compiler.start()
@@ -284,14 +287,18 @@ class ModelRuntime:
         """What `work` makes of the awake module, between two steps of the engine.
 
         It runs on the control thread, so that no sleep comes in between, and finds the bytes of the
-        last wake there and checked. A replica that failed that check can be looked at, too; see
+        last wake there and checked. Layers that are being compiled are waited for. A replica that failed that check can be looked at, too; see
         `check_health`. Requests in flight go on afterwards. `work` leaves the module as it found it;
         the attention that the engine has set works inside continuous batching only.
 
         Raises:
             Unavailable: the model is asleep.
         """
-        return await self._on_control(self._between_steps, work)
+        while True:
+            found: tuple[T] | None = await self._on_control(self._between_steps, work)
+            if found is not None:
+                return found[0]
+            await asyncio.to_thread(self._until_traced)
 
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
@@ -332,7 +339,8 @@ class ModelRuntime:
         if not (self._engine.compiles and self._lull.wait()):
             return
         try:
-            self._engine.compile()
+            with self._tracing:
+                self._engine.compile()
         except Exception:
             logger.exception("compiling failed; the model is served without, only slower")
             return
@@ -363,20 +371,35 @@ class ModelRuntime:
                 self._engine.resume()
 
     def _capture_compiled(self) -> None:
-        with self.memory.counting_graphs():
-            self._engine.use_compiled()
+        try:
+            with self.memory.counting_graphs():
+                self._engine.use_compiled()
+        except torch.OutOfMemoryError as exc:
+            raise DeviceMemoryShort(
+                f"no memory to capture graphs on {self.memory.device}", RETRY_SHORT_AFTER_S
+            ) from exc
         self._has_uncaptured = False
         logger.info("the decoder layers run compiled from now on")
 
-    def _between_steps(self, work: Callable[[PreTrainedModel], T]) -> T:
+    def _between_steps(self, work: Callable[[PreTrainedModel], T]) -> tuple[T] | None:
+        """None: not now, layers are being compiled."""
         if self._engine.paused:
             raise Unavailable("the model is asleep; wake it first")
-        self._settle()  # takes the gates out
-        self._engine.pause()
+        if not self._tracing.acquire(blocking=False):
+            return None
         try:
-            return work(self._module)
+            self._settle()  # takes the gates out
+            self._engine.pause()
+            try:
+                return (work(self._module),)
+            finally:
+                self._engine.resume()
         finally:
-            self._engine.resume()
+            self._tracing.release()
+
+    def _until_traced(self) -> None:
+        with self._tracing:
+            return
 
     def _wake_now(self) -> MemoryChange:
         """Map, begin the copies, and resume right behind them."""
@@ -390,7 +413,10 @@ class ModelRuntime:
             self._engine.pause()
         self._engine.drop_kv()
         if awake and self._has_uncaptured and not self.memory.wake_bytes:
-            self._capture_compiled()
+            try:
+                self._capture_compiled()
+            except DeviceMemoryShort as exc:
+                logger.info("graphs are captured at the next sleep: %s", exc)
         change = self.memory.unmap(level)
         self._cleared.begin()
         return change

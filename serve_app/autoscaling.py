@@ -30,6 +30,7 @@ class Why(StrEnum):
     DELAY_DOWN = "delay_down"
     BUSY = "busy"  # fewer are needed, but those that would go are at work
     LIMIT = "limit"  # more are needed than max_replicas allows
+    HELD = "held"  # an operator holds them asleep: more would be held, too
     BOUNDS = "bounds"  # the number there was is outside of min_replicas and max_replicas
 
 
@@ -97,6 +98,9 @@ def decide(fleet: Fleet, config: AutoscalingConfig, state: PolicyState | None = 
     if config.min_replicas == 0 and view.quiet and quiet_s >= config.to_zero_delay_s:
         text = f"no request for {quiet_s:.0f} s of {config.to_zero_delay_s:g} s"
         return _shrink(view, 0, Why.TO_ZERO, text, state)
+    if view.held:
+        state = replace(state, above_since_s=None, below_since_s=None)
+        return _decision(view, view.total, Why.HELD, f"{view.text}; held by an operator"), state
     # One that cannot wake is part of the pool, not of what serves.
     pool = max(config.standby_replicas, view.blocked)
     # The last one goes after a delay of its own, above.

@@ -74,6 +74,7 @@ class View:
         awake: serve, or will without being asked: awake, draining, waking, starting, being replaced.
         asleep: would wake for a request.
         blocked: would not: held by an operator, stuck in a wake, or without memory to wake into.
+        held: an operator holds all of which anything is known; who comes will be held, too.
         starting: were asked for and do not run yet.
         waiting: requests that wait for a wake.
         quiet: there is no request, as far as everybody told.
@@ -88,6 +89,7 @@ class View:
     awake: int
     asleep: int
     blocked: int
+    held: bool
     starting: int
     waiting: float
     quiet: bool
@@ -110,7 +112,8 @@ def look(fleet: Fleet, config: AutoscalingConfig, waking_s: dict[str, float]) ->
     starting = max(0, total - len(replicas))
     asleep = [r for r in replicas if r.state is ReplicaState.ASLEEP]
     wakeable = sum(map(_can_wake, asleep))
-    unknown = sum(r.state is None for r in replicas)
+    known = [r for r in replicas if r.state is not None]
+    unknown = len(replicas) - len(known)
     in_flight = sum(r.in_flight for r in replicas)
     waiting = sum(r.waiting_for_wake for r in replicas)
     given_up = sum(r.waiting_for_wake for r in replicas if r.replica_id in stuck)
@@ -127,6 +130,7 @@ def look(fleet: Fleet, config: AutoscalingConfig, waking_s: dict[str, float]) ->
         awake=starting + len(replicas) - len(asleep) - len(stuck),
         asleep=wakeable,
         blocked=len(asleep) - wakeable + len(stuck),
+        held=bool(known) and all(r.held for r in known),
         starting=starting,
         waiting=waiting,
         quiet=in_flight + queued + waiting == 0 and not unknown,

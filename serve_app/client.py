@@ -11,7 +11,7 @@ from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.errors import QueueFull, ReplicaFailed, ServingError, Unavailable
+from actors.errors import DrainTimeout, QueueFull, ReplicaFailed, ServingError, Unavailable
 from actors.protocol import GenerateRequest, ReplicaStatus, SleepCommand, TokenEvent
 from serve_app.model_client import ModelInfo, Scrape
 from serve_app.patience import Patience
@@ -109,10 +109,20 @@ class HandleClient:
                     response.cancel()
 
     async def sleep(self, command: SleepCommand) -> Sequence[ReplicaStatus]:
-        """Put all replicas to sleep; with `hold` also those that are still to come."""
-        if command.hold:  # first, so that whoever is not told now reads it
-            await self._wanted.write(hold(command.level))
-        return await self._broadcast("sleep", command)
+        """Put all replicas to sleep; with `hold` also those that are still to come.
+
+        A hold that one of them cannot follow, because of a request that takes too long, holds none.
+        """
+        if not command.hold:
+            return await self._broadcast("sleep", command)
+        await self._wanted.write(
+            hold(command.level)
+        )  # first, so that whoever is not told now reads it
+        try:
+            return await self._broadcast("sleep", command)
+        except DrainTimeout:
+            await self._wanted.write(release())  # those that sleep already wake
+            raise
 
     async def wake_up(self, tags: tuple[str, ...]) -> Sequence[ReplicaStatus]:
         """Wake all replicas, and end a hold. A replica here wakes whole, so `tags` only have to be valid."""

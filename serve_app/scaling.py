@@ -50,14 +50,14 @@ def plan(scale: Scale, direction: Literal["out", "in"], replicas: int | None) ->
     """
     step = 1 if direction == "out" else -1
     wanted = scale.target + step if replicas is None else replicas
+    if replicas is not None and (wanted - scale.target) * step <= 0:
+        return scale.target, f"{scale.target} replicas are wanted already"
     if scale.most is not None and wanted > scale.most:
         raise InvalidRequest(f"replicas: {wanted} is more than {scale.most}, the most", "replicas")
     if wanted < scale.least:
         raise InvalidRequest(
             f"replicas: {wanted} is fewer than {scale.least}, the least", "replicas"
         )
-    if (wanted - scale.target) * step <= 0:
-        return scale.target, f"{scale.target} replicas are wanted already"
     verb = "will start" if direction == "out" else "will stop, after what it has in flight"
     count = abs(wanted - scale.target)
     return wanted, f"{scale.target} -> {wanted}: {count} {verb}"

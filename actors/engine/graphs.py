@@ -160,8 +160,11 @@ class GraphRunner(ModelRunner):
         Those of an earlier capture go. Weights, KV cache and pool must be mapped; their contents do
         not matter. The cache must be empty, and no batch may be prepared or running.
         """
-        with workspaces.in_use(), torch.no_grad():
-            self._capture(model)
+        try:
+            with workspaces.in_use(), torch.no_grad():
+                self._capture(model)
+        finally:
+            self.cache.reset()  # the fake sequences took blocks
 
     def _capture(self, model: nn.Module) -> None:
         started_s = time.perf_counter()
@@ -182,7 +185,6 @@ class GraphRunner(ModelRunner):
                     self._run_fake_batch(model, size, decode=False, is_known=pair > 0)
             if isinstance(self.inputs_and_outputs, ContinuousBatchingAsyncIOs):
                 self.inputs_and_outputs.swap_io_pairs()
-        self.cache.reset()  # the fake sequences took blocks
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started_s
         logger.info("captured %d graphs in %.1f s", len(self._graphs), seconds)
@@ -201,7 +203,8 @@ class GraphRunner(ModelRunner):
     def use_compiled(self, model: nn.Module) -> None:
         """Run the layers compiled from now on; under the conditions of `capture`."""
         assert self._layers is not None, "nothing was compiled"
-        self._layers.install()
+        if not self._compiled:  # it may be a second try to capture
+            self._layers.install()
         self._compiled = True
         self.capture(model)
 

@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.input_outputs import (
     ContinuousBatchingIOs,
 )
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from actors.errors import DeviceMemoryShort
 from actors.memory.arena import RETRY_SHORT_AFTER_S
@@ -63,7 +64,7 @@ class PipelinedManager(ContinuousBatchingManager):
         processor = super()._create_batch_processor()
         scheduler, io = processor.scheduler, processor.inputs_and_outputs
         scheduler.clear_cancelled_requests = partial(  # type: ignore[method-assign]
-            end_cancelled, scheduler.clear_cancelled_requests
+            end_cancelled, scheduler, scheduler.clear_cancelled_requests
         )
         if isinstance(io, ContinuousBatchingAsyncIOs):
             io.infer_carry_over_ids = partial(carry_over_ids, io)  # type: ignore[method-assign]
@@ -161,14 +162,19 @@ class _StatusThatReads(BackgroundThreadStatus):
         super().pause_and_wait()
 
 
-def end_cancelled(clear: Callable[[], list[RequestState]]) -> list[RequestState]:
-    """What `clear` took out of the scheduler, marked as over.
+def end_cancelled(
+    scheduler: Scheduler, clear: Callable[[], list[RequestState]]
+) -> list[RequestState]:
+    """What `clear` took out of the scheduler, marked as over, and its room given to who waits for some.
 
     The batch in flight may still hold it. transformers 5.23 passes by what is finished when it reads a
     batch, but would look for the blocks of what was cancelled, and one that had just filled a page ended
-    the loop for everybody with a KeyError.
+    the loop for everybody with a KeyError. And when the cache is full, nobody new is let in until a
+    sequence finishes by itself, for ever if the last one was cancelled.
     """
     cancelled = clear()
+    if cancelled:
+        scheduler.block_new_requests = False
     for state in cancelled:
         state._status = RequestStatus.FINISHED  # past the setter: this is no end of a request
     return cancelled

@@ -26,7 +26,7 @@ class SegmentGates:
             segment = layout.segments[slot.segment].name
             if segment.startswith("layer."):
                 index = segment.removeprefix("layer.")
-                head, _, _ = path.partition(f".{index}.")
+                head, _, _ = f"{path}.".partition(f".{index}.")
                 path = f"{head}.{index}"
             self.segments[model.get_submodule(path)] = slot.segment
         self._handles: list[RemovableHandle] = []

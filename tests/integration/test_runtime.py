@@ -415,6 +415,38 @@ def test_sequence_that_fills_the_context_to_the_last_token(
     run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 20}))
 
 
+@pytest.mark.parametrize("how", ["its client leaves", "stop string"])
+def test_sequence_that_was_put_off_goes_on_when_the_other_is_cancelled(
+    tiny_checkpoint: Path, image: WeightImage, how: str
+) -> None:
+    async def scenario(h: Harness) -> None:
+        scheduler = h.runtime._engine._processor.scheduler  # type: ignore[attr-defined]
+        first, second = (5,) * 20, (6,) * 20
+        text = "".join(e.text for e in await h.events(first, max_tokens=100, ignore_eos=True))
+        late = next(text[i:] for i in range(len(text) * 8 // 10, 0, -1) if text.find(text[i:]) == i)
+        stop = () if how == "its client leaves" else (late,)
+        was_full = False
+
+        async def ask_first() -> None:
+            nonlocal was_full
+            stream = h.runtime.generate(
+                h.prepare(first, max_tokens=100, ignore_eos=True, stop=stop)
+            )
+            async for _ in stream:
+                was_full = was_full or scheduler.block_new_requests
+                if was_full and not stop:
+                    break
+            await stream.aclose()  # type: ignore[attr-defined]
+
+        asked = asyncio.create_task(h.tokens(second, max_tokens=100, ignore_eos=True))
+        await asyncio.gather(ask_first(), asked)
+        assert was_full
+        assert len(asked.result()) == 100
+        assert await h.tokens(second, max_tokens=5)
+
+    run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 8}))
+
+
 def test_more_sequences_than_the_cache_holds_all_finish_right(
     tiny_checkpoint: Path, image: WeightImage
 ) -> None:
@@ -620,6 +652,65 @@ def test_nothing_is_compiled_or_captured_while_somebody_is_served(
     with ExitStack() as since_start:
         since_start.enter_context(lull.interrupted())
         run(tiny_checkpoint, image, scenario)
+
+
+def test_graphs_that_find_no_memory_are_for_another_time(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def no_memory(engine: TransformersEngine) -> None:
+        tries.append(engine.paused)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: None)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", no_memory)
+
+    async def scenario(h: Harness) -> None:
+        await h.runtime.compiled()
+        tokens = await h.tokens(PROMPTS[0])
+        for _ in range(2):
+            await h.runtime.sleep(1)
+            assert h.runtime.mapped_bytes == 0
+            await h.runtime.wake()
+            assert await h.tokens(PROMPTS[0]) == tokens
+        h.runtime.check_health()
+        assert tries == [True] * 3
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_plain_forward_waits_for_the_compiler_and_keeps_nobody_from_sleeping(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, may_end = threading.Event(), threading.Event()
+
+    def compile_slowly(engine: TransformersEngine) -> None:
+        compiling.set()
+        may_end.wait()
+
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", compile_slowly)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: None)
+
+    async def scenario(h: Harness) -> None:
+        assert await asyncio.to_thread(compiling.wait, 20)
+        asking = {"max_tokens": 1, "echo": True, "logprobs": 1}
+        echo = asyncio.create_task(h.events(PROMPTS[0], **asking))
+        assert await h.tokens(PROMPTS[1])
+        await h.runtime.sleep(1)
+        await h.runtime.wake()
+        assert not echo.done()
+        may_end.set()
+        assert (await echo)[0].logprobs
+
+    try:
+        run(tiny_checkpoint, image, scenario)
+    finally:
+        may_end.set()
 
 
 @pytest.mark.parametrize("awake", [True, False], ids=["awake", "asleep"])

@@ -94,6 +94,15 @@ def test_one_that_an_operator_holds_asleep_is_no_capacity() -> None:
     assert after(30, fleet(awake("a", 10), asleep("b", held=True), queued=8)).replicas == 3
 
 
+def test_hold_of_all_is_no_reason_to_create_more_that_would_be_held() -> None:
+    config = CONFIG.model_copy(update={"min_replicas": 2})
+    held = asleep("a", held=True), replace(awake("b", 3), state=ReplicaState.DRAINING, held=True)
+    for there in (held, (*held, ReplicaReport("c", None))):
+        decision = after(1e5, fleet(*there, target=len(there) + 1), config)
+        assert (decision.replicas, decision.why) == (len(there) + 1, Why.HELD)
+    assert after(1e5, fleet(asleep("a", held=True)), TO_ZERO).why is Why.TO_ZERO
+
+
 def test_create_waits_for_the_delay_and_starts_over_when_demand_falls() -> None:
     busy, calm = fleet(awake("a", 20)), fleet(awake("a", 5))
     state = PolicyState()

@@ -893,7 +893,9 @@ def test_is_sleeping(states, sleeping):
         ("/scaleout", {"replicas": 1}, 2, 2, "2 replicas are wanted already"),
         ("/scalein", {}, 2, 1, "2 -> 1: 1 will stop, after what it has in flight"),
         ("/scalein", {"replicas": 1}, 3, 1, "3 -> 1: 2 will stop, after what it has in flight"),
+        ("/scaleout", {"replicas": 0}, 2, 2, "2 replicas are wanted already"),
         ("/scalein", {"replicas": 4}, 3, 3, "3 replicas are wanted already"),
+        ("/scalein", {"replicas": 5}, 3, 3, "3 replicas are wanted already"),
     ],
 )
 def test_scale(path, body, before, target, message):

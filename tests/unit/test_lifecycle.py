@@ -223,6 +223,78 @@ def test_keep_freezes_requests_over_the_sleep() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("mode", [SleepMode.ABORT, SleepMode.KEEP])
+def test_command_that_does_not_wait_cuts_a_drain_short(mode: SleepMode) -> None:
+    async def scenario() -> None:
+        bench = Bench(drain_timeout_s=60)
+        await bench.awake()
+        ended = asyncio.Event()
+        bench.effects.on_abort = ended.set
+        running = asyncio.create_task(bench.request(ended))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        waiting = asyncio.create_task(bench.lifecycle.sleep(SleepCommand()))
+        await until(lambda: bench.lifecycle.state is DRAINING)
+        await bench.lifecycle.sleep(SleepCommand(mode=mode))
+        await waiting
+        assert bench.lifecycle.state is ASLEEP
+        assert bench.effects.calls == (["abort"] if mode is SleepMode.ABORT else []) + ["sleep 1"]
+        assert running.done() == (mode is SleepMode.ABORT)
+        await bench.lifecycle.wake_up()
+        again = asyncio.create_task(bench.lifecycle.sleep(SleepCommand()))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        asleep = bench.lifecycle.state is ASLEEP
+        assert asleep == running.done(), "a kept request is waited for as ever"
+        ended.set()
+        await again
+        assert await running == "served"
+
+    run(scenario)
+
+
+def test_second_hold_outlives_the_drain_that_took_too_long() -> None:
+    async def scenario() -> None:
+        bench = Bench(drain_timeout_s=0.05)
+        await bench.awake()
+        ended = asyncio.Event()
+        running = asyncio.create_task(bench.request(ended))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        first, second = (
+            asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True))) for _ in range(2)
+        )
+        with pytest.raises(DrainTimeout):
+            await first
+        await until(lambda: bench.lifecycle.state is DRAINING)
+        ended.set()
+        await second
+        await running
+        assert bench.lifecycle.state is ASLEEP
+        assert bench.lifecycle.held
+
+    run(scenario)
+
+
+def test_wake_up_ends_the_holds_that_were_asked_for_before() -> None:
+    async def scenario() -> None:
+        bench = Bench(drain_timeout_s=0.05)
+        await bench.awake()
+        ended = asyncio.Event()
+        running = asyncio.create_task(bench.request(ended))
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        holds = [
+            asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True))) for _ in range(2)
+        ]
+        await until(lambda: bench.lifecycle.held)
+        await bench.lifecycle.wake_up()
+        ended.set()
+        await asyncio.gather(*holds, return_exceptions=True)
+        await running
+        assert not bench.lifecycle.held
+        assert await bench.request() == "served"
+
+    run(scenario)
+
+
 def test_deeper_sleep_with_frozen_requests_does_not_wait_for_them() -> None:
     async def scenario() -> None:
         bench = Bench(drain_timeout_s=0.01)
@@ -449,6 +521,33 @@ def test_idle_replica_sleeps_when_its_time_is_over_not_at_the_next_look() -> Non
             while bench.lifecycle.state is not ASLEEP:
                 await asyncio.sleep(0.001)
         watch.cancel()
+
+    run(scenario)
+
+
+def test_sleep_that_is_refused_halfway_is_no_state_to_stay_in() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.failure = Unavailable("no memory", 1)
+        with pytest.raises(ReplicaFailed, match="could not sleep: no memory"):
+            await bench.lifecycle.sleep(SleepCommand())
+        assert bench.lifecycle.state is FAILED
+
+    run(scenario)
+
+
+def test_image_of_a_refused_wake_can_be_dropped_again() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        await bench.lifecycle.sleep(SleepCommand(level=2))
+        bench.effects.failure = Unavailable("another process holds the card", 7)
+        with pytest.raises(Unavailable):
+            await bench.lifecycle.wake_up()
+        bench.effects.failure = None
+        await bench.lifecycle.sleep(SleepCommand(level=2))
+        assert bench.effects.calls == ["sleep 2", "wake", "sleep 2"]
 
     run(scenario)
 

@@ -5,6 +5,7 @@ import torch
 
 from actors.weights import checksum as module
 from actors.weights.checksum import checksum
+from actors.weights.layout import Checksum
 
 
 def content(size: int) -> torch.Tensor:
@@ -28,6 +29,26 @@ def test_equals_its_definition_whatever_the_chunks(
     assert (whole.plain % 2**64, whole.weighted % 2**64) == by_definition(data)
     monkeypatch.setattr(module, "_CHUNK_WORDS", 7)
     assert checksum(data) == whole
+
+
+def test_short_memory_is_made_do_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, steps = content(8 << 20), []
+    whole = checksum(data)
+    compute = module._checksum
+
+    def short(words: torch.Tensor, step: int) -> Checksum:
+        steps.append(step)
+        if step > module._LEAST_WORDS:
+            raise torch.OutOfMemoryError
+        return compute(words, step)
+
+    monkeypatch.setattr(module, "_CHUNK_WORDS", 1 << 22)
+    monkeypatch.setattr(module, "_checksum", short)
+    assert checksum(data) == whole
+    assert steps == [1 << 22, 1 << 18, 1 << 17]
+    monkeypatch.setattr(module, "_LEAST_WORDS", 1 << 30)
+    with pytest.raises(torch.OutOfMemoryError):
+        checksum(data)
 
 
 def test_one_changed_bit_and_two_swapped_words_are_seen() -> None:
