@@ -34,11 +34,11 @@ def test_equals_its_definition_whatever_the_chunks(
 def test_short_memory_is_made_do_with(monkeypatch: pytest.MonkeyPatch) -> None:
     data, steps = content(8 << 20), []
     whole = checksum(data)
-    compute = module._checksum
+    compute, least = module._checksum, module._LEAST_WORDS
 
     def short(words: torch.Tensor, step: int) -> Checksum:
         steps.append(step)
-        if step > module._LEAST_WORDS:
+        if step > least:
             raise torch.OutOfMemoryError
         return compute(words, step)
 
