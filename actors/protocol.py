@@ -137,7 +137,7 @@ class TokenEvent:
     """One or more new tokens of one continuation.
 
     Text and tokens need not line up: text that may still become part of a stop string, or the
-    first bytes of a character, arrives with a later event.
+    first bytes of a character, arrives with a later event. One with neither says that it has begun.
     """
 
     index: int  # which of the request's `n` continuations

@@ -212,7 +212,7 @@ class ModelRuntime:
     async def generate(self, prepared: Prepared) -> AsyncIterator[TokenEvent]:
         """Events of all continuations, as they come; closing the iterator cancels the rest.
 
-        The first token goes up at once. Later ones are coalesced when this replica sends more events
+        The first token goes up at once, of a request without `stream` only that there is one. Later ones are coalesced when this replica sends more events
         a second than `max_events_per_s`, because one event costs the proxies the same however many
         tokens it carries.
 
@@ -230,7 +230,11 @@ class ModelRuntime:
                     for index in range(len(prepared.sequences)):
                         yield self._echo(prepared, index, logprobs)
                 if not prepared.request.stream:
-                    await stream.settled.wait()
+                    await stream.arrived.wait()
+                    if not stream.settled.is_set():
+                        # Whoever asked learns that it has begun.
+                        yield TokenEvent(0, "", (), len(prepared.prompt_ids))
+                        await stream.settled.wait()
                 while True:
                     await stream.arrived.wait()
                     if stream.error is not None:

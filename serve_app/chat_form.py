@@ -78,6 +78,8 @@ class _Message(Part):
         """As chat templates read it: `developer`, which most do not know, is `system`."""
         message = self.model_dump(exclude_none=True)
         message.setdefault("content", "")
+        if not message.get("tool_calls", True):
+            del message["tool_calls"]  # templates ask whether there is a list
         if self.role == "developer":
             message["role"] = "system"
         return message

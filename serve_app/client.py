@@ -65,7 +65,7 @@ class HandleClient:
         return self._scaler
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
-        """One replica's events; another replica is asked if it dies before its first event.
+        """One replica's events; another replica is asked if it dies before it gave anything.
 
         One task reads them from the first to the last.
 
@@ -89,7 +89,7 @@ class HandleClient:
                 async for event in response:
                     if isinstance(event, ServingError):
                         raise event
-                    begun = True
+                    begun = begun or bool(event.text or event.token_ids or event.finish_reason)
                     yield event
                 finished = True
                 return

@@ -9,7 +9,8 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -19,6 +20,7 @@ from ray.serve.context import _get_global_client
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCorrupted
 from actors.lifecycle import Lifecycle
 from actors.protocol import (
+    ChatPrompt,
     DeviceMemoryStatus,
     GenerateRequest,
     ReplicaState,
@@ -37,8 +39,13 @@ from serve_app.reports import RoutingNews, ScalingSample
 from serve_app.tally import Snapshot, Tally
 from serve_app.wanted import ClusterStore, Follower, Wanted
 
+if TYPE_CHECKING:
+    from actors.engine.stream import Prepared
+
 logger = logging.getLogger(__name__)
 
+_LONG_PROMPT = 16_384  # characters; of them 15 ms are spent on a tokenizer
+_READERS = 2  # of long prompts at a time; the CPUs are for those who are served
 _MIRROR_INTERVAL_S = 5.0  # of gauges; Ray reports every 10 s
 
 
@@ -112,6 +119,7 @@ class ModelReplica:
         )
         self._load = load
         self._has_complained = False  # of the image
+        self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
         # First what needs no weights: a model that cannot be served is refused in a second.
         module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
         defaults = sampling_defaults(checkpoint) if config.generation_config == "auto" else None
@@ -152,10 +160,7 @@ class ModelReplica:
             ReplicaFailed: this replica cannot serve any more.
         """
         try:
-            if request.sampling.grammar is None:
-                prepared = self._runtime.prepare(request)
-            else:  # which may take its time
-                prepared = await asyncio.to_thread(self._runtime.prepare, request)
+            prepared = await self._prepare(request)
             async with self._lifecycle.serving(request.request_id):
                 async for event in self._runtime.generate(prepared):
                     yield event
@@ -163,6 +168,16 @@ class ModelReplica:
             logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
             self._instruments.refused(refusal)
             yield refusal
+
+    async def _prepare(self, request: GenerateRequest) -> "Prepared":
+        """On a thread, if it may take its time: everybody else's tokens go through this event loop."""
+        prompt, loop = request.prompt, asyncio.get_running_loop()
+        size = len(repr(prompt)) if isinstance(prompt, ChatPrompt) else len(prompt)
+        if size > _LONG_PROMPT:
+            return await loop.run_in_executor(self._reading, self._runtime.prepare, request)
+        if request.sampling.grammar is not None:
+            return await asyncio.to_thread(self._runtime.prepare, request)
+        return self._runtime.prepare(request)
 
     async def sleep(self, command: SleepCommand) -> ReplicaStatus:
         await self._lifecycle.sleep(command)

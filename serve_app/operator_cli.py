@@ -213,6 +213,8 @@ def order_table(told: Replicas) -> "Table":
     """Of the answer to `POST /sleep` and `/wake_up`."""
     table = _table("device memory", "sleep took", "wake took", "why")
     for name, replicas in told.items():
+        if not replicas:
+            _row(table, name, "", "no replica", "", "", "", "")
         for number, replica in enumerate(replicas):
             _row(
                 table,

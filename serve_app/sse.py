@@ -32,6 +32,7 @@ COMMENT: Final = b": keep-alive\n\n"
 _BUFFERED_EVENTS = (
     256  # a client that reads slowly makes its replica's stream wait, not our memory grow
 )
+_AT_ONCE = 64  # of one request; what one replica takes by default (max_ongoing_requests)
 
 
 class Answer(Protocol):
@@ -71,13 +72,15 @@ class EventSource:
 
     Each generation is read by one task from its start to its end, so its iterator may hold what
     belongs to a task (`asyncio.timeout`, a context variable). Leaving the context closes all of them,
-    which cancels what is still being generated.
+    which cancels what is still being generated. A request of many prompts has only some of them generated at
+    a time: all at once would fill the queues in front of the replicas, and be refused for that.
     """
 
     def __init__(self, generations: Sequence[AsyncIterator[TokenEvent]]) -> None:
         self._generations = generations
         self._queue: asyncio.Queue[tuple[int, TokenEvent | Exception | None]]
         self._queue = asyncio.Queue(_BUFFERED_EVENTS)
+        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._tasks: list[asyncio.Task[None]] = []
         self._running = len(generations)
         self._closing = False
@@ -118,12 +121,13 @@ class EventSource:
     async def _read(self, index: int, generation: AsyncIterator[TokenEvent]) -> None:
         end: Exception | None = None
         try:
-            try:
-                async for event in generation:
-                    await self._queue.put((index, event))
-            finally:
-                if aclose := getattr(generation, "aclose", None):
-                    await aclose()
+            async with self._turns:
+                try:
+                    async for event in generation:
+                        await self._queue.put((index, event))
+                finally:
+                    if aclose := getattr(generation, "aclose", None):
+                        await aclose()
         except asyncio.CancelledError:
             if self._closing:
                 raise

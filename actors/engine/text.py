@@ -6,6 +6,7 @@ makes for one continuation (`stream`) is not.
 
 import inspect
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from actors.engine.detokenizer import ByteStream, StreamDecoder, TokenBytes, WindowStream
 from actors.engine.generation_config import read_generation_config
@@ -24,6 +26,7 @@ from actors.protocol import ChatPrompt, MessageForm, Prompt, TokenLogprob
 # Arguments of `apply_chat_template` that belong to the request; the others are ours.
 _TEMPLATE_OPTIONS = {"documents", "continue_final_message"}
 _STUMBLES = TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
+_ASKS_FOR_NONE = re.compile(r"(\['content'\]|\[\"content\"\]|\.content) is (not )?none")
 _END_TOKENS = 16  # of a prompt, enough to see a tag and the white space behind it
 
 
@@ -224,15 +227,41 @@ class TextCodec:
 
     def _apply_template(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
         options: dict[str, Any] = dict(prompt.template_kwargs)
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
-            add_generation_prompt=prompt.add_generation_prompt,
-            tokenize=False,
-            **options,
+        tools: list[Any] | None = (
+            None if prompt.tools is None else [dict(tool) for tool in prompt.tools]
         )
+        template = self._tokenizer.get_chat_template(tools=tools)
+        if _ASKS_FOR_NONE.search(template):
+            # apply_chat_template leaves out what is None (5.23), and such a template then every call.
+            options = {
+                "continue_final_message": False,
+                **self._tokenizer.special_tokens_map,
+                **options,
+            }
+            rendered: Any = render_jinja_template(
+                [[_without_empty_content(message) for message in messages]],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=prompt.add_generation_prompt,
+                **options,
+            )
+            text = rendered[0][0]
+        else:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=tools,
+                add_generation_prompt=prompt.add_generation_prompt,
+                tokenize=False,
+                **options,
+            )
         assert isinstance(text, str)
         return text
+
+
+def _without_empty_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """None beside tool calls, as OpenAI's API has it."""
+    is_call = bool(message.get("tool_calls")) and not message.get("content")
+    return {**message, "content": None} if is_call else dict(message)
 
 
 def _with_arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -223,12 +223,18 @@ def test_n_continuations_are_those_of_neighbouring_seeds(
     run(tiny_checkpoint, image, scenario)
 
 
-def test_not_streamed_gives_one_event_per_continuation(
+def test_not_streamed_says_that_it_has_begun_and_gives_one_event_per_continuation(
     tiny_checkpoint: Path, image: WeightImage
 ) -> None:
     async def scenario(h: Harness) -> None:
         streamed = await h.events(PROMPTS[3], logprobs=2)
-        (whole,) = await h.events(PROMPTS[3], logprobs=2, stream=False)
+        prepared = h.prepare(PROMPTS[3], logprobs=2, stream=False, max_tokens=20)
+        events = h.runtime.generate(prepared)
+        begun = await anext(events)
+        assert (begun.text, begun.token_ids, begun.finish_reason) == ("", (), None)
+        assert begun.prompt_tokens == len(prepared.prompt_ids)
+        assert h.runtime.engine_stats().running == 1, "not at the end"
+        (whole,) = [event async for event in events]
         assert whole.text == "".join(e.text for e in streamed)
         parts = [t for e in streamed for t in e.logprobs or ()]
         assert whole.logprobs is not None
@@ -297,7 +303,7 @@ def test_first_event_of_a_chat_tells_how_messages_are_written(
         for index in (0, 1):
             forms = [event.form for event in events if event.index == index]
             assert forms == [MessageForm(), *[None] * (len(forms) - 1)]
-        (whole,) = await h.events(prompt, stream=False)  # type: ignore[arg-type]
+        *_, whole = await h.events(prompt, stream=False)  # type: ignore[arg-type]
         assert whole.form == MessageForm()
         assert {event.form for event in await h.events("hi")} == {None}
 

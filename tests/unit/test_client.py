@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentResponseGenerator
 
-from actors.errors import InvalidRequest, QueueFull, ReplicaFailed, Unavailable
+from actors.errors import DrainTimeout, InvalidRequest, QueueFull, ReplicaFailed, Unavailable
 from actors.protocol import GenerateRequest, SamplingParams, SleepCommand, TokenEvent
 from serve_app.client import HandleClient
 from serve_app.model_client import ModelInfo
@@ -139,6 +139,19 @@ def test_a_replica_that_dies_before_its_first_event_is_replaced_by_another() -> 
     run(scenario)
 
 
+def test_a_replica_that_has_only_begun_is_replaced_by_another_and_the_wait_is_over() -> None:
+    async def scenario() -> None:
+        begun = TokenEvent(0, "", (), 1)
+        handle = Handle([begun, DEAD], [begun, event("a")])
+        assert await texts(client(handle)) == ["", "", "a"]
+        stream = client(Handle([begun, "hang"]), limit_s=0.05).generate(REQUEST)
+        assert await anext(stream) == begun  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.2)  # type: ignore[arg-type]
+
+    run(scenario)
+
+
 def test_a_replica_that_dies_in_the_middle_fails_the_request_and_none_is_asked_again() -> None:
     async def scenario() -> None:
         handle = Handle([event("a"), DEAD], [event("never")])
@@ -201,6 +214,17 @@ def test_replicas_that_died_are_left_out_of_a_command() -> None:
         handle.replicas[0] = Unavailable("busy")
         with pytest.raises(Unavailable, match="busy"):
             await client(handle).status()
+
+    run(scenario)
+
+
+def test_a_hold_that_cannot_be_followed_holds_none() -> None:
+    async def scenario() -> None:
+        handle = Handle(replicas=[Status("a"), DrainTimeout("busy", 60)])
+        store = Store(handle)
+        with pytest.raises(DrainTimeout):
+            await client(handle, store=store).sleep(SleepCommand(hold=True))
+        assert [wanted.held for wanted, _ in store.written] == [True, False]
 
     run(scenario)
 

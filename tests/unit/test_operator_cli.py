@@ -178,7 +178,11 @@ def test_brackets_are_no_markup() -> None:
     silent = {"why_silent": "[red]x", "replicas": {}}
     (cell,) = status_table({"models": {"[bold]m": silent}}).columns[0].cells
     assert str(cell) == "[bold]m"
-    assert order_table({"m": []}).row_count == 0
+
+
+def test_order_that_reached_nobody_says_so() -> None:
+    states = order_table({"m": []}).columns[2].cells
+    assert [str(cell) for cell in states] == ["no replica"]
 
 
 @pytest.mark.parametrize(

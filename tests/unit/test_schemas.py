@@ -180,6 +180,11 @@ def test_messages_become_what_templates_read():
     )
 
 
+def test_no_tool_calls_are_none():
+    ask = chat(messages=[{"role": "assistant", "content": "hi", "tool_calls": []}])
+    assert ask.prompts[0].messages == ({"role": "assistant", "content": "hi"},)
+
+
 def test_echo_with_logprobs_is_taken():
     ask = completion(echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234)
     assert (ask.echo, ask.sampling.logprobs) == (True, 1)

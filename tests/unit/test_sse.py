@@ -72,6 +72,11 @@ class Script:
             self.closed = True
 
 
+async def aiter_of(source: EventSource) -> AsyncIterator[tuple[int, TokenEvent]]:
+    while (item := await source.next()) is not None:
+        yield item
+
+
 def chat_answer(**fields: Any) -> ChatAnswer:
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **fields}
     return ChatAnswer(parse_chat(body), "m", 1, "f")
@@ -130,6 +135,24 @@ async def test_source_error_closes_the_others():
             await source.next()
         assert not waiting.closed
     assert waiting.closed
+
+
+@on_loop
+async def test_source_has_no_more_generated_at_a_time_than_replicas_have_room_for():
+    running, most = 0, 0
+
+    async def generation() -> AsyncIterator[TokenEvent]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        yield event("a", FinishReason.STOP)
+        running -= 1
+
+    async with EventSource([generation() for _ in range(400)]) as source:
+        seen = [item[0] async for item in aiter_of(source)]
+    assert sorted(seen) == list(range(400))
+    assert (running, most) == (0, 64)
 
 
 @on_loop

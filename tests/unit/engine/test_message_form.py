@@ -18,6 +18,17 @@ DEEPSEEK_R1 = (
     "<｜Assistant｜>{{ m['content'].split('</think>')[-1] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
 )
+# Calls are told by content that is none, and the rest is never looked at.
+DEEPSEEK_NONE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}<｜User｜>{{ m['content'] }}{% endif %}"
+    "{% if m['role'] == 'assistant' and m['content'] is none %}{% for t in m['tool_calls'] %}"
+    "{{ '<｜tool▁call▁begin｜>' + t['type'] + '<｜tool▁sep｜>' + t['function']['name'] + '\n```json\n'"
+    " + t['function']['arguments'] + '\n```<｜tool▁call▁end｜>' }}{% endfor %}{% endif %}"
+    "{% if m['role'] == 'assistant' and m['content'] is not none %}"
+    "<｜Assistant｜>{{ m['content'].split('</think>')[-1] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
+)
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
     "{% for t in m.tool_calls or [] %}<tool_call>{{ t.function.arguments | tojson }}</tool_call>{% endfor %}"
@@ -116,6 +127,7 @@ CALLING = ChatPrompt(
     ("template", "shown"),
     [
         (DEEPSEEK_R1, 'function<｜tool▁sep｜>f\n```json\n{"a": "ä"}\n```'),
+        (DEEPSEEK_NONE, 'hi<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": "ä"}\n```'),
         (QWEN3, '<tool_call>{"a": "ä"}</tool_call>'),
         (PLAIN, "user: hi\nassistant: "),  # knows no calls
     ],
