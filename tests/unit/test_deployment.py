@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +30,7 @@ class Runtime:
     ],
 )
 def test_long_prompts_are_read_beside_the_event_loop(prompt: Prompt, thread: str) -> None:
-    replica = ModelReplica.__new__(ModelReplica)
-    replica._runtime = Runtime()  # type: ignore[assignment]
-    replica._reading = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
+    reading = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
+    replica: Any = SimpleNamespace(_runtime=Runtime(), _reading=reading)
     request = GenerateRequest("r", prompt, SamplingParams())
-    assert str(asyncio.run(replica._prepare(request))).startswith(thread)
+    assert str(asyncio.run(ModelReplica._prepare(replica, request))).startswith(thread)
