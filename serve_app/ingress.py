@@ -63,7 +63,9 @@ class HttpSettings(BaseModel):
         default=8 * 1024**2, gt=0, description="Bytes of a request body; a larger one gets 413."
     )
     max_continuations: int = Field(
-        default=1024, gt=0, description="Prompts times `n` in one completions request."
+        default=1024,
+        gt=0,
+        description="Prompts times `n` in one completions request. 64 prompts of one are answered at a time.",
     )
     keepalive_after_s: float = Field(
         default=10.0,
