@@ -272,12 +272,14 @@ class ModelMemory:
         meanwhile, and nothing else may run on the device.
         """
         before, pool_before = self._trimmed(), self._pool_bytes
-        yield
-        after, grown = self._trimmed(), self._pool_bytes - pool_before
-        self._graphs = _GraphCost(
-            self._graphs.held + after.held - before.held - grown,
-            self._graphs.torch_reserved + after.torch_reserved - before.torch_reserved - grown,
-        )
+        try:
+            yield
+        finally:  # a body that failed may have thrown away those there were
+            after, grown = self._trimmed(), self._pool_bytes - pool_before
+            self._graphs = _GraphCost(
+                self._graphs.held + after.held - before.held - grown,
+                self._graphs.torch_reserved + after.torch_reserved - before.torch_reserved - grown,
+            )
 
     def take_image(self, image: WeightImage) -> None:
         """Use an image in the place of the one that was dropped.

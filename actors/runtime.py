@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -131,6 +131,8 @@ class ModelRuntime:
         self._lull = Lull()
         # Compiling is told by process-wide settings, and by the module's own, what a plain forward changes.
         self._tracing = threading.Lock()
+        self._traced: Future[None] = Future()  # there is nothing to compile any more
+        self._traced.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
         self._has_uncaptured = False  # compiled layers that no graph holds yet
         self._compiler = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._compiler.start()
@@ -302,7 +304,7 @@ class ModelRuntime:
             found: tuple[T] | None = await self._on_control(self._between_steps, work)
             if found is not None:
                 return found[0]
-            await asyncio.to_thread(self._until_traced)
+            await asyncio.wrap_future(self._traced)
 
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
@@ -348,6 +350,8 @@ class ModelRuntime:
         except Exception:
             logger.exception("compiling failed; the model is served without, only slower")
             return
+        finally:
+            self._traced.set_result(None)
         if self._lull.wait():
             submit_unless_closed(self._control, self._use_compiled, "layers were compiled")
 
@@ -400,10 +404,6 @@ class ModelRuntime:
                 self._engine.resume()
         finally:
             self._tracing.release()
-
-    def _until_traced(self) -> None:
-        with self._tracing:
-            return
 
     def _wake_now(self) -> MemoryChange:
         """Map, begin the copies, and resume right behind them."""

@@ -22,6 +22,7 @@ from serve_app.wanted import WantedStore, hold, release
 logger = logging.getLogger(__name__)
 
 _LOST = (ActorDiedError, ActorUnavailableError)
+_STAYS = "the model sleeps once they are done, POST /wake_up ends it"
 _ATTEMPTS = 3  # of a request whose replica died before its first token
 _RETRY_AFTER_S = 5.0
 
@@ -111,18 +112,17 @@ class HandleClient:
     async def sleep(self, command: SleepCommand) -> Sequence[ReplicaStatus]:
         """Put all replicas to sleep; with `hold` also those that are still to come.
 
-        A hold that one of them cannot follow, because of a request that takes too long, holds none.
+        Raises:
+            DrainTimeout: some replica has requests that take too long. It goes on trying to follow a hold.
         """
-        if not command.hold:
-            return await self._broadcast("sleep", command)
-        await self._wanted.write(
-            hold(command.level)
-        )  # first, so that whoever is not told now reads it
+        if command.hold:  # first, so that whoever is not told now reads it
+            await self._wanted.write(hold(command.level))
         try:
             return await self._broadcast("sleep", command)
-        except DrainTimeout:
-            await self._wanted.write(release())  # those that sleep already wake
-            raise
+        except DrainTimeout as exc:
+            if not command.hold:
+                raise
+            raise DrainTimeout(f"{exc}. The hold stays: {_STAYS}", exc.retry_after_s) from exc
 
     async def wake_up(self, tags: tuple[str, ...]) -> Sequence[ReplicaStatus]:
         """Wake all replicas, and end a hold. A replica here wakes whole, so `tags` only have to be valid."""

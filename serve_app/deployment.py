@@ -265,10 +265,7 @@ class ModelReplica:
     async def _obey(self, wanted: Wanted) -> None:
         """Do what was wanted while this replica was not yet there to be told."""
         if wanted.held:
-            if (
-                not self._lifecycle.held
-            ):  # or the command itself got here, and its sender hears how it ends
-                await self.sleep(SleepCommand(level=wanted.level, hold=True))
+            await self.sleep(SleepCommand(level=wanted.level, hold=True))
         elif self._lifecycle.held:
             await self._lifecycle.wake_up("no longer held")
 

@@ -233,17 +233,22 @@ class TextCodec:
         template = self._tokenizer.get_chat_template(tools=tools)
         if _ASKS_FOR_NONE.search(template):
             # apply_chat_template leaves out what is None (5.23), and such a template then every call.
-            options = {
-                "continue_final_message": False,
-                **self._tokenizer.special_tokens_map,
-                **options,
-            }
+            continues = bool(options.setdefault("continue_final_message", False))
+            if continues and prompt.add_generation_prompt:
+                raise ValueError(
+                    "continue_final_message and add_generation_prompt exclude each other"
+                )
+            last = len(messages) - 1
+            given = [
+                dict(message) if continues and i == last else _without_empty_content(message)
+                for i, message in enumerate(messages)
+            ]
             rendered: Any = render_jinja_template(
-                [[_without_empty_content(message) for message in messages]],
+                [given],
                 tools=tools,
                 chat_template=template,
                 add_generation_prompt=prompt.add_generation_prompt,
-                **options,
+                **{**self._tokenizer.special_tokens_map, **options},
             )
             text = rendered[0][0]
         else:

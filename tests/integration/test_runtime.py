@@ -227,8 +227,9 @@ def test_not_streamed_says_that_it_has_begun_and_gives_one_event_per_continuatio
     tiny_checkpoint: Path, image: WeightImage
 ) -> None:
     async def scenario(h: Harness) -> None:
-        streamed = await h.events(PROMPTS[3], logprobs=2)
-        prepared = h.prepare(PROMPTS[3], logprobs=2, stream=False, max_tokens=20)
+        asked = {"logprobs": 2, "max_tokens": 400, "ignore_eos": True}  # not over in a moment
+        streamed = await h.events(PROMPTS[3], **asked)
+        prepared = h.prepare(PROMPTS[3], stream=False, **asked)
         events = h.runtime.generate(prepared)
         begun = await anext(events)
         assert (begun.text, begun.token_ids, begun.finish_reason) == ("", (), None)

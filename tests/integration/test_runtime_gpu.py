@@ -126,7 +126,7 @@ def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
             expected = await answers(h)
             left = []
             for prompt in (*PROMPTS, *PROMPTS):
-                (sampled,) = await h.events(
+                *_, sampled = await h.events(
                     prompt, max_tokens=12, ignore_eos=True, logprobs=0, stream=False
                 )
                 whole = (*prompt, *sampled.token_ids)

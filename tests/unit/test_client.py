@@ -218,13 +218,16 @@ def test_replicas_that_died_are_left_out_of_a_command() -> None:
     run(scenario)
 
 
-def test_a_hold_that_cannot_be_followed_holds_none() -> None:
+@pytest.mark.parametrize("holds", [False, True])
+def test_hold_outlives_a_drain_that_takes_too_long_and_says_so(holds: bool) -> None:
     async def scenario() -> None:
-        handle = Handle(replicas=[Status("a"), DrainTimeout("busy", 60)])
+        handle = Handle(replicas=[Status("a"), DrainTimeout("1 requests still run", 60)])
         store = Store(handle)
-        with pytest.raises(DrainTimeout):
-            await client(handle, store=store).sleep(SleepCommand(hold=True))
-        assert [wanted.held for wanted, _ in store.written] == [True, False]
+        with pytest.raises(DrainTimeout, match="1 requests still run") as caught:
+            await client(handle, store=store).sleep(SleepCommand(hold=holds))
+        assert ("The hold stays" in str(caught.value)) == holds
+        assert caught.value.retry_after_s == 60
+        assert [wanted.held for wanted, _ in store.written] == [True] * holds
 
     run(scenario)
 

@@ -4,6 +4,7 @@ import pytest
 
 from actors.engine.message_form import ChatConfig, form_of
 from actors.engine.text import TextCodec
+from actors.errors import InvalidRequest
 from actors.protocol import ChatPrompt, MessageForm
 from tests.unit.engine.test_text import byte_level
 
@@ -145,3 +146,13 @@ def test_special_tokens_are_added_as_told(add):
         text = prompt if isinstance(prompt, str) else "user: hi\n"
         expected = tuple(encode(text, add_special_tokens=default if add is None else add))
         assert codec.encode_prompt(prompt, add_special_tokens=add) == expected
+
+
+def test_template_that_asks_for_none_continues_a_message_like_others():
+    codec = codec_with(DEEPSEEK_NONE)
+    on = {"continue_final_message": True}
+    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"})
+    prompt = ChatPrompt(messages, template_kwargs=on, add_generation_prompt=False)
+    assert codec.decode(codec.encode_prompt(prompt)).endswith("<｜Assistant｜>yo")
+    with pytest.raises(InvalidRequest, match="exclude each other"):
+        codec.encode_prompt(ChatPrompt(messages, template_kwargs=on))
