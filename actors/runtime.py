@@ -214,9 +214,9 @@ class ModelRuntime:
     async def generate(self, prepared: Prepared) -> AsyncIterator[TokenEvent]:
         """Events of all continuations, as they come; closing the iterator cancels the rest.
 
-        The first token goes up at once, of a request without `stream` only that there is one. Later ones are coalesced when this replica sends more events
-        a second than `max_events_per_s`, because one event costs the proxies the same however many
-        tokens it carries.
+        The first token goes up at once, of a request without `stream` only that there is one. Later ones
+        are coalesced when this replica sends more events a second than `max_events_per_s`, because one
+        event costs the proxies the same however many tokens it carries.
 
         Raises:
             ReplicaFailed: the generation loop ended underneath, or the weights are corrupted.
@@ -293,8 +293,8 @@ class ModelRuntime:
         """What `work` makes of the awake module, between two steps of the engine.
 
         It runs on the control thread, so that no sleep comes in between, and finds the bytes of the
-        last wake there and checked. Layers that are being compiled are waited for. A replica that failed that check can be looked at, too; see
-        `check_health`. Requests in flight go on afterwards. `work` leaves the module as it found it;
+        last wake there and checked. Layers that are being compiled are waited for. A replica that failed
+        that check can be looked at, too; see `check_health`. Requests in flight go on afterwards. `work` leaves the module as it found it;
         the attention that the engine has set works inside continuous batching only.
 
         Raises:

@@ -22,7 +22,6 @@ from serve_app.wanted import WantedStore, hold, release
 logger = logging.getLogger(__name__)
 
 _LOST = (ActorDiedError, ActorUnavailableError)
-_STAYS = "the model sleeps once they are done, POST /wake_up ends it"
 _ATTEMPTS = 3  # of a request whose replica died before its first token
 _RETRY_AFTER_S = 5.0
 
@@ -122,7 +121,10 @@ class HandleClient:
         except DrainTimeout as exc:
             if not command.hold:
                 raise
-            raise DrainTimeout(f"{exc}. The hold stays: {_STAYS}", exc.retry_after_s) from exc
+            raise DrainTimeout(
+                f"{exc}. The hold stays: the model sleeps once they are done, POST /wake_up ends it",
+                exc.retry_after_s,
+            ) from exc
 
     async def wake_up(self, tags: tuple[str, ...]) -> Sequence[ReplicaStatus]:
         """Wake all replicas, and end a hold. A replica here wakes whole, so `tags` only have to be valid."""

@@ -232,35 +232,44 @@ class TextCodec:
         )
         template = self._tokenizer.get_chat_template(tools=tools)
         if _ASKS_FOR_NONE.search(template):
-            # apply_chat_template leaves out what is None (5.23), and such a template then every call.
-            continues = bool(options.setdefault("continue_final_message", False))
-            if continues and prompt.add_generation_prompt:
-                raise ValueError(
-                    "continue_final_message and add_generation_prompt exclude each other"
-                )
-            last = len(messages) - 1
-            given = [
-                dict(message) if continues and i == last else _without_empty_content(message)
-                for i, message in enumerate(messages)
-            ]
-            rendered: Any = render_jinja_template(
-                [given],
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=prompt.add_generation_prompt,
-                **{**self._tokenizer.special_tokens_map, **options},
+            return _render_with_none(
+                template, prompt, messages, tools, self._tokenizer.special_tokens_map | options
             )
-            text = rendered[0][0]
-        else:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=tools,
-                add_generation_prompt=prompt.add_generation_prompt,
-                tokenize=False,
-                **options,
-            )
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=tools,
+            add_generation_prompt=prompt.add_generation_prompt,
+            tokenize=False,
+            **options,
+        )
         assert isinstance(text, str)
         return text
+
+
+def _render_with_none(
+    template: str,
+    prompt: ChatPrompt,
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[Any] | None,
+    options: Mapping[str, Any],
+) -> str:
+    """As `apply_chat_template`, which leaves out what is None (5.23), and such a template then every call."""
+    continues = bool(options.get("continue_final_message"))
+    if continues and prompt.add_generation_prompt:
+        raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+    last = len(messages) - 1
+    given = [
+        dict(message) if continues and i == last else _without_empty_content(message)
+        for i, message in enumerate(messages)
+    ]
+    rendered: Any = render_jinja_template(
+        [given],
+        tools=tools,
+        chat_template=template,
+        add_generation_prompt=prompt.add_generation_prompt,
+        **options,
+    )
+    return str(rendered[0][0])
 
 
 def _without_empty_content(message: Mapping[str, Any]) -> dict[str, Any]:

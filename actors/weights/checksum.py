@@ -6,7 +6,7 @@ from actors.weights.layout import Checksum
 
 _CHUNK_WORDS = 1 << 17  # 1 MiB: temporaries stay in a CPU's cache
 _CUDA_CHUNK_WORDS = 1 << 25  # 256 MiB: few kernels
-_LEAST_WORDS = 1 << 17
+_LEAST_WORDS = 1 << 17  # where memory is short
 
 
 def checksum(data: torch.Tensor) -> Checksum:

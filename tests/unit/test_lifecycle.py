@@ -92,6 +92,13 @@ class Bench:
                 await until.wait()
         return "served"
 
+    async def in_flight(self) -> tuple[asyncio.Task[str], asyncio.Event]:
+        """A request that has begun, and what ends it."""
+        ends = asyncio.Event()
+        request = asyncio.create_task(self.request(ends))
+        await until(lambda: self.lifecycle.idle.in_flight == 1)
+        return request, ends
+
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
@@ -156,9 +163,7 @@ def test_request_during_drain_waits_then_wakes() -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.awake()
-        finish = asyncio.Event()
-        running = asyncio.create_task(bench.request(finish))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        running, finish = await bench.in_flight()
         sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand()))
         await until(lambda: bench.lifecycle.state is DRAINING)
         late = asyncio.create_task(bench.request())
@@ -176,9 +181,7 @@ def test_drain_that_takes_too_long_leaves_it_awake() -> None:
     async def scenario() -> None:
         bench = Bench(drain_timeout_s=0.01)
         await bench.awake()
-        finish = asyncio.Event()
-        running = asyncio.create_task(bench.request(finish))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        running, finish = await bench.in_flight()
         with pytest.raises(DrainTimeout, match="1 requests still run"):
             await bench.lifecycle.sleep(SleepCommand(hold=True))
         assert bench.lifecycle.state is AWAKE
@@ -194,10 +197,8 @@ def test_abort_ends_requests_in_flight() -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.awake()
-        ended = asyncio.Event()
+        running, ended = await bench.in_flight()
         bench.effects.on_abort = ended.set
-        running = asyncio.create_task(bench.request(ended))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
         await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.ABORT))
         assert await running == "served"
         assert bench.effects.calls == ["abort", "sleep 1"]
@@ -209,9 +210,7 @@ def test_keep_freezes_requests_over_the_sleep() -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.awake()
-        finish = asyncio.Event()
-        running = asyncio.create_task(bench.request(finish))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        running, finish = await bench.in_flight()
         await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
         assert bench.lifecycle.state is ASLEEP
         assert bench.lifecycle.idle.in_flight == 1
@@ -228,10 +227,8 @@ def test_command_that_does_not_wait_cuts_a_drain_short(mode: SleepMode) -> None:
     async def scenario() -> None:
         bench = Bench(drain_timeout_s=60)
         await bench.awake()
-        ended = asyncio.Event()
+        running, ended = await bench.in_flight()
         bench.effects.on_abort = ended.set
-        running = asyncio.create_task(bench.request(ended))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
         waiting = asyncio.create_task(bench.lifecycle.sleep(SleepCommand()))
         await until(lambda: bench.lifecycle.state is DRAINING)
         await bench.lifecycle.sleep(SleepCommand(mode=mode))
@@ -256,9 +253,7 @@ def test_second_hold_outlives_the_drain_that_took_too_long() -> None:
     async def scenario() -> None:
         bench = Bench(drain_timeout_s=0.05)
         await bench.awake()
-        ended = asyncio.Event()
-        running = asyncio.create_task(bench.request(ended))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        running, ended = await bench.in_flight()
         first, second = (
             asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True))) for _ in range(2)
         )
@@ -278,9 +273,7 @@ def test_wake_up_ends_the_holds_that_were_asked_for_before() -> None:
     async def scenario() -> None:
         bench = Bench(drain_timeout_s=0.05)
         await bench.awake()
-        ended = asyncio.Event()
-        running = asyncio.create_task(bench.request(ended))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        running, ended = await bench.in_flight()
         holds = [
             asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True))) for _ in range(2)
         ]
@@ -299,9 +292,7 @@ def test_deeper_sleep_with_frozen_requests_does_not_wait_for_them() -> None:
     async def scenario() -> None:
         bench = Bench(drain_timeout_s=0.01)
         await bench.awake()
-        finish = asyncio.Event()
-        running = asyncio.create_task(bench.request(finish))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        running, finish = await bench.in_flight()
         await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
         await bench.lifecycle.sleep(SleepCommand(level=2))
         assert bench.effects.calls == ["sleep 1", "sleep 2"]
@@ -346,9 +337,7 @@ def test_hold_reaches_requests_that_wait_in_the_drain() -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.awake()
-        finish = asyncio.Event()
-        running = asyncio.create_task(bench.request(finish))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        running, finish = await bench.in_flight()
         sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True)))
         await until(lambda: bench.lifecycle.state is DRAINING)
         finish.set()
@@ -556,9 +545,7 @@ def test_request_in_flight_is_never_idle() -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.awake()
-        finish = asyncio.Event()
-        running = asyncio.create_task(bench.request(finish))
-        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        running, finish = await bench.in_flight()
         bench.clock.now_s += 1000
         assert bench.lifecycle.idle.idle_s() == 0
         finish.set()
