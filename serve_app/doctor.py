@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ MIN_FREE_DISK_BYTES = 20 * 2**30  # a 7B model in half precision takes 14 GiB
 RAY_DISK_LIMIT = 0.95  # of a disk, above which Ray spills no more (local_fs_capacity_threshold)
 DASHBOARD_PORT = 8265
 
+_LARGEST = ("ray", "sympy", "torch", "transformers")
 _TORCH_TIMEOUT_S = 120.0
 _ASK_TORCH = """
 import json, torch
@@ -116,6 +118,26 @@ def check_packages(required: Iterable[str] | None, installed: Mapping[str, str])
     if wrong:
         return Finding(name, Verdict.FAIL, "; ".join(wrong), remedy)
     return Finding(name, Verdict.OK, f"torch {installed['torch']}, ray {installed['ray']}")
+
+
+def check_bytecode(missing: Iterable[str], keeps: bool) -> Finding:
+    """Whether imports find Python's compiled files.
+
+    Args:
+        missing: packages that have none.
+        keeps: whether Python may write them beside these packages when it first imports them.
+    """
+    name, names = "bytecode", ", ".join(missing)
+    if not names:
+        return Finding(name, Verdict.OK, "compiled")
+    if keeps:
+        return Finding(name, Verdict.OK, f"of {names} written by the first import")
+    remedy = (
+        f"{sys.executable} -m compileall -q {sysconfig.get_path('purelib')}; uv: --compile-bytecode; "
+        "PYTHONDONTWRITEBYTECODE should not be set where packages are installed"
+    )
+    text = f"none of {names}, and none is kept: each start compiles them again, for seconds"
+    return Finding(name, Verdict.WARN, text, remedy)
 
 
 def check_cuda(has_driver: bool, torch: Torch | None, installed: Mapping[str, str]) -> Finding:
@@ -253,6 +275,7 @@ def examine(file: Path) -> list[Finding]:
     return [
         check_python((sys.version_info.major, sys.version_info.minor), sys.platform),
         check_packages(_required(), installed),
+        check_bytecode(*_bytecode()),
         check_cuda(has_driver, _ask_torch() if "torch" in installed else None, installed),
         check_configuration(file, read),
         check_locked_memory(_locked_limit(), has_driver, wanted.image_bytes),
@@ -290,6 +313,19 @@ def _required() -> list[str] | None:
         return metadata.requires("sleepserve") or []
     except metadata.PackageNotFoundError:
         return None
+
+
+def _bytecode() -> tuple[list[str], bool]:
+    """Of the packages that a replica imports most of: those without compiled files, and whether it may write some."""
+    found = {name: spec for name in _LARGEST if (spec := find_spec(name)) is not None}
+    files = {name: Path(spec.cached) for name, spec in found.items() if spec.cached}
+    missing = {name: file for name, file in files.items() if not file.exists()}
+    return list(missing), not sys.dont_write_bytecode and all(map(_may_write, missing.values()))
+
+
+def _may_write(file: Path) -> bool:
+    there = next(each for each in file.parents if each.exists())
+    return os.access(there, os.W_OK)
 
 
 def _ask_torch() -> Torch:

@@ -6,7 +6,7 @@ results stay unread until the next request, and a pause finds tokens that nobody
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,11 @@ from transformers.generation.continuous_batching.input_outputs import (
     ContinuousBatchingAsyncIOs,
     ContinuousBatchingIOs,
 )
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    RequestState,
+    RequestStatus,
+)
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from actors.errors import DeviceMemoryShort
@@ -41,8 +45,8 @@ class PipelinedManager(ContinuousBatchingManager):
     """Launches a batch, then reads the results of the one before.
 
     The newest batch is read at once where somebody waits for it: if it brings the first tokens of a
-    few sequences, if the next batch depends on its tokens, if there is nothing left to compute, and
-    before a pause. Without asynchronous batching every batch is.
+    few sequences, if the next batch depends on its tokens, if all sequences end with it or there is
+    nothing left to compute, and before a pause. Without asynchronous batching every batch is.
 
     Attributes:
         complete_batch: called between preparing a batch and launching it.
@@ -131,6 +135,8 @@ class PipelinedManager(ContinuousBatchingManager):
         if not isinstance(io, ContinuousBatchingAsyncIOs) or self.needs_results():
             return True
         batch = io.io_pairs[1 - io.current_pair].host_io.requests_in_batch
+        if _is_last(processor.scheduler, batch):
+            return True  # another one would be computed for nobody, and a sleep would wait for it
         return len(processor.scheduler.active_requests) <= _FEW and any(
             request.has_new_token and not request.state.generated_tokens for request in batch
         )
@@ -160,6 +166,19 @@ class _StatusThatReads(BackgroundThreadStatus):
     def pause_and_wait(self) -> None:
         self._read()
         super().pause_and_wait()
+
+
+def _is_last(scheduler: Scheduler, batch: Sequence[FutureRequestState]) -> bool:
+    """Whether every sequence that there is reaches its `max_new_tokens` with this batch."""
+    active = scheduler.active_requests
+    states = [r.state for r in batch if r.has_new_token and _has_one_left(r.state)]
+    ending = sum(active.get(state.request_id) is state for state in states)
+    return ending == len(active) and not scheduler.waiting_requests
+
+
+def _has_one_left(state: RequestState) -> bool:
+    limit = state.max_new_tokens
+    return limit is not None and state.generated_len() + 1 >= limit
 
 
 def end_cancelled(

@@ -1,9 +1,11 @@
 """Each check, with what it says when all is well and when it is not; and the command around them."""
 
+import compileall
 import errno
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ IN_USE, FORBIDDEN, ELSEWHERE = (
         (doctor.check_python((3, 11), "linux"), "ok", ""),
         (doctor.check_python((3, 10), "linux"), "fail", "3.11 or newer"),
         (doctor.check_python((3, 12), "darwin"), "fail", "Linux"),
+        (doctor.check_bytecode([], False), "ok", ""),
+        (doctor.check_bytecode(["torch"], True), "ok", ""),
+        (doctor.check_bytecode(["sympy", "torch"], False), "warn", "-m compileall"),
         (doctor.check_cuda(False, Torch(), ALL), "ok", ""),
         (doctor.check_cuda(True, ON_CARD, ALL), "ok", ""),
         (doctor.check_cuda(False, None, {}), "fail", "see packages"),
@@ -119,6 +124,24 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, project: Path, tmp_path: 
     assert found["packages"].verdict is not Verdict.FAIL, found["packages"].text
     assert found[f"port {port}"].verdict is Verdict.WARN
     assert "Ray would make it" in found["object store"].text
+
+
+def test_packages_without_compiled_files_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(doctor, "_LARGEST", ("one", "other", "not_there"))
+    assert doctor._bytecode() == (["one", "other"], True)
+    compileall.compile_dir(tmp_path / "one", quiet=2)
+    assert doctor._bytecode() == (["other"], True)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert doctor._bytecode() == (["other"], False)
+    compileall.compile_dir(tmp_path / "other", quiet=2)
+    assert doctor._bytecode()[0] == []
 
 
 def test_weights_of_the_configuration_are_counted_once(

@@ -1,6 +1,7 @@
 """The order in which batches are launched and read."""
 
 from collections import deque
+from itertools import count
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,18 @@ from actors.engine import pipeline
 from actors.engine.pipeline import PipelinedManager
 from tests.unit.engine.manager_on_cpu import manager_on_cpu
 
+_numbers = count()
 
-def request(generated: int, has_new_token: bool = True) -> SimpleNamespace:
-    state = SimpleNamespace(generated_tokens=[0] * generated)
+
+def request(
+    generated: int, has_new_token: bool = True, max_new_tokens: int = 100
+) -> SimpleNamespace:
+    state = RequestState(
+        request_id=f"sequence {next(_numbers)}",
+        initial_tokens=[1],
+        generated_tokens=[0] * generated,
+        max_new_tokens=max_new_tokens,
+    )
     return SimpleNamespace(state=state, has_new_token=has_new_token)
 
 
@@ -27,6 +37,10 @@ MANY = [request(0), *[request(3) for _ in range(pipeline._FEW)]]
 FIRST_OF_MANY = [request(0)]  # while the others wait for their turn
 GRAMMAR = [request(3)]  # the next batch depends on its tokens
 PROMPT_GOES_ON = [request(0, has_new_token=False)]
+LAST = [request(3, max_new_tokens=4), request(1, max_new_tokens=2)]
+LAST_BUT_ONE = [request(2, max_new_tokens=4), *LAST]
+LAST_OF_SOME = [request(3, max_new_tokens=4)]  # while another waits for its turn
+LAST_OF_ALL_BUT_WAITING = [request(3, max_new_tokens=4)]  # who waits has no block yet
 
 
 class FakeProcessor:
@@ -68,8 +82,11 @@ class FakeProcessor:
         number, requests = self.batches.popleft()
         self.prepared = requests
         self.launched[self.pair] = number
-        running = MANY if requests is FIRST_OF_MANY else requests
-        self.scheduler = SimpleNamespace(active_requests=dict(enumerate(running)))
+        others = {id(FIRST_OF_MANY): MANY, id(LAST_OF_SOME): LATER}.get(id(requests), [])
+        self.scheduler = SimpleNamespace(
+            active_requests={r.state.request_id: r.state for r in [*requests, *others]},
+            waiting_requests={"next": None} if requests is LAST_OF_ALL_BUT_WAITING else {},
+        )
         io = self.inputs_and_outputs
         target = io.io_pairs[self.pair].host_io if hasattr(io, "io_pairs") else io
         target.requests_in_batch = requests
@@ -115,6 +132,10 @@ def run(batches: list[Any], use_async: bool) -> tuple[list[str], PipelinedManage
         ([PROMPT_GOES_ON, FIRST, None], "l0 l1 r0 r1"),
         ([LATER, LATER, "pause", LATER], "l0 l1 r0 r1 paused l3"),
         ([None, LATER, None, None], "l1 r1"),
+        ([LATER, LAST, None], "l0 l1 r0 r1"),
+        ([LATER, LAST_BUT_ONE, LAST, None], "l0 l1 r0 l2 r1 r2"),
+        ([LATER, LAST_OF_SOME, LATER, None], "l0 l1 r0 l2 r1"),
+        ([LATER, LAST_OF_ALL_BUT_WAITING, LATER, None], "l0 l1 r0 l2 r1"),
     ],
 )
 def test_newest_batch_is_read_where_somebody_waits_for_it(batches: list[Any], order: str) -> None:
