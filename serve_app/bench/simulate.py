@@ -23,7 +23,7 @@ _TICK_S = 5.0  # between two decisions
 class ReplicaModel:
     """What a replica takes: one NVIDIA H200, 7B shape, bf16.
 
-    Measured, docs/results/2026-11-22_h200: `awake_bytes`, `asleep_bytes` (what the driver says is in use
+    Measured, docs/results/2026-11-23_h200: `awake_bytes`, `asleep_bytes` (what the driver says is in use
     on the card) from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from serve.json;
     `image_start_s`, `disk_start_s`, a new process until its first token, from load.json;
     `tokens_per_s` of a batch of so many from throughput.json.
@@ -32,13 +32,13 @@ class ReplicaModel:
     """
 
     awake_bytes: float = 25714032640
-    asleep_bytes: float = 1045233664
-    ttft_awake_s: float = 0.0187
-    ttft_asleep_s: float = 0.2958
-    image_start_s: float = 15.35
-    disk_start_s: float = 32.94
+    asleep_bytes: float = 1049427968
+    ttft_awake_s: float = 0.0173
+    ttft_asleep_s: float = 0.2931
+    image_start_s: float = 8.24
+    disk_start_s: float = 25.28
     tokens_per_s: Mapping[int, float] = field(
-        default_factory=lambda: {1: 191.6, 16: 2739.3, 64: 9030.0, 256: 17098.1}
+        default_factory=lambda: {1: 194.8, 16: 2802.8, 64: 9448.4, 256: 18010.5}
     )
     room: int = 16
     idle_timeout_s: float = 60.0
