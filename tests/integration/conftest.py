@@ -1,9 +1,21 @@
-"""Ray on loopback for integration tests; one cluster at a time, always stopped."""
+"""What integration tests share: an image, and Ray on loopback, one cluster at a time, always stopped."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from actors.weights.image import WeightImage
+
+
+@pytest.fixture(scope="module")
+def image(tiny_checkpoint: Path) -> "WeightImage":
+    from tests.integration.runtime_harness import load  # torch comes in with it
+
+    return load(tiny_checkpoint)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from actors.weights.layout import ImageKey
 ENGINE = EngineConfig(
     page_size=16, num_blocks=128, max_batch_tokens=256, max_requests_per_batch=8, cpu_threads=1
 )
+PROMPTS = [f"Prompt {i}: " + "the quick brown fox " * i for i in range(1, 9)]
 
 
 def load(checkpoint: Path) -> WeightImage:

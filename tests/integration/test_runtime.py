@@ -1,47 +1,24 @@
-"""One model in one process, without Ray: generate, sleep, wake, and everything that may go wrong."""
+"""One model in one process, without Ray: generate, sleep, wake."""
 
 import asyncio
-import ctypes
-import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from actors import cleared
-from actors.engine.engine import EngineOutput, TransformersEngine
-from actors.errors import (
-    ContextLengthExceeded,
-    DeviceMemoryError,
-    DeviceMemoryShort,
-    EngineDied,
-    InvalidRequest,
-    LayoutMismatch,
-    ReplicaFailed,
-    Unavailable,
-    WeightsCorrupted,
-)
+from actors.engine.engine import EngineOutput
+from actors.errors import ContextLengthExceeded, Unavailable
 from actors.lifecycle import SleepConfig
-from actors.lull import Lull
 from actors.memory.cpu import CpuDriver, CpuLink
-from actors.protocol import ChatPrompt, FinishReason, MessageForm, TokenEvent
-from actors.weights.checkpoint import write_checkpoint
+from actors.protocol import ChatPrompt, FinishReason, MessageForm
 from actors.weights.image import WeightImage
-from tests.integration.runtime_harness import ENGINE, Harness, load, run
-
-PROMPTS = [f"Prompt {i}: " + "the quick brown fox " * i for i in range(1, 9)]
-
-
-@pytest.fixture(scope="module")
-def image(tiny_checkpoint: Path) -> WeightImage:
-    return load(tiny_checkpoint)
+from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
 
 
 @pytest.fixture(scope="module")
@@ -373,39 +350,6 @@ def test_tokens_are_coalesced_under_load_but_the_first_comes_at_once(
     run(tiny_checkpoint, image, scenario, engine=slow)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sampling", "error", "message"),
-    [
-        ("", {}, InvalidRequest, "no tokens"),
-        ((1, 2, 10**9), {}, InvalidRequest, "1000000000"),
-        ((1, -1), {}, InvalidRequest, "-1"),
-        ("hi", {"temperature": -1.0}, InvalidRequest, "temperature"),
-        ("hi", {"temperature": float("nan")}, InvalidRequest, "temperature"),
-        ("hi", {"top_p": 0.0}, InvalidRequest, "top_p"),
-        ("hi", {"max_tokens": 0}, InvalidRequest, "max_tokens"),
-        ("hi", {"logit_bias": {10**9: 1.0}}, InvalidRequest, "logit_bias"),
-        ("hi", {"max_tokens": 10**6}, ContextLengthExceeded, "max_model_len"),
-        (tuple([5] * 5000), {}, ContextLengthExceeded, "5000"),
-    ],
-)
-def test_bad_request_is_refused_before_it_enters(
-    tiny_checkpoint: Path,
-    image: WeightImage,
-    prompt: str | tuple[int, ...],
-    sampling: dict[str, object],
-    error: type[Exception],
-    message: str,
-) -> None:
-    async def scenario(h: Harness) -> None:
-        with pytest.raises(error, match=message):
-            h.prepare(prompt, **sampling)
-        assert h.runtime.mapped_bytes == 0  # refusing needed no weights
-        await h.runtime.wake()
-        assert await h.tokens("good")
-
-    run(tiny_checkpoint, image, scenario, awake=False)
-
-
 def test_sequence_that_fills_the_context_to_the_last_token(
     tiny_checkpoint: Path, image: WeightImage
 ) -> None:
@@ -418,58 +362,6 @@ def test_sequence_that_fills_the_context_to_the_last_token(
         assert len(await h.tokens(prompt, max_tokens=None, ignore_eos=True)) == limit - 20
         with pytest.raises(ContextLengthExceeded, match="320"):
             h.prepare(prompt, max_tokens=limit - 19)
-
-    run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 20}))
-
-
-@pytest.mark.parametrize("how", ["its client leaves", "stop string"])
-def test_sequence_that_was_put_off_goes_on_when_the_other_is_cancelled(
-    tiny_checkpoint: Path, image: WeightImage, how: str
-) -> None:
-    async def scenario(h: Harness) -> None:
-        scheduler = h.runtime._engine._processor.scheduler  # type: ignore[attr-defined]
-        first, second = (5,) * 20, (6,) * 20
-        text = "".join(e.text for e in await h.events(first, max_tokens=100, ignore_eos=True))
-        parts = (
-            text[i : i + size]
-            for size in range(3, 30)
-            for i in range(len(text) * 6 // 10, len(text) * 8 // 10)
-        )
-        late = next(part for part in parts if text.find(part) >= len(text) * 6 // 10)
-        stop = () if how == "its client leaves" else (late,)
-        was_full = False
-
-        async def ask_first() -> None:
-            nonlocal was_full
-            stream = h.runtime.generate(
-                h.prepare(first, max_tokens=100, ignore_eos=True, stop=stop)
-            )
-            async for _ in stream:
-                was_full = was_full or scheduler.block_new_requests
-                if was_full and not stop:
-                    break
-            await stream.aclose()  # type: ignore[attr-defined]
-
-        ended = asyncio.create_task(ask_first())
-        put_off = asyncio.create_task(h.tokens(second, max_tokens=100, ignore_eos=True))
-        await ended
-        assert was_full
-        assert len(await put_off) == 100
-        assert await h.tokens(second, max_tokens=5)
-
-    run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 8}))
-
-
-def test_more_sequences_than_the_cache_holds_all_finish_right(
-    tiny_checkpoint: Path, image: WeightImage
-) -> None:
-    """The engine evicts and recomputes; nobody may notice."""
-
-    async def scenario(h: Harness) -> None:
-        sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 100, "ignore_eos": True}
-        expected = [await h.tokens(p, **sampled) for p in PROMPTS]
-        assert await asyncio.gather(*(h.tokens(p, **sampled) for p in PROMPTS)) == expected
-        await h.until_free()
 
     run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 20}))
 
@@ -487,58 +379,6 @@ def test_abort_ends_every_stream_with_its_tokens_so_far(
         ends = {e.index: e.finish_reason for e in events if e.finish_reason}
         assert ends == {0: FinishReason.ABORT, 1: FinishReason.ABORT}
         await h.until_free()
-
-    run(tiny_checkpoint, image, scenario)
-
-
-def test_wake_that_fails_half_way_leaves_nothing_mapped(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(h: Harness) -> None:
-        expected = await h.tokens(PROMPTS[0])
-        await h.runtime.sleep(1)
-        copy, calls = CpuLink.copy, 0
-
-        def fail_third(link: CpuLink, address: int, host: memoryview) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                raise DeviceMemoryError("copy failed")
-            copy(link, address, host)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(CpuLink, "copy", fail_third)
-            with pytest.raises(DeviceMemoryError, match="copy failed"):
-                await h.runtime.wake()
-        assert h.runtime.mapped_bytes == 0
-        await h.runtime.wake()
-        assert await h.tokens(PROMPTS[0]) == expected
-
-    run(tiny_checkpoint, image, scenario)
-
-
-def test_byte_that_changed_on_the_way_fails_the_replica_and_its_requests(
-    tiny_checkpoint: Path,
-) -> None:
-    """Not of the image that others share: this one's memory is written to."""
-    image = load(tiny_checkpoint)
-
-    async def scenario(h: Harness) -> None:
-        await h.tokens(PROMPTS[0])
-        await h.runtime.sleep(1)
-        payload = np.frombuffer(image.segment(2), np.uint8)
-        address = payload.__array_interface__["data"][0]
-        ctypes.memset(address + 1000, payload[1000] ^ 1, 1)
-        await h.runtime.wake()
-        with pytest.raises(WeightsCorrupted, match=r"layer\.1 is not what was packed"):
-            await h.tokens(PROMPTS[0], max_tokens=300, ignore_eos=True)
-        with pytest.raises(WeightsCorrupted):
-            h.runtime.check_health()
-        with pytest.raises(WeightsCorrupted):
-            await h.tokens(PROMPTS[0])
-        report = h.runtime.memory.last_wake
-        assert report is not None
-        assert (report.intact, report.checked_segments) == (False, 3)  # up to the one that differs
 
     run(tiny_checkpoint, image, scenario)
 
@@ -593,270 +433,3 @@ def test_what_a_sleep_gave_back_is_collected_before_the_next_wake_and_only_then(
     monkeypatch.setattr(cleared, "_CLEARED_S", 1000.0)  # for the sleep that a start ends with
     monkeypatch.setattr(CpuDriver, "collect_cleared", collect)
     run(tiny_checkpoint, image, scenario)
-
-
-def test_device_that_fails_after_a_sleep_fails_the_replica(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(h: Harness) -> None:
-        def refuse(driver: CpuDriver) -> None:
-            raise DeviceMemoryError("cuMemCreate failed")
-
-        monkeypatch.setattr(CpuDriver, "collect_cleared", refuse)
-        await h.runtime.sleep(1)
-        h.runtime._collect_cleared()
-        with pytest.raises(ReplicaFailed, match="cuMemCreate failed"):
-            h.runtime.check_health()
-
-    run(tiny_checkpoint, image, scenario)
-
-
-def test_checkpoint_that_changed_during_a_level_2_sleep_is_refused(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", "tiny")
-
-    async def scenario(h: Harness) -> None:
-        await h.runtime.sleep(2)
-        write_checkpoint(checkpoint, "tiny", seed=1, force=True)
-        with pytest.raises(LayoutMismatch, match="changed"):
-            await h.runtime.wake()
-        assert h.runtime.image_origin == ""
-
-    run(checkpoint, load(checkpoint), scenario)
-
-
-def test_nothing_is_compiled_or_captured_while_somebody_is_served(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lull = Lull(quiet_s=0.0, latest_s=600.0)
-    compiling, may_end, captured = (threading.Event() for _ in range(3))
-
-    def compile_slowly(engine: TransformersEngine) -> None:
-        compiling.set()
-        may_end.wait()
-
-    monkeypatch.setattr("actors.runtime.Lull", lambda: lull)
-    monkeypatch.setattr(TransformersEngine, "compiles", True)
-    monkeypatch.setattr(TransformersEngine, "compile", compile_slowly)
-    monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: captured.set())
-
-    async def scenario(h: Harness) -> None:
-        async def first_event() -> AsyncIterator[TokenEvent]:
-            stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=400, ignore_eos=True))
-            await anext(stream)
-            return stream
-
-        async def stays_unset(event: threading.Event) -> bool:
-            return not await asyncio.to_thread(event.wait, 0.2)
-
-        stream = await first_event()
-        since_start.close()
-        assert await stays_unset(compiling)
-        await stream.aclose()
-        assert await asyncio.to_thread(compiling.wait, 20)
-        stream = await first_event()
-        may_end.set()
-        assert await stays_unset(captured)
-        await stream.aclose()
-        await h.runtime.compiled()
-        assert captured.is_set()
-
-    with ExitStack() as since_start:
-        since_start.enter_context(lull.interrupted())
-        run(tiny_checkpoint, image, scenario)
-
-
-def test_graphs_that_find_no_memory_are_for_another_time(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries = []
-
-    def no_memory(engine: TransformersEngine) -> None:
-        tries.append(engine.paused)
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(Lull, "wait", lambda self: True)
-    monkeypatch.setattr(TransformersEngine, "compiles", True)
-    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: None)
-    monkeypatch.setattr(TransformersEngine, "use_compiled", no_memory)
-
-    async def scenario(h: Harness) -> None:
-        await h.runtime.compiled()
-        tokens = await h.tokens(PROMPTS[0])
-        for _ in range(2):
-            await h.runtime.sleep(1)
-            assert h.runtime.mapped_bytes == 0
-            await h.runtime.wake()
-            assert await h.tokens(PROMPTS[0]) == tokens
-        h.runtime.check_health()
-        assert tries == [True] * 3
-
-    run(tiny_checkpoint, image, scenario)
-
-
-def test_plain_forward_waits_for_the_compiler_and_keeps_nobody_from_sleeping(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiling, may_end = threading.Event(), threading.Event()
-
-    def compile_slowly(engine: TransformersEngine) -> None:
-        compiling.set()
-        may_end.wait()
-
-    monkeypatch.setattr(Lull, "wait", lambda self: True)
-    monkeypatch.setattr(TransformersEngine, "compiles", True)
-    monkeypatch.setattr(TransformersEngine, "compile", compile_slowly)
-    monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: None)
-
-    async def scenario(h: Harness) -> None:
-        assert await asyncio.to_thread(compiling.wait, 20)
-        asking = {"max_tokens": 1, "echo": True, "logprobs": 1}
-        echo = asyncio.create_task(h.events(PROMPTS[0], **asking))
-        assert await h.tokens(PROMPTS[1])
-        await h.runtime.sleep(1)
-        await h.runtime.wake()
-        assert not echo.done()
-        may_end.set()
-        assert (await echo)[0].logprobs
-
-    try:
-        run(tiny_checkpoint, image, scenario)
-    finally:
-        may_end.set()
-
-
-@pytest.mark.parametrize("awake", [True, False], ids=["awake", "asleep"])
-def test_capture_that_fails_in_the_background_fails_the_replica(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, awake: bool
-) -> None:
-    may_compile = threading.Event()
-
-    def compile_later(engine: TransformersEngine) -> None:
-        may_compile.wait()
-
-    def explode(engine: TransformersEngine) -> None:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(Lull, "wait", lambda self: True)
-    monkeypatch.setattr(TransformersEngine, "compiles", True)
-    monkeypatch.setattr(TransformersEngine, "compile", compile_later)
-    monkeypatch.setattr(TransformersEngine, "use_compiled", explode)
-
-    async def scenario(h: Harness) -> None:
-        pending = None
-        if awake:
-            pending = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
-            await anext(pending)
-        may_compile.set()
-        await h.runtime.compiled()
-        with pytest.raises(ReplicaFailed, match="capturing the compiled layers"):
-            h.runtime.check_health()
-        if pending is not None:
-            with pytest.raises(ReplicaFailed, match="capturing"):
-                async for _ in pending:
-                    pass
-        assert (h.runtime.mapped_bytes > 0) == awake
-
-    run(tiny_checkpoint, image, scenario, awake=awake)
-
-
-@contextmanager
-def memory_missing_at(h: Harness, *steps: int) -> Iterator[None]:
-    """The model's n-th forward from now on finds no memory, for each n in steps."""
-    count = itertools.count()
-
-    def fail(*_: object) -> None:
-        if next(count) in steps:
-            raise torch.OutOfMemoryError("another process has it all")
-
-    handle = h.runtime._engine._model.register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("step", [0, 1, 7])
-def test_step_without_memory_is_tried_again(
-    tiny_checkpoint: Path, image: WeightImage, step: int
-) -> None:
-    async def scenario(h: Harness) -> None:
-        sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 40, "presence_penalty": 0.5}
-        expected = [await h.tokens(p, **sampled) for p in PROMPTS]
-        with memory_missing_at(h, step, step + 9):
-            assert await asyncio.gather(*(h.tokens(p, **sampled) for p in PROMPTS)) == expected
-        await h.until_free()
-
-    run(tiny_checkpoint, image, scenario)
-
-
-def test_step_that_never_finds_memory_is_refused_and_the_engine_lives(
-    tiny_checkpoint: Path, image: WeightImage
-) -> None:
-    async def scenario(h: Harness) -> None:
-        expected = [await h.tokens(p) for p in PROMPTS]
-        with memory_missing_at(h, *range(5, 1000)):
-            found = await asyncio.gather(*(h.tokens(p) for p in PROMPTS), return_exceptions=True)
-        assert all(isinstance(refusal, DeviceMemoryShort) for refusal in found), found
-        await h.until_free()
-        h.runtime.check_health()
-        assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == expected
-
-    run(tiny_checkpoint, image, scenario)
-
-
-def test_stream_that_fails_between_two_events_tells_so(
-    tiny_checkpoint: Path, image: WeightImage
-) -> None:
-    """Everything that had come was taken, and nothing more comes: that is not the end of an answer."""
-
-    async def scenario(h: Harness) -> None:
-        stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
-        assert (await anext(stream)).finish_reason is None
-        h.runtime._streams.fail_all(ReplicaFailed("the device is gone"))
-        with pytest.raises(ReplicaFailed, match="the device is gone"):
-            async for _ in stream:
-                pass
-
-    run(tiny_checkpoint, image, scenario)
-
-
-def test_engine_that_dies_fails_its_requests_and_the_health_check(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(h: Harness) -> None:
-        h.runtime.check_health()
-
-        def explode(*args: object) -> None:
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
-        stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
-        await anext(stream)
-        monkeypatch.setattr(h.runtime._engine._processor, "_generation_step", explode)
-        with pytest.raises(EngineDied, match="RuntimeError"):
-            async for _ in stream:
-                pass
-        with pytest.raises(EngineDied):
-            await h.tokens(PROMPTS[0])
-        with pytest.raises(EngineDied):
-            h.runtime.check_health()
-
-    run(tiny_checkpoint, image, scenario)
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"max_model_len": 10**6}, "max_position_embeddings|KV cache"),
-        ({"max_model_len": 330, "num_blocks": 20}, "KV cache of 20 blocks of 16 tokens holds 320"),
-        ({"device": "cuda"}, "finds no CUDA device"),
-    ],
-)
-def test_limits_that_cannot_work_are_refused_with_the_numbers(
-    tiny_checkpoint: Path, image: WeightImage, limits: dict[str, object], message: str
-) -> None:
-    async def scenario(h: Harness) -> None: ...
-
-    with pytest.raises(ValueError, match=message):
-        run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update=limits))

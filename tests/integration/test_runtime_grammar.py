@@ -22,9 +22,8 @@ from actors.protocol import (
     TokenEvent,
 )
 from actors.weights.image import WeightImage
-from tests.integration.runtime_harness import ENGINE, Harness, load, run
+from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
 
-PROMPTS = [f"Prompt {i}: " + "the quick brown fox " * i for i in range(1, 9)]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -54,11 +53,6 @@ def regex(text: str) -> Grammar:
 
 FORM = {"grammar": schema(), "max_tokens": 150}
 TOO_MUCH = Grammar(GrammarKind.CFG, "start: " + " ".join(['"a"?'] * 3000), "guided_grammar")
-
-
-@pytest.fixture(scope="module")
-def image(tiny_checkpoint: Path) -> WeightImage:
-    return load(tiny_checkpoint)
 
 
 def text_of(events: list[TokenEvent], index: int = 0) -> str:

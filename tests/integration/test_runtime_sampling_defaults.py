@@ -10,7 +10,7 @@ from actors.engine.sampling_defaults import ResolvedSampling, sampling_defaults
 from actors.errors import ContextLengthExceeded
 from actors.protocol import FinishReason, SamplingParams
 from actors.weights.image import WeightImage
-from tests.integration.runtime_harness import ENGINE, Harness, load, run
+from tests.integration.runtime_harness import ENGINE, Harness, run
 
 PROMPTS = [f"Prompt {i}: " + "over the lazy dog " * i for i in range(1, 5)]
 # The seed makes sampled tokens the same each time. None is what a request does not name.
@@ -21,11 +21,6 @@ OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetitio
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def image(tiny_checkpoint: Path) -> WeightImage:
-    return load(tiny_checkpoint)
 
 
 def defaults_of(checkpoint: Path, **found: object) -> ResolvedSampling:

@@ -1,0 +1,152 @@
+"""When layers are compiled and graphs captured: not while somebody is served."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.engine.engine import TransformersEngine
+from actors.errors import ReplicaFailed
+from actors.lull import Lull
+from actors.protocol import TokenEvent
+from actors.weights.image import WeightImage
+from tests.integration.runtime_harness import PROMPTS, Harness, run
+
+
+def test_nothing_is_compiled_or_captured_while_somebody_is_served(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lull = Lull(quiet_s=0.0, latest_s=600.0)
+    compiling, may_end, captured = (threading.Event() for _ in range(3))
+
+    def compile_slowly(engine: TransformersEngine) -> None:
+        compiling.set()
+        may_end.wait()
+
+    monkeypatch.setattr("actors.runtime.Lull", lambda: lull)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", compile_slowly)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: captured.set())
+
+    async def scenario(h: Harness) -> None:
+        async def first_event() -> AsyncIterator[TokenEvent]:
+            stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=400, ignore_eos=True))
+            await anext(stream)
+            return stream
+
+        async def stays_unset(event: threading.Event) -> bool:
+            return not await asyncio.to_thread(event.wait, 0.2)
+
+        stream = await first_event()
+        since_start.close()
+        assert await stays_unset(compiling)
+        await stream.aclose()
+        assert await asyncio.to_thread(compiling.wait, 20)
+        stream = await first_event()
+        may_end.set()
+        assert await stays_unset(captured)
+        await stream.aclose()
+        await h.runtime.compiled()
+        assert captured.is_set()
+
+    with ExitStack() as since_start:
+        since_start.enter_context(lull.interrupted())
+        run(tiny_checkpoint, image, scenario)
+
+
+def test_graphs_that_find_no_memory_are_for_another_time(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def no_memory(engine: TransformersEngine) -> None:
+        tries.append(engine.paused)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: None)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", no_memory)
+
+    async def scenario(h: Harness) -> None:
+        await h.runtime.compiled()
+        tokens = await h.tokens(PROMPTS[0])
+        for _ in range(2):
+            await h.runtime.sleep(1)
+            assert h.runtime.mapped_bytes == 0
+            await h.runtime.wake()
+            assert await h.tokens(PROMPTS[0]) == tokens
+        h.runtime.check_health()
+        assert tries == [True] * 3
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_plain_forward_waits_for_the_compiler_and_keeps_nobody_from_sleeping(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, may_end = threading.Event(), threading.Event()
+
+    def compile_slowly(engine: TransformersEngine) -> None:
+        compiling.set()
+        may_end.wait()
+
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", compile_slowly)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: None)
+
+    async def scenario(h: Harness) -> None:
+        assert await asyncio.to_thread(compiling.wait, 20)
+        asking = {"max_tokens": 1, "echo": True, "logprobs": 1}
+        echo = asyncio.create_task(h.events(PROMPTS[0], **asking))
+        assert await h.tokens(PROMPTS[1])
+        await h.runtime.sleep(1)
+        await h.runtime.wake()
+        assert not echo.done()
+        may_end.set()
+        assert (await echo)[0].logprobs
+
+    try:
+        run(tiny_checkpoint, image, scenario)
+    finally:
+        may_end.set()
+
+
+@pytest.mark.parametrize("awake", [True, False], ids=["awake", "asleep"])
+def test_capture_that_fails_in_the_background_fails_the_replica(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, awake: bool
+) -> None:
+    may_compile = threading.Event()
+
+    def compile_later(engine: TransformersEngine) -> None:
+        may_compile.wait()
+
+    def explode(engine: TransformersEngine) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", compile_later)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", explode)
+
+    async def scenario(h: Harness) -> None:
+        pending = None
+        if awake:
+            pending = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
+            await anext(pending)
+        may_compile.set()
+        await h.runtime.compiled()
+        with pytest.raises(ReplicaFailed, match="capturing the compiled layers"):
+            h.runtime.check_health()
+        if pending is not None:
+            with pytest.raises(ReplicaFailed, match="capturing"):
+                async for _ in pending:
+                    pass
+        assert (h.runtime.mapped_bytes > 0) == awake
+
+    run(tiny_checkpoint, image, scenario, awake=awake)

@@ -1,0 +1,296 @@
+"""What may go wrong in a runtime, and that nothing else is harmed by it."""
+
+import asyncio
+import ctypes
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from actors.errors import (
+    ContextLengthExceeded,
+    DeviceMemoryError,
+    DeviceMemoryShort,
+    EngineDied,
+    InvalidRequest,
+    LayoutMismatch,
+    ReplicaFailed,
+    WeightsCorrupted,
+)
+from actors.memory.cpu import CpuDriver, CpuLink
+from actors.weights.checkpoint import write_checkpoint
+from actors.weights.image import WeightImage
+from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, load, run
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "message"),
+    [
+        ("", {}, InvalidRequest, "no tokens"),
+        ((1, 2, 10**9), {}, InvalidRequest, "1000000000"),
+        ((1, -1), {}, InvalidRequest, "-1"),
+        ("hi", {"temperature": -1.0}, InvalidRequest, "temperature"),
+        ("hi", {"temperature": float("nan")}, InvalidRequest, "temperature"),
+        ("hi", {"top_p": 0.0}, InvalidRequest, "top_p"),
+        ("hi", {"max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ("hi", {"logit_bias": {10**9: 1.0}}, InvalidRequest, "logit_bias"),
+        ("hi", {"max_tokens": 10**6}, ContextLengthExceeded, "max_model_len"),
+        (tuple([5] * 5000), {}, ContextLengthExceeded, "5000"),
+    ],
+)
+def test_bad_request_is_refused_before_it_enters(
+    tiny_checkpoint: Path,
+    image: WeightImage,
+    prompt: str | tuple[int, ...],
+    sampling: dict[str, object],
+    error: type[Exception],
+    message: str,
+) -> None:
+    async def scenario(h: Harness) -> None:
+        with pytest.raises(error, match=message):
+            h.prepare(prompt, **sampling)
+        assert h.runtime.mapped_bytes == 0  # refusing needed no weights
+        await h.runtime.wake()
+        assert await h.tokens("good")
+
+    run(tiny_checkpoint, image, scenario, awake=False)
+
+
+@pytest.mark.parametrize("how", ["its client leaves", "stop string"])
+def test_sequence_that_was_put_off_goes_on_when_the_other_is_cancelled(
+    tiny_checkpoint: Path, image: WeightImage, how: str
+) -> None:
+    async def scenario(h: Harness) -> None:
+        scheduler = h.runtime._engine._processor.scheduler  # type: ignore[attr-defined]
+        first, second = (5,) * 20, (6,) * 20
+        text = "".join(e.text for e in await h.events(first, max_tokens=100, ignore_eos=True))
+        parts = (
+            text[i : i + size]
+            for size in range(3, 30)
+            for i in range(len(text) * 6 // 10, len(text) * 8 // 10)
+        )
+        late = next(part for part in parts if text.find(part) >= len(text) * 6 // 10)
+        stop = () if how == "its client leaves" else (late,)
+        was_full = False
+
+        async def ask_first() -> None:
+            nonlocal was_full
+            stream = h.runtime.generate(
+                h.prepare(first, max_tokens=100, ignore_eos=True, stop=stop)
+            )
+            async for _ in stream:
+                was_full = was_full or scheduler.block_new_requests
+                if was_full and not stop:
+                    break
+            await stream.aclose()  # type: ignore[attr-defined]
+
+        ended = asyncio.create_task(ask_first())
+        put_off = asyncio.create_task(h.tokens(second, max_tokens=100, ignore_eos=True))
+        await ended
+        assert was_full
+        assert len(await put_off) == 100
+        assert await h.tokens(second, max_tokens=5)
+
+    run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 8}))
+
+
+def test_more_sequences_than_the_cache_holds_all_finish_right(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    """The engine evicts and recomputes; nobody may notice."""
+
+    async def scenario(h: Harness) -> None:
+        sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 100, "ignore_eos": True}
+        expected = [await h.tokens(p, **sampled) for p in PROMPTS]
+        assert await asyncio.gather(*(h.tokens(p, **sampled) for p in PROMPTS)) == expected
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 20}))
+
+
+def test_wake_that_fails_half_way_leaves_nothing_mapped(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(h: Harness) -> None:
+        expected = await h.tokens(PROMPTS[0])
+        await h.runtime.sleep(1)
+        copy, calls = CpuLink.copy, 0
+
+        def fail_third(link: CpuLink, address: int, host: memoryview) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise DeviceMemoryError("copy failed")
+            copy(link, address, host)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuLink, "copy", fail_third)
+            with pytest.raises(DeviceMemoryError, match="copy failed"):
+                await h.runtime.wake()
+        assert h.runtime.mapped_bytes == 0
+        await h.runtime.wake()
+        assert await h.tokens(PROMPTS[0]) == expected
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_byte_that_changed_on_the_way_fails_the_replica_and_its_requests(
+    tiny_checkpoint: Path,
+) -> None:
+    """Not of the image that others share: this one's memory is written to."""
+    image = load(tiny_checkpoint)
+
+    async def scenario(h: Harness) -> None:
+        await h.tokens(PROMPTS[0])
+        await h.runtime.sleep(1)
+        payload = np.frombuffer(image.segment(2), np.uint8)
+        address = payload.__array_interface__["data"][0]
+        ctypes.memset(address + 1000, payload[1000] ^ 1, 1)
+        await h.runtime.wake()
+        with pytest.raises(WeightsCorrupted, match=r"layer\.1 is not what was packed"):
+            await h.tokens(PROMPTS[0], max_tokens=300, ignore_eos=True)
+        with pytest.raises(WeightsCorrupted):
+            h.runtime.check_health()
+        with pytest.raises(WeightsCorrupted):
+            await h.tokens(PROMPTS[0])
+        report = h.runtime.memory.last_wake
+        assert report is not None
+        assert (report.intact, report.checked_segments) == (False, 3)  # up to the one that differs
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_device_that_fails_after_a_sleep_fails_the_replica(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(h: Harness) -> None:
+        def refuse(driver: CpuDriver) -> None:
+            raise DeviceMemoryError("cuMemCreate failed")
+
+        monkeypatch.setattr(CpuDriver, "collect_cleared", refuse)
+        await h.runtime.sleep(1)
+        h.runtime._collect_cleared()
+        with pytest.raises(ReplicaFailed, match="cuMemCreate failed"):
+            h.runtime.check_health()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_checkpoint_that_changed_during_a_level_2_sleep_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "tiny")
+
+    async def scenario(h: Harness) -> None:
+        await h.runtime.sleep(2)
+        write_checkpoint(checkpoint, "tiny", seed=1, force=True)
+        with pytest.raises(LayoutMismatch, match="changed"):
+            await h.runtime.wake()
+        assert h.runtime.image_origin == ""
+
+    run(checkpoint, load(checkpoint), scenario)
+
+
+@contextmanager
+def memory_missing_at(h: Harness, *steps: int) -> Iterator[None]:
+    """The model's n-th forward from now on finds no memory, for each n in steps."""
+    count = itertools.count()
+
+    def fail(*_: object) -> None:
+        if next(count) in steps:
+            raise torch.OutOfMemoryError("another process has it all")
+
+    handle = h.runtime._engine._model.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_step_without_memory_is_tried_again(
+    tiny_checkpoint: Path, image: WeightImage, step: int
+) -> None:
+    async def scenario(h: Harness) -> None:
+        sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 40, "presence_penalty": 0.5}
+        expected = [await h.tokens(p, **sampled) for p in PROMPTS]
+        with memory_missing_at(h, step, step + 9):
+            assert await asyncio.gather(*(h.tokens(p, **sampled) for p in PROMPTS)) == expected
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_step_that_never_finds_memory_is_refused_and_the_engine_lives(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        expected = [await h.tokens(p) for p in PROMPTS]
+        with memory_missing_at(h, *range(5, 1000)):
+            found = await asyncio.gather(*(h.tokens(p) for p in PROMPTS), return_exceptions=True)
+        assert all(isinstance(refusal, DeviceMemoryShort) for refusal in found), found
+        await h.until_free()
+        h.runtime.check_health()
+        assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == expected
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_stream_that_fails_between_two_events_tells_so(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    """Everything that had come was taken, and nothing more comes: that is not the end of an answer."""
+
+    async def scenario(h: Harness) -> None:
+        stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
+        assert (await anext(stream)).finish_reason is None
+        h.runtime._streams.fail_all(ReplicaFailed("the device is gone"))
+        with pytest.raises(ReplicaFailed, match="the device is gone"):
+            async for _ in stream:
+                pass
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_engine_that_dies_fails_its_requests_and_the_health_check(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(h: Harness) -> None:
+        h.runtime.check_health()
+
+        def explode(*args: object) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
+        await anext(stream)
+        monkeypatch.setattr(h.runtime._engine._processor, "_generation_step", explode)
+        with pytest.raises(EngineDied, match="RuntimeError"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDied):
+            await h.tokens(PROMPTS[0])
+        with pytest.raises(EngineDied):
+            h.runtime.check_health()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_model_len": 10**6}, "max_position_embeddings|KV cache"),
+        ({"max_model_len": 330, "num_blocks": 20}, "KV cache of 20 blocks of 16 tokens holds 320"),
+        ({"device": "cuda"}, "finds no CUDA device"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused_with_the_numbers(
+    tiny_checkpoint: Path, image: WeightImage, limits: dict[str, object], message: str
+) -> None:
+    async def scenario(h: Harness) -> None: ...
+
+    with pytest.raises(ValueError, match=message):
+        run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update=limits))
