@@ -1,20 +1,14 @@
 """Which architectures are served, token for token as a plain forward would, and which are refused."""
 
 import copy
-import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 import transformers as tf
 
 from actors.engine.architectures import check_architecture
-from actors.engine.config import EngineConfig
-from actors.engine.engine import EngineOutput, TransformersEngine
-from actors.engine.sampling import SequenceSampling
-from actors.engine.sampling_defaults import ResolvedSampling
-from actors.memory.arena import DeviceArena
-from actors.memory.cpu import CpuDriver
+from tests.unit.engine.small_models import generate, plain
 
 SMALL = {
     "vocab_size": 96,
@@ -51,6 +45,9 @@ SERVED: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "gemma2 softcap": lambda: tf.Gemma2Config(**HEAD),
     "gemma3 hybrid": lambda: tf.Gemma3TextConfig(**HEAD, sliding_window=16),
     "gpt2": lambda: tf.GPT2Config(**GPT),
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=24),
+    # As of Phi-3.5-MoE: a window that no sequence outgrows.
+    "phimoe": lambda: tf.PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=128),
 }
 REFUSED: dict[str, tuple[Callable[[], tf.PreTrainedConfig], str]] = {
     "bloom": (
@@ -69,6 +66,18 @@ REFUSED: dict[str, tuple[Callable[[], tf.PreTrainedConfig], str]] = {
     "mamba": (
         lambda: tf.MambaConfig(**IDS, hidden_size=32, num_hidden_layers=2),
         "MambaForCausalLM: Invalid layer type: linear_attention; supported: full_attention",
+    ),
+    "qwen2_moe with a window": (
+        lambda: tf.Qwen2MoeConfig(**SMALL, use_sliding_window=True, sliding_window=16),
+        "Qwen2MoeForCausalLM does not tell its attention of the sliding window of 16 tokens",
+    ),
+    "diffllama": (
+        lambda: tf.DiffLlamaConfig(**SMALL),
+        "DiffLlamaForCausalLM attends twice in each layer: not supported",
+    ),
+    "xlstm": (
+        lambda: tf.xLSTMConfig(**IDS, hidden_size=32, num_hidden_layers=2, num_heads=4),
+        "xLSTMForCausalLM has no attention: not supported",
     ),
     "bert": (
         lambda: tf.BertConfig(
@@ -104,47 +113,3 @@ def test_other_architecture_is_refused_by_name(name: str) -> None:
         model = tf.AutoModelForCausalLM.from_config(make())
     with pytest.raises(ValueError, match=message):
         check_architecture(model)
-
-
-def plain(model: tf.PreTrainedModel, prompt: tuple[int, ...], count: int) -> list[int]:
-    """Greedy tokens without any cache."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            best, second = logits.topk(2).values.tolist()
-            assert best - second > 1e-4, "a tie: choose another seed"
-            ids.append(int(logits.argmax()))
-    return ids[len(prompt) :]
-
-
-def generate(
-    model: tf.PreTrainedModel, prompts: list[tuple[int, ...]], count: int
-) -> list[list[int]]:
-    """The same by the engine, all prompts together."""
-    outputs: queue.Queue[EngineOutput] = queue.Queue()
-
-    def kv_arena(parts: Sequence[int]) -> DeviceArena:
-        arena = DeviceArena(CpuDriver(), parts)
-        arena.map()
-        return arena
-
-    limits = EngineConfig(page_size=8, num_blocks=64, max_batch_tokens=64, max_requests_per_batch=4)
-    engine = TransformersEngine(
-        model, limits, kv_arena, lambda step: [outputs.put(output) for output in step]
-    )
-    params = ResolvedSampling(temperature=0.0, max_tokens=count)
-    tokens: dict[str, list[int]] = {}
-    try:
-        for i, prompt in enumerate(prompts):
-            tokens[str(i)] = []
-            engine.submit(str(i), SequenceSampling(params, prompt, 0))
-        running = len(prompts)
-        while running:
-            output = outputs.get(timeout=30)
-            assert output.error is None
-            tokens[output.sequence_id] += output.token_ids
-            running -= output.finish is not None
-    finally:
-        engine.stop()
-    return list(tokens.values())

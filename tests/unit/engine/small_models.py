@@ -1,0 +1,60 @@
+"""Small models on the CPU: their greedy tokens by the engine, and by a plain forward."""
+
+import queue
+from collections.abc import Sequence
+
+import torch
+import transformers as tf
+
+from actors.engine.config import EngineConfig
+from actors.engine.engine import EngineOutput, TransformersEngine
+from actors.engine.sampling import SequenceSampling
+from actors.engine.sampling_defaults import ResolvedSampling
+from actors.memory.arena import DeviceArena
+from actors.memory.cpu import CpuDriver
+
+_TIE = 1e-4  # between the best two logits: rounding decides
+
+
+def plain(model: tf.PreTrainedModel, prompt: tuple[int, ...], count: int) -> list[int]:
+    """Greedy tokens without any cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            best, second = logits.topk(2).values.tolist()
+            assert best - second > _TIE, "a tie: choose another seed"
+            ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
+
+
+def generate(
+    model: tf.PreTrainedModel, prompts: list[tuple[int, ...]], count: int
+) -> list[list[int]]:
+    """The same by the engine, all prompts together."""
+    outputs: queue.Queue[EngineOutput] = queue.Queue()
+
+    def kv_arena(parts: Sequence[int]) -> DeviceArena:
+        arena = DeviceArena(CpuDriver(), parts)
+        arena.map()
+        return arena
+
+    limits = EngineConfig(page_size=8, num_blocks=64, max_batch_tokens=64, max_requests_per_batch=4)
+    engine = TransformersEngine(
+        model, limits, kv_arena, lambda step: [outputs.put(output) for output in step]
+    )
+    params = ResolvedSampling(temperature=0.0, max_tokens=count)
+    tokens: dict[str, list[int]] = {}
+    try:
+        for i, prompt in enumerate(prompts):
+            tokens[str(i)] = []
+            engine.submit(str(i), SequenceSampling(params, prompt, 0))
+        running = len(prompts)
+        while running:
+            output = outputs.get(timeout=30)
+            assert output.error is None
+            tokens[output.sequence_id] += output.token_ids
+            running -= output.finish is not None
+    finally:
+        engine.stop()
+    return list(tokens.values())
