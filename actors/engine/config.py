@@ -21,7 +21,8 @@ class EngineConfig(BaseModel):
         default=None,
         gt=0,
         description="Tokens of prompt and output together; the checkpoint's own limit, or what the "
-        "KV cache holds, whichever is smaller, when absent.",
+        "KV cache holds, whichever is smaller, when absent. Of a model with LongRoPE it says which "
+        "frequencies hold, for all sequences: those for long ones if it is more than the length of training.",
     )
     page_size: int = Field(default=256, gt=0, description="Tokens in a page of the KV cache.")
     gpu_memory_utilization: float = Field(

@@ -30,6 +30,7 @@ from actors.engine.config import EngineConfig
 from actors.engine.graphs import GraphRunner, forget_newest_tokens
 from actors.engine.kv_growth import GrowingPool, kv_parts
 from actors.engine.pipeline import PipelinedManager
+from actors.engine.rotation import settle_rotation
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
 from actors.engine.scheduling import NAME as TURNS
 from actors.engine.sizing import CardMemory, Limits, plan_limits
@@ -252,6 +253,7 @@ class TransformersEngine:
             self._manager.complete_batch = self._runner.complete_batch
         self._cache: PagedAttentionCache = self._processor.cache
         self.max_model_len = _resolve_max_model_len(model, config, self._cache)
+        settle_rotation(model, self.max_model_len)
         parts = kv_parts(shape, limits.num_blocks, self.max_model_len)
         self._pool = GrowingPool(self._cache.num_sectors, len(self._cache.cache_allocators))
         self._cache.pool = self._pool

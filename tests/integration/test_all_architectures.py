@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from actors.engine.architectures import check_architecture
-from tests.unit.engine.small_models import generate
+from tests.unit.engine.small_models import generate, randomise
 
 pytestmark = pytest.mark.slow
 
@@ -116,13 +116,8 @@ def small(kind: type[tf.PreTrainedConfig]) -> tf.PreTrainedConfig:
 
 def models(config: tf.PreTrainedConfig) -> tuple[tf.PreTrainedModel, tf.PreTrainedModel]:
     """The same model twice, the second one with attention as its authors wrote it."""
-    torch.manual_seed(0)
     one = tf.AutoModelForCausalLM.from_config(config).eval()
-    for weights in one.parameters():
-        if weights.dim() > 1:
-            torch.nn.init.normal_(weights, std=0.2)
-        elif not weights.any():  # a bias; of others ones are a start
-            torch.nn.init.normal_(weights, std=0.05)
+    randomise(one)
     other = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     other.load_state_dict(one.state_dict())
     return one, other
@@ -160,6 +155,10 @@ def test_architecture_is_served_right_or_refused(name: str) -> None:
         return
     model, reference = models(small(CONFIG_MAPPING[name]))
     expected = [until_a_tie(reference, prompt) for prompt in PROMPTS]
+    buffers = {name: (b.data_ptr(), b.clone()) for name, b in model.named_buffers()}
     found = generate(model, PROMPTS, COUNT)
     assert [f[: len(e)] for f, e in zip(found, expected, strict=True)] == expected
     assert sum(map(len, expected)) > COUNT, "too many ties: it says nothing"
+    for buffer_name, buffer in model.named_buffers():  # parts of the image, which a wake checks
+        address, before = buffers[buffer_name]
+        assert buffer.data_ptr() != address or torch.equal(buffer, before), buffer_name

@@ -16,6 +16,16 @@ from actors.memory.cpu import CpuDriver
 _TIE = 1e-4  # between the best two logits: rounding decides
 
 
+def randomise(model: tf.PreTrainedModel) -> None:
+    """Weights wide enough that answers are not one token over and over."""
+    torch.manual_seed(0)
+    for weights in model.parameters():
+        if weights.dim() > 1:
+            torch.nn.init.normal_(weights, std=0.2)
+        elif not weights.any():  # a bias; of others ones are a start
+            torch.nn.init.normal_(weights, std=0.05)
+
+
 def plain(model: tf.PreTrainedModel, prompt: tuple[int, ...], count: int) -> list[int]:
     """Greedy tokens without any cache."""
     ids = list(prompt)
@@ -29,7 +39,10 @@ def plain(model: tf.PreTrainedModel, prompt: tuple[int, ...], count: int) -> lis
 
 
 def generate(
-    model: tf.PreTrainedModel, prompts: list[tuple[int, ...]], count: int
+    model: tf.PreTrainedModel,
+    prompts: Sequence[tuple[int, ...]],
+    count: int,
+    max_model_len: int | None = None,
 ) -> list[list[int]]:
     """The same by the engine, all prompts together."""
     outputs: queue.Queue[EngineOutput] = queue.Queue()
@@ -39,7 +52,13 @@ def generate(
         arena.map()
         return arena
 
-    limits = EngineConfig(page_size=8, num_blocks=64, max_batch_tokens=64, max_requests_per_batch=4)
+    limits = EngineConfig(
+        page_size=8,
+        num_blocks=64,
+        max_batch_tokens=64,
+        max_requests_per_batch=4,
+        max_model_len=max_model_len,
+    )
     engine = TransformersEngine(
         model, limits, kv_arena, lambda step: [outputs.put(output) for output in step]
     )
