@@ -16,8 +16,16 @@ def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The architecture of a checkpoint without any memory behind its tensors.
 
     Not accelerate's `init_empty_weights`, which leaves buffers on the CPU.
+
+    Raises:
+        ValueError: transformers does not know it, or not as a language model.
     """
     config = AutoConfig.from_pretrained(checkpoint)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        # transformers would say so with the names of all 200 that it has.
+        raise ValueError(
+            f"transformers has no causal language model of type {config.model_type}: not supported"
+        )
     with BUILDING, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.eval()

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -189,6 +190,15 @@ def test_model_without_a_list_of_layers_is_refused(qwen2: Path) -> None:
     model.model.layers = nn.Identity()
     with pytest.raises(LayoutMismatch, match="no list of 3 decoder layers"):
         packer.plan(model)
+
+
+def test_checkpoint_of_no_language_model_is_refused_in_a_line(tmp_path: Path) -> None:
+    Qwen2VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="no causal language model of type qwen2_vl: not supp"
+    ) as told:
+        build_on_meta(tmp_path, torch.float32)
+    assert len(str(told.value)) < 100
 
 
 def test_key_changes_with_the_checkpoint_and_the_dtype(qwen2: Path) -> None:
