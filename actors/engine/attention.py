@@ -30,6 +30,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from actors.engine.compiled_layers import paged_arguments
 
 NAME = "paged_flash_2"
+_EAGER = "paged|eager"  # what continuous batching makes of "eager"
 
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256  # of torch's flash kernel, which also wants a multiple of 8
@@ -40,11 +41,14 @@ def choose_attention(model: PreTrainedModel, page_size: int) -> str:
     """Set the fastest attention that is right for a model; returns its name.
 
     A FlashAttention package if there is one, else the functions of this module, else what the model
-    came with: attention with soft caps, sinks or odd head dims, and full precision on CUDA.
+    came with: attention with sinks or odd head dims, and full precision on CUDA.
     """
     name = _wanted(model, page_size)
     if name == NAME:
         _register()
+    if _softcap(model) is not None:
+        opaque = torch.compiler.disable(softcapped_attention)  # type: ignore[no-untyped-call]
+        ALL_ATTENTION_FUNCTIONS.register(_EAGER, opaque)
     if name != model.config._attn_implementation:
         model.set_attn_implementation(name)
     return name
@@ -64,12 +68,13 @@ def wants_mask(model: PreTrainedModel) -> bool:
 
 
 def _wanted(model: PreTrainedModel, page_size: int) -> str:
+    if _softcap(model) is not None:
+        return "eager"  # ours; no other has it
     came_with = str(model.config._attn_implementation)
     config = model.config.get_text_config()
     plain = (
         model._supports_flash_attn
         and not getattr(model, "_compatible_flash_implementations", None)  # wants its own kernels
-        and getattr(config, "attn_logit_softcapping", None) is None
         and not any(hasattr(module, "sinks") for module in model.modules())
     )
     if not plain or came_with.startswith("flash_attention"):
@@ -85,6 +90,11 @@ def _wanted(model: PreTrainedModel, page_size: int) -> str:
             return "flash_attention_2"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return NAME if head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0 else came_with
+
+
+def _softcap(model: PreTrainedModel) -> float | None:
+    cap: float | None = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return cap
 
 
 def _register() -> None:
@@ -157,6 +167,38 @@ def paged_attention(
         return _flash(*args)[None], None
     lengths = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     return _one_by_one(query, key, value, *lengths, scale, sliding_window), None
+
+
+def softcapped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    softcap: float,
+    cache: PagedAttentionCache,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a step's sequences with capped scores (Gemma 2, arXiv 2408.00118).
+
+    transformers 5.23 has this for plain forwards, and leaves the cap out inside continuous batching.
+
+    Args:
+        query: [1, H, Q, D]; `key` and `value` are [1, K, Q, D].
+        attention_mask: [1, 1, Q, T], added to the scores.
+        kwargs: as of `paged_attention`.
+
+    Returns:
+        The outputs [1, Q, H, D], and no weights.
+    """
+    key, value = cache.update(key, value, module.layer_idx, kwargs)
+    group = query.shape[1] // key.shape[1]
+    key_1HTD, value_1HTD = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scores_1HQT = query @ key_1HTD.transpose(2, 3) * (scaling / softcap)
+    scores_1HQT = scores_1HQT.tanh_().mul_(softcap).add_(attention_mask)
+    weights_1HQT = scores_1HQT.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights_1HQT @ value_1HTD).transpose(1, 2).contiguous(), None
 
 
 def _flash(

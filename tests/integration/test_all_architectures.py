@@ -43,6 +43,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("head_dim", "global_head_dim", "d_kv", "v_head_dim", "state_size"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256),
     "sliding_window": 16,
+    "attn_logit_softcapping": 0.5,  # that makes a difference
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),

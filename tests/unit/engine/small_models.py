@@ -13,6 +13,18 @@ from actors.engine.sampling_defaults import ResolvedSampling
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _TIE = 1e-4  # between the best two logits: rounding decides
 
 

@@ -8,20 +8,8 @@ import torch
 import transformers as tf
 
 from actors.engine.architectures import check_architecture
-from tests.unit.engine.small_models import generate, plain
+from tests.unit.engine.small_models import SMALL, generate, plain
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 IDS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT = {**IDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 HEAD = {**SMALL, "head_dim": 8}
@@ -42,7 +30,9 @@ SERVED: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "mistral sliding": lambda: tf.MistralConfig(**SMALL, sliding_window=16),
     "phi3": lambda: tf.Phi3Config(**SMALL),
     "glm4": lambda: tf.Glm4Config(**HEAD),
-    "gemma2 softcap": lambda: tf.Gemma2Config(**HEAD),
+    "gemma2 softcap": lambda: tf.Gemma2Config(
+        **HEAD, attn_logit_softcapping=0.5, sliding_window=16, tie_word_embeddings=False
+    ),
     "gemma3 hybrid": lambda: tf.Gemma3TextConfig(**HEAD, sliding_window=16),
     "gpt2": lambda: tf.GPT2Config(**GPT),
     "qwen2_moe": lambda: tf.Qwen2MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=24),

@@ -8,17 +8,7 @@ import transformers as tf
 from torch import Tensor
 
 from actors.engine import attention
-
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
+from tests.unit.engine.small_models import SMALL
 
 
 def build(

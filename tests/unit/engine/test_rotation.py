@@ -7,20 +7,8 @@ import pytest
 import torch
 import transformers as tf
 
-from tests.unit.engine.small_models import generate, plain, randomise
+from tests.unit.engine.small_models import SMALL, generate, plain, randomise
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 TRAINED = 32  # tokens
 LONG_ROPE = {
     "rope_type": "longrope",
