@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.cache import (
     PagedAttentionCache,
     group_layers_by_attn_type,
 )
+from transformers.integrations.eager_paged import eager_paged_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
@@ -176,13 +177,13 @@ def softcapped_attention(
     value: Tensor,
     attention_mask: Tensor,
     scaling: float,
-    softcap: float,
-    cache: PagedAttentionCache,
+    softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of a step's sequences with capped scores (Gemma 2, arXiv 2408.00118).
 
-    transformers 5.23 has this for plain forwards, and leaves the cap out inside continuous batching.
+    transformers 5.23 has this for plain forwards, and leaves the cap out inside continuous batching. What
+    asks for no cap is left to it.
 
     Args:
         query: [1, H, Q, D]; `key` and `value` are [1, K, Q, D].
@@ -192,7 +193,12 @@ def softcapped_attention(
     Returns:
         The outputs [1, Q, H, D], and no weights.
     """
-    key, value = cache.update(key, value, module.layer_idx, kwargs)
+    if softcap is None:
+        uncapped: tuple[Tensor, Tensor] = eager_paged_attention_forward(
+            module, query, key, value, attention_mask, scaling, **kwargs
+        )
+        return uncapped
+    key, value = kwargs.pop("cache").update(key, value, module.layer_idx, kwargs)
     group = query.shape[1] // key.shape[1]
     key_1HTD, value_1HTD = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores_1HQT = query @ key_1HTD.transpose(2, 3) * (scaling / softcap)

@@ -67,7 +67,7 @@ def generate(
     limits = EngineConfig(
         page_size=8,
         num_blocks=64,
-        max_batch_tokens=64,
+        max_batch_tokens=24,  # less than the longest prompt
         max_requests_per_batch=4,
         max_model_len=max_model_len,
     )
