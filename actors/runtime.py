@@ -40,7 +40,6 @@ from actors.errors import (
 from actors.growth import CacheGrowth
 from actors.lifecycle import MemoryChange, SleepConfig
 from actors.lull import Lull
-from actors.memory.arena import RETRY_SHORT_AFTER_S
 from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
 from actors.protocol import (
@@ -294,8 +293,9 @@ class ModelRuntime:
 
         It runs on the control thread, so that no sleep comes in between, and finds the bytes of the
         last wake there and checked. Layers that are being compiled are waited for. A replica that failed
-        that check can be looked at, too; see `check_health`. Requests in flight go on afterwards. `work` leaves the module as it found it;
-        the attention that the engine has set works inside continuous batching only.
+        that check can be looked at, too; see `check_health`. Requests in flight go on afterwards. `work`
+        leaves the module as it found it; the attention that the engine has set works inside continuous
+        batching only.
 
         Raises:
             Unavailable: the model is asleep.
@@ -362,11 +362,7 @@ class ModelRuntime:
                 self._settle()
                 self._engine.pause()
                 self._engine.drop_kv()
-            self.memory.map()
             self._capture_compiled()
-        except DeviceMemoryShort as exc:
-            logger.info("graphs are captured at the next sleep: %s", exc)
-            self._has_uncaptured = True
         except Exception as exc:  # noqa: BLE001  # nobody waits for this; the replica must not hang
             self._fail(exc, "capturing the compiled layers")
         finally:
@@ -379,13 +375,15 @@ class ModelRuntime:
                 self._engine.resume()
 
     def _capture_compiled(self) -> None:
+        """Now; or, where memory is missing, at the next sleep."""
         try:
+            self.memory.map()
             with self.memory.counting_graphs():
                 self._engine.use_compiled()
-        except torch.OutOfMemoryError as exc:
-            raise DeviceMemoryShort(
-                f"no memory to capture graphs on {self.memory.device}", RETRY_SHORT_AFTER_S
-            ) from exc
+        except (DeviceMemoryShort, torch.OutOfMemoryError) as exc:
+            self._has_uncaptured = True
+            logger.info("graphs are captured at the next sleep: %s", exc)
+            return
         self._has_uncaptured = False
         logger.info("the decoder layers run compiled from now on")
 
@@ -417,10 +415,7 @@ class ModelRuntime:
             self._engine.pause()
         self._engine.drop_kv()
         if awake and self._has_uncaptured and not self.memory.wake_bytes:
-            try:
-                self._capture_compiled()
-            except DeviceMemoryShort as exc:
-                logger.info("graphs are captured at the next sleep: %s", exc)
+            self._capture_compiled()
         change = self.memory.unmap(level)
         self._cleared.begin()
         return change

@@ -12,8 +12,8 @@ from transformers.generation.continuous_batching.cache import (
 )
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 
-# Configurations of transformers 5.23 whose models pass for suited: each request would end in an error, those
-# of the first in wrong tokens. tests/integration/test_all_architectures.py tries all that there are.
+# By `model_type`, what transformers 5.23 serves with wrong tokens (the first), ends each request of, or cannot
+# start, though nothing below tells. tests/integration/test_all_architectures.py tries all that there are.
 _UNSUITED = {
     "diffllama": "attends twice in each layer",
     "doge": "has masks that depend on its keys",

@@ -170,10 +170,13 @@ class _StatusThatReads(BackgroundThreadStatus):
 
 def _is_last(scheduler: Scheduler, batch: Sequence[FutureRequestState]) -> bool:
     """Whether every sequence that there is reaches its `max_new_tokens` with this batch."""
+    if scheduler.waiting_requests:
+        return False
     active = scheduler.active_requests
-    states = [r.state for r in batch if r.has_new_token and _has_one_left(r.state)]
-    ending = sum(active.get(state.request_id) is state for state in states)
-    return ending == len(active) and not scheduler.waiting_requests
+    running = [r for r in batch if active.get(r.state.request_id) is r.state]
+    return len(running) == len(active) and all(
+        r.has_new_token and _has_one_left(r.state) for r in running
+    )
 
 
 def _has_one_left(state: RequestState) -> bool:

@@ -4,6 +4,7 @@ What this finds to be neither goes into `architectures.py`.
 """
 
 import dataclasses
+from itertools import islice, takewhile
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from actors.engine.architectures import check_architecture
-from tests.unit.engine.small_models import generate, randomise
+from tests.unit.engine.small_models import generate, randomise, steps
 
 pytestmark = pytest.mark.slow
 
@@ -126,15 +127,8 @@ def models(config: tf.PreTrainedConfig) -> tuple[tf.PreTrainedModel, tf.PreTrain
 
 def until_a_tie(model: tf.PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
     """Greedy tokens without any cache, as long as rounding does not decide."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(COUNT):
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            best, second = logits.topk(2).values.tolist()
-            if best - second < 1e-3:
-                break
-            ids.append(int(logits.argmax()))
-    return ids[len(prompt) :]
+    clear = takewhile(lambda step: step[1] >= 1e-3, steps(model, prompt))
+    return [token for token, _ in islice(clear, COUNT)]
 
 
 def refusal_of(model: tf.PreTrainedModel) -> str:

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from functools import wraps
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -25,23 +24,10 @@ from serve_app.sse import (
     text_stream,
     unless_gone,
 )
+from tests.on_loop import on_loop
 
 NEVER_S = 3600.0  # longer than any test
 AT_ONCE_S = 0.001
-
-
-def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test; one that hangs fails."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        async def limited() -> None:
-            async with asyncio.timeout(20):
-                await test(*args, **kwargs)
-
-        asyncio.run(limited())
-
-    return run
 
 
 def event(text: str, finish: FinishReason | None = None, index: int = 0) -> TokenEvent:

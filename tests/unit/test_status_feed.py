@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from functools import wraps
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -15,16 +14,9 @@ from serve_app.status import feed as feed_module
 from serve_app.status.feed import StatusFeed
 from serve_app.status.snapshot import View
 from tests.fakes import FakeModel
+from tests.on_loop import on_loop
 
 Watch = AsyncGenerator[bytes, None]
-
-
-def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 20))
-
-    return run
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """Small models on the CPU: their greedy tokens by the engine, and by a plain forward."""
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 import transformers as tf
@@ -25,7 +26,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_TIE = 1e-4  # between the best two logits: rounding decides
+_TIE = 1e-4  # of the best two logits: rounding decides
 
 
 def randomise(model: tf.PreTrainedModel) -> None:
@@ -38,16 +39,22 @@ def randomise(model: tf.PreTrainedModel) -> None:
             torch.nn.init.normal_(weights, std=0.05)
 
 
+def steps(model: tf.PreTrainedModel, prompt: tuple[int, ...]) -> Iterator[tuple[int, float]]:
+    """Greedy tokens without any cache, each with the lead of its logit over the next; no end."""
+    ids = list(prompt)
+    while True:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        best, second = logits.topk(2).values.tolist()
+        ids.append(int(logits.argmax()))
+        yield ids[-1], best - second
+
+
 def plain(model: tf.PreTrainedModel, prompt: tuple[int, ...], count: int) -> list[int]:
     """Greedy tokens without any cache."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            best, second = logits.topk(2).values.tolist()
-            assert best - second > _TIE, "a tie: choose another seed"
-            ids.append(int(logits.argmax()))
-    return ids[len(prompt) :]
+    found = list(islice(steps(model, prompt), count))
+    assert min(lead for _, lead in found) > _TIE, "a tie: choose another seed"
+    return [token for token, _ in found]
 
 
 def generate(

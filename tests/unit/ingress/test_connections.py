@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from starlette.testclient import TestClient
 from actors.errors import EngineDied
 from serve_app.ingress import HttpSettings, build_asgi
 from tests.fakes import FakeModel
+from tests.on_loop import on_loop
 from tests.unit.ingress.front import CHAT, CHAT_BODY, HI, TEXT, conforms, scope_of
 
 # --- request ids ---
@@ -76,20 +75,6 @@ class Call:
             return {"type": "http.request", "body": self._body, "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
-
-
-def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test; one that hangs fails."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        async def limited() -> None:
-            async with asyncio.timeout(20):
-                await test(*args, **kwargs)
-
-        asyncio.run(limited())
-
-    return run
 
 
 async def reached(model: FakeModel, count: int = 1) -> None:
