@@ -14,7 +14,7 @@ from actors.engine.sampling import SequenceSampling
 from actors.engine.sampling_defaults import ResolvedSampling
 from actors.engine.text import TextCodec
 from actors.protocol import Grammar, GrammarKind
-from tests.integration.test_engine_gpu import (
+from tests.integration.gpu_engine import (
     LIMITS,
     MODELS,
     VOCAB,

@@ -1,0 +1,44 @@
+"""Every architecture that is not refused, small, in half precision: with the kernels and graphs of a card."""
+
+import pytest
+import torch
+import transformers as tf
+
+from actors.engine.architectures import check_architecture
+from actors.engine.config import EngineConfig
+from tests.integration.gpu_engine import counted_replays, running
+from tests.integration.small_architectures import ARCHITECTURES, small
+from tests.unit.engine.small_models import randomise
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [tuple(3 + (7 * i) % 90 for i in range(length)) for length in (3, 17, 100)]
+LIMITS = EngineConfig(page_size=16, num_blocks=64, max_batch_tokens=64, max_requests_per_batch=4)
+# All of them for each token: which two of them are best is up to rounding.
+ALL_EXPERTS = dict.fromkeys(("num_experts_per_tok", "moe_k"), 4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.filterwarnings("ignore")  # of theirs
+def test_greedy_is_that_of_a_plain_forward(name: str) -> None:
+    config = small(name, **ALL_EXPERTS)
+    with torch.device("meta"):
+        empty = tf.AutoModelForCausalLM.from_config(config)
+    try:
+        check_architecture(empty)
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
+    with (
+        running(small(name, **ALL_EXPERTS), LIMITS, torch.bfloat16, fill=randomise) as h,
+        counted_replays() as replays,
+    ):
+        for prompt in PROMPTS:
+            h.submit(prompt, 60)
+        h.finish()
+        h.lose_and_restore()
+        for prompt in PROMPTS:
+            h.submit(prompt, 60)
+        h.finish()
+        attention = h.model.config._attn_implementation
+        print(f"{name}: {attention}, {replays[0]} graphs replayed")
+        h.check_greedy()
