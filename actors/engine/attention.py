@@ -23,7 +23,6 @@ from transformers.generation.continuous_batching.cache import (
     group_layers_by_attn_type,
 )
 from transformers.integrations.eager_paged import eager_paged_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -103,8 +102,9 @@ def _register() -> None:
         return
     # Compiled layers call it as it is: the cache's bookkeeping is Python, the kernels are fused already.
     opaque = torch.compiler.disable(paged_attention)  # type: ignore[no-untyped-call]
+    # There is no mask of this name, so none is made: making one the host would wait for the device, to
+    # see whether it hides anything (masking_utils.py: find_packed_sequence_indices, flash_attention_mask).
     ALL_ATTENTION_FUNCTIONS.register(NAME, opaque)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, flash_attention_mask)
     # There is no registry for what a flash implementation brings: asked for an unknown name,
     # _lazy_imports looks on the hub. Of its answer for ours only "there is a function for block
     # tables" is ever used, because `paged_attention` does not go through transformers' wrapper.

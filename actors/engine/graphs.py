@@ -262,18 +262,26 @@ class GraphRunner(ModelRunner):
     def _capture_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
         carry_over_ids, previous_ids, _ = self.inputs_and_outputs.get_cb_kwargs()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph,
-            # Annotated int, is a handle.
-            pool=self.graph_pool_id if self._pool is None else self._pool.id,  # type: ignore[arg-type]
-            stream=self._capture_stream,
-            capture_error_mode="thread_local",  # other threads may use the device meanwhile
-        ):
-            logits_BV = self._forward(model, batch_data, carry_over_ids, previous_ids)
-            if self._logits_BV is None:
-                self._logits_BV = logits_BV
-            else:
-                self._logits_BV[: logits_BV.shape[0]].copy_(logits_BV)
+        try:
+            with torch.cuda.graph(
+                graph,
+                # Annotated int, is a handle.
+                pool=self.graph_pool_id if self._pool is None else self._pool.id,  # type: ignore[arg-type]
+                stream=self._capture_stream,
+                capture_error_mode="thread_local",  # other threads may use the device meanwhile
+            ):
+                logits_BV = self._forward(model, batch_data, carry_over_ids, previous_ids)
+                if self._logits_BV is None:
+                    self._logits_BV = logits_BV
+                else:
+                    self._logits_BV[: logits_BV.shape[0]].copy_(logits_BV)
+        except torch.AcceleratorError as exc:
+            if "captur" not in str(exc):
+                raise
+            raise RuntimeError(
+                f"no CUDA graph can hold a forward of {type(model).__name__}, which has the host wait "
+                "for the device; set engine.use_cuda_graphs: false"
+            ) from exc
         self._graphs[self._key(self._io)] = graph
 
     def _forward(

@@ -5,6 +5,7 @@ import torch
 import transformers as tf
 
 from actors.engine.architectures import check_architecture
+from actors.engine.attention import decodes_in_pages
 from actors.engine.config import EngineConfig
 from tests.integration.gpu_engine import counted_replays, running
 from tests.integration.small_architectures import ARCHITECTURES, small
@@ -39,6 +40,6 @@ def test_greedy_is_that_of_a_plain_forward(name: str) -> None:
         for prompt in PROMPTS:
             h.submit(prompt, 60)
         h.finish()
-        attention = h.model.config._attn_implementation
-        print(f"{name}: {attention}, {replays[0]} graphs replayed")
-        h.check_greedy()
+        print(f"{h.model.config._attn_implementation}, {replays[0]} graphs replayed")
+        h.check_greedy(missed=0.07)
+        assert (replays[0] > 0) == decodes_in_pages(h.model)

@@ -1,7 +1,10 @@
 """The engine on CUDA: kernels, graphs, sleep in between; against a plain forward in float32."""
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +45,48 @@ def test_experts_that_cannot_be_captured_run_without_graphs() -> None:
         come_and_go(h)
         h.check_greedy()
         assert replays[0] == 0
+
+
+def test_what_cannot_be_captured_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a process of its own: torch does not recover from a capture that failed.
+    monkeypatch.chdir(Path(__file__).parents[2])
+    code = """
+from tests.integration import gpu_engine
+from actors.engine import engine
+engine.experts_need_host = lambda model: False
+with gpu_engine.running(gpu_engine.MODELS["qwen3_moe, 64"](), gpu_engine.LIMITS):
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "no CUDA graph can hold a forward of Qwen3MoeForCausalLM" in done.stderr
+    assert "engine.use_cuda_graphs" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("use_graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", IN_PAGES)
+def test_no_batch_waits_for_the_device(
+    name: str, use_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What launches one goes on to the next meanwhile."""
+    launch = graphs.GraphRunner.compute_batch
+
+    def watched(runner: graphs.GraphRunner, *args: object) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch(runner, *args)  # type: ignore[arg-type]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    limits = LIMITS.model_copy(update={"use_cuda_graphs": use_graphs})
+    with running(MODELS[name](), limits, DTYPES.get(name, torch.float16)) as h:
+        monkeypatch.setattr(graphs.GraphRunner, "compute_batch", watched)
+        a, b, c = prompts(4, (9, 30, 200))
+        for wishes in ({}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}):
+            h.submit(a, 8, **wishes)
+            h.submit(b, 8, **wishes)
+            h.submit(c, 8, **wishes)
+            h.finish()
 
 
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])

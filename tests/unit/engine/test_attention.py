@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor
+from transformers import masking_utils
 
 from actors.engine import attention
-from tests.unit.engine.small_models import SMALL
+from tests.unit.engine.small_models import SMALL, generate
 
 
 def build(
@@ -133,6 +134,15 @@ def test_sequences_see_their_own_tokens_only(
             scores = scores.masked_fill(~seen, -torch.inf)
         expected = (scores.softmax(-1) @ v).transpose(0, 1)
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device takes waiting for it, in the middle of a forward."""
+    looked: list[Tensor] = []
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", looked.append)
+    model = build(tf.Qwen2Config(**SMALL), device="cpu").eval()
+    assert len(generate(model, [(5, 6, 7)], 4)[0]) == 4
+    assert not looked
 
 
 def test_use_outside_continuous_batching_is_refused() -> None:
