@@ -275,8 +275,8 @@ class GraphRunner(ModelRunner):
                     self._logits_BV = logits_BV
                 else:
                     self._logits_BV[: logits_BV.shape[0]].copy_(logits_BV)
-        except torch.AcceleratorError as exc:
-            if "captur" not in str(exc):
+        except RuntimeError as exc:
+            if "captur" not in str(exc):  # the driver's words, and torch's
                 raise
             raise RuntimeError(
                 f"no CUDA graph can hold a forward of {type(model).__name__}, which has the host wait "

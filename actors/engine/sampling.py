@@ -195,7 +195,8 @@ class BatchSampler:
         return rows_R.to(device, non_blocking=True), allowed_RW.to(device, non_blocking=True)
 
     def _keep_logprobs(self, logits_BV: Tensor, scores_BV: Tensor) -> None:
-        rows_R = torch.tensor([row for row, _, _ in self._logprob_rows]).to(logits_BV.device)
+        rows_R = torch.tensor([row for row, _, _ in self._logprob_rows])
+        rows_R = rows_R.to(logits_BV.device, non_blocking=True)
         # Always the most, so that how many a neighbour wants cannot change which of two tokens with
         # the same logit is listed.
         step = _StepLogprobs(logprobs(logits_BV, scores_BV, rows_R, MAX_LOGPROBS))

@@ -10,7 +10,7 @@ import json
 import os
 import random
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,14 @@ class Counted:
 
     private_bytes: list[int] = field(default_factory=list)
     handles: list[int] = field(default_factory=list)
+    regions: list[Counter[str]] = field(default_factory=list)  # private bytes by address and file
+
+    def told(self) -> str:
+        """In a line, and then where it grew most since the middle."""
+        each = ", ".join(f"{size / MIB:.1f}" for size in self.private_bytes)
+        grown = (self.regions[-1] - self.regions[ROUNDS // 2]).most_common(6)
+        where = "".join(f"\n    {size / MIB:+7.2f} MiB {name}" for name, size in grown)
+        return f"{each} MiB, {self.handles} handles{where}"
 
 
 @dataclass(slots=True)
@@ -134,6 +142,15 @@ def nothing_in_flight(server: ServeProcess) -> bool:
     return answered and not any(busy.values()) and server.get("/load")["server_load"] == 0
 
 
+def private_regions(process: psutil.Process) -> Counter[str]:
+    return Counter(
+        {
+            f"{region.addr} {region.path}": region.private_clean + region.private_dirty
+            for region in process.memory_maps(grouped=False)
+        }
+    )
+
+
 @pytest.mark.slow
 def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
     counted: dict[int, Counted] = defaultdict(Counted)
@@ -146,10 +163,11 @@ def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
         for process in busy.processes():
             with contextlib.suppress(psutil.NoSuchProcess):  # Ray ends idle workers when it likes
                 title = " ".join(process.cmdline()) or process.name()
-                private, handles = process.memory_full_info().uss, process.num_fds()
+                regions, handles = private_regions(process), process.num_fds()
                 titles[process.pid] = title
-                counted[process.pid].private_bytes.append(private)
+                counted[process.pid].private_bytes.append(regions.total())
                 counted[process.pid].handles.append(handles)
+                counted[process.pid].regions.append(regions)
         print(f"{traffic}: {len(counted)} processes", flush=True)
     assert traffic.finished
     assert traffic.hung_up > traffic.finished / 3
@@ -164,8 +182,7 @@ def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
             statistics.median(found.private_bytes[part]) / MIB for part in (middle, slice(-3, None))
         )
         opened = max(found.handles[-3:]) - max(found.handles[middle])
-        each = ", ".join(f"{size / MIB:.1f}" for size in found.private_bytes)
-        told = f"{titles[pid][:100]}: {each} MiB, {found.handles} handles"
+        told = f"{titles[pid][:100]}: {found.told()}"
         print(told)
         if opened > 2 or late - early > 4:
             grown.append(told)

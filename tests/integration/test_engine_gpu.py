@@ -62,6 +62,14 @@ with gpu_engine.running(gpu_engine.MODELS["qwen3_moe, 64"](), gpu_engine.LIMITS)
     assert "engine.use_cuda_graphs" in done.stderr
 
 
+WISHES: list[dict[str, object]] = [
+    {},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
+    {"logprobs": 2},
+    {"frequency_penalty": 1.5, "logit_bias": {77: 5.0}},
+]
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("use_graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", IN_PAGES)
@@ -82,10 +90,9 @@ def test_no_batch_waits_for_the_device(
     with running(MODELS[name](), limits, DTYPES.get(name, torch.float16)) as h:
         monkeypatch.setattr(graphs.GraphRunner, "compute_batch", watched)
         a, b, c = prompts(4, (9, 30, 200))
-        for wishes in ({}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}):
-            h.submit(a, 8, **wishes)
-            h.submit(b, 8, **wishes)
-            h.submit(c, 8, **wishes)
+        for wishes in WISHES:
+            for prompt in (a, b, c):
+                h.submit(prompt, 8, **wishes)
             h.finish()
 
 
