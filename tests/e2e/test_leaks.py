@@ -44,7 +44,7 @@ class Counted:
 
     private_bytes: list[int] = field(default_factory=list)
     handles: list[int] = field(default_factory=list)
-    regions: list[Counter[str]] = field(default_factory=list)  # private bytes by address and file
+    regions: list[Counter[str]] = field(default_factory=list)  # private bytes by start and file
 
     def told(self) -> str:
         """In a line, and then where it grew most since the middle."""
@@ -145,7 +145,8 @@ def nothing_in_flight(server: ServeProcess) -> bool:
 def private_regions(process: psutil.Process) -> Counter[str]:
     return Counter(
         {
-            f"{region.addr} {region.path}": region.private_clean + region.private_dirty
+            f"{region.addr.partition('-')[0]} {region.path}": region.private_clean
+            + region.private_dirty
             for region in process.memory_maps(grouped=False)
         }
     )

@@ -1,11 +1,13 @@
 """The engine on CUDA: kernels, graphs, sleep in between; against a plain forward in float32."""
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from actors.engine import graphs
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput
 from actors.engine.sizing import PREFILL_SIZES
+from serve_app.heap import give_back
 from tests.integration.gpu_engine import (
     LIMITS,
     MODELS,
@@ -327,6 +330,30 @@ def test_first_token_waits_for_no_second_batch(use_async: bool) -> None:
         h.submit(prompts(0)[2], 5)
         h.finish()
         assert seen[0] == 1
+
+
+@pytest.mark.parametrize("use_graphs", [True, False], ids=["graphs", "eager"])
+def test_steps_leave_nothing_in_host_memory(use_graphs: bool) -> None:
+    limits = EngineConfig(
+        page_size=16,
+        num_blocks=1024,
+        max_batch_tokens=1024,
+        max_requests_per_batch=64,
+        use_cuda_graphs=use_graphs,
+    )
+    with running(MODELS["qwen2, 64"](), limits) as h:
+        sizes = []
+        for _ in range(6):
+            for number in range(640):
+                h.submit((5 + number % 100, 6, 7), 160, temperature=1.0)
+            h.finish()
+            for kept in (h.tokens, h.logprobs, h.prompts):
+                kept.clear()
+            gc.collect()
+            give_back()
+            sizes.append(psutil.Process().memory_full_info().uss / 2**20)
+    print(", ".join(f"{size:.1f}" for size in sizes), "MiB")
+    assert sizes[-1] - sizes[2] < 1  # 4,800 steps
 
 
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
