@@ -46,10 +46,12 @@ def check_architecture(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} is an encoder-decoder model: not supported")
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise ValueError(f"{name} has attention that is not causal: not supported")
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(f"{name} uses multi-head latent attention: not supported")
     if reason := _UNSUITED.get(config.model_type):
         raise ValueError(f"{name} {reason}: not supported")
+    if config.is_heterogeneous:
+        raise ValueError(f"{name} has layers that differ (per_layer_config): not supported")
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(f"{name} uses multi-head latent attention: not supported")
     try:
         kinds = group_layers_by_attn_type(config)
     except ValueError as exc:

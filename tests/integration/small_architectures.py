@@ -42,18 +42,56 @@ _FULL = ["full_attention"] * 4
 # layers that it would be refused for are an option.
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": _SMALL_MAMBA,
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48},
+    },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {"layer_types": _FULL, "num_kv_shared_layers": 0, "intermediate_size": 48},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 16},
     "granitemoehybrid": {**_SMALL_MAMBA, "layer_types": ["attention"] * 4},
     "lfm2_moe": {"layer_types": _FULL, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1},
     "nemotron_h": {"layers_block_type": ["attention"] * 4},
+    "phi4_multimodal": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 28,
+            "crop_size": 28,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 1,
+            "num_attention_heads": 4,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+        },
+    },
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen3_5_text": {"layer_types": _FULL},
     "qwen3_next": {"layer_types": _FULL},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 16)},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
@@ -61,18 +99,12 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 # Their configurations refuse such sizes, or say nothing that a small one could be made of.
 _UNTRIED = {
-    "cohere_compass_text",
-    "dbrx",
     "dots3_note",
-    "dots3_note_text",
     "gemma3n",
     "gemma4_assistant",
     "gemma4_unified_assistant",
     "musicgen",
     "musicgen_melody",
-    "phi4_multimodal",
-    "qwen4_exp",
-    "qwen4_exp_text",
     "zamba",
 }
 _VISION = {
@@ -100,13 +132,13 @@ def small(name: str, **others: Any) -> tf.PreTrainedConfig:
 def _small(kind: type[tf.PreTrainedConfig], others: dict[str, Any]) -> tf.PreTrainedConfig:
     known = {field.name for field in dataclasses.fields(kind)}
     sizes = {size: value for size, value in (_SIZES | others).items() if size in known}
+    whole = kind() if kind.sub_configs else None
+    if whole is None or (text := whole.get_text_config()) is whole:
+        return kind(**sizes | _MORE.get(kind.model_type, {}))
     parts: dict[str, Any] = {}
-    if kind.sub_configs:
-        whole = kind()
-        text = whole.get_text_config()
-        for name in kind.sub_configs:
-            if (part := getattr(whole, name)) is text and text is not whole:
-                parts[name] = _small(type(text), others).to_dict()
-            elif part is not None and "vision" in name:
-                parts[name] = _VISION
-    return kind(**(parts or sizes | _MORE.get(kind.model_type, {})))
+    for name in kind.sub_configs:
+        if (part := getattr(whole, name)) is text:
+            parts[name] = _small(type(text), others)
+        elif part is not None and "vision" in name:
+            parts[name] = _VISION
+    return kind(**parts)

@@ -8,6 +8,7 @@ import torch
 import transformers as tf
 
 from actors.engine.architectures import check_architecture
+from tests.integration.small_architectures import small
 from tests.unit.engine.small_models import SMALL, generate, plain
 
 IDS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -64,6 +65,10 @@ REFUSED: dict[str, tuple[Callable[[], tf.PreTrainedConfig], str]] = {
     "diffllama": (
         lambda: tf.DiffLlamaConfig(**SMALL),
         "DiffLlamaForCausalLM attends twice in each layer: not supported",
+    ),
+    "dots3_note": (
+        lambda: small("dots3_note_text"),
+        r"Dots3NoteForCausalLM has layers that differ \(per_layer_config\): not supported",
     ),
     "xlstm": (
         lambda: tf.xLSTMConfig(**IDS, hidden_size=32, num_hidden_layers=2, num_heads=4),
