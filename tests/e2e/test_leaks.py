@@ -77,6 +77,10 @@ def busy(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[Serv
     config = config_with("tiny_cpu.yaml", **model)
     with running(config, **STEADY) as server:
         server.wait_until_ready()
+        if request.param == "cuda":  # compiling takes memory for good, sooner or later
+            wait_until(
+                lambda: "layers run compiled" in server.log(), 180, "the layers are compiled"
+            )
         yield server
 
 
