@@ -27,8 +27,8 @@ def test_greedy_is_that_of_a_plain_forward(name: str) -> None:
         empty = tf.AutoModelForCausalLM.from_config(config)
     try:
         check_architecture(empty)
-    except ValueError as refusal:
-        pytest.skip(str(refusal))
+    except ValueError:
+        pytest.skip("refused")
     with (
         running(small(name, **ALL_EXPERTS), LIMITS, torch.bfloat16, fill=randomise) as h,
         counted_replays() as replays,
