@@ -51,7 +51,7 @@ _MORE: dict[str, dict[str, Any]] = {
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 4},
     },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
