@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 PROMPTS = [tuple(3 + (7 * i) % 90 for i in range(length)) for length in (3, 17, 100)]
 LIMITS = EngineConfig(page_size=16, num_blocks=64, max_batch_tokens=64, max_requests_per_batch=4)
 # All of them for each token: which two of them are best is up to rounding.
-ALL_EXPERTS = dict.fromkeys(("num_experts_per_tok", "moe_k"), 4)
+ALL_EXPERTS = dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 4)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
