@@ -6,7 +6,7 @@ import re
 import shutil
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ PHASES: Mapping[str, float] = {  # and how many seconds it may take
     "memory": 60,
 }
 _HOLDER = "weights:WeightHolder"
+_LOGGED_WITHIN_S = 30.0
 _RETRY_S = 0.05
 _MANY = 64  # requests at once, above which two timed rounds will do
 
@@ -159,11 +160,27 @@ class Phases:
                 return warm_s
             await asyncio.sleep(0.1)
 
-    async def _tell_start(self, found: Found, since_s: float) -> None:
-        """A start that has come to its first token: where the weights are from, when it is warm."""
+    async def _until_logged(self, steps: Set[str], since_s: float) -> dict[str, float]:
+        """The steps of a start, once these are among them: what was logged comes through Ray, later."""
+        ends_s = time.monotonic() + _LOGGED_WITHIN_S
+        while True:
+            found = steps_since(self._server.log(), since_s)
+            if steps <= found.keys():
+                return found
+            if time.monotonic() > ends_s:
+                missing = ", ".join(steps - found.keys())
+                raise ServeFailed(f"not logged within {_LOGGED_WITHIN_S:g} s: {missing}")
+            await asyncio.sleep(0.1)
+
+    async def _tell_start(self, found: Found, since_s: float, logs: Set[str]) -> None:
+        """A start that has come to its first token: where the weights are from, when it is warm.
+
+        Args:
+            logs: steps that have been made by then.
+        """
         status = await self._wake_up()
         found |= {"seconds_to_warm": None, "weights_from": status.weights_from}
-        found["steps"] = steps_since(self._server.log(), since_s)
+        found["steps"] = await self._until_logged(logs, since_s)
         found["seconds_to_warm"] = await self._until_warm(since_s)
         found["steps"] = steps_since(self._server.log(), since_s)
 
@@ -174,7 +191,7 @@ class Phases:
         found["seconds_to_first_token"] = await self._until_first_token() - since_s
         status = await self._wake_up()
         found |= {"weights_bytes": status.weights_bytes, "kv_bytes": status.kv_bytes}
-        await self._tell_start(found, since_s)
+        await self._tell_start(found, since_s, {"image published", "awake"})
 
     async def _latency(self, found: Found) -> None:
         """TTFT awake and from sleep; 50 greedy tokens compared after each cycle."""
@@ -261,7 +278,7 @@ class Phases:
             operator.stdout.close()
         if server.actor_pid(_HOLDER) != holder:
             raise ServeFailed("the holder was replaced, too")
-        await self._tell_start(found, deleted_s)
+        await self._tell_start(found, deleted_s, {"awake"})
 
     async def _memory(self, found: Found) -> None:
         """A card without room for anything, and one with room for half of the weights."""
