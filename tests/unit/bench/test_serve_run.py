@@ -20,6 +20,13 @@ PHASES = ("latency", "throughput")
 TOKENS = 8
 
 
+RESTORED = "restored 2000 bytes in 4.0 ms\n"
+STARTED = """\
+2026-11-23 05:28:18,002 -- load_model key:m: published 53 tensors
+2026-11-23 05:28:18,046 -- m/a: waking -> awake (start)
+"""
+
+
 class StubProcess:
     """Stands for the `serve run` that a front in this process is."""
 
@@ -30,13 +37,16 @@ class StubProcess:
     def __init__(self, config: str, port: int, **environment: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.interrupted = False
+        self.reads = 0
         self.instances.append(self)
 
     def alive(self) -> bool:
         return True
 
     def log(self) -> str:
-        return "restored 2000 bytes in 4.0 ms\n"
+        """Later than the first answer, as with Ray, of how it came to that."""
+        self.reads += 1
+        return RESTORED + (STARTED if self.reads > 1 else "")
 
     def log_tail(self) -> str:
         return "the end of the log"
@@ -82,6 +92,7 @@ def test_phases_are_measured(front: OurFront, model: PacedModel, tmp_path: Path)
     assert result["complete"]
     assert not bench.failed
     assert result["start"]["weights_bytes"] == 1024
+    assert list(result["start"]["steps"]) == ["image published", "awake"]
     latency = result["latency"]
     assert (latency["cycles"], latency["wrong"]) == (3, 0)
     assert latency["sleep_s"]["median"] == 0.2
