@@ -160,16 +160,17 @@ class Phases:
                 return warm_s
             await asyncio.sleep(0.1)
 
-    async def _until_logged(self, steps: Set[str], since_s: float) -> dict[str, float]:
-        """The steps of a start, once these are among them: what was logged comes through Ray, later."""
+    async def _find_steps(self, found: Found, since_s: float, logs: Set[str]) -> None:
+        """The steps of a start, until these are among them: what was logged comes through Ray, later."""
         ends_s = time.monotonic() + _LOGGED_WITHIN_S
         while True:
-            found = steps_since(self._server.log(), since_s)
-            if steps <= found.keys():
-                return found
+            found["steps"] = steps_since(self._server.log(), since_s)
+            if not (missing := logs - found["steps"].keys()):
+                return
             if time.monotonic() > ends_s:
-                missing = ", ".join(steps - found.keys())
-                raise ServeFailed(f"not logged within {_LOGGED_WITHIN_S:g} s: {missing}")
+                raise ServeFailed(
+                    f"not logged within {_LOGGED_WITHIN_S:g} s: {', '.join(sorted(missing))}"
+                )
             await asyncio.sleep(0.1)
 
     async def _tell_start(self, found: Found, since_s: float, logs: Set[str]) -> None:
@@ -180,7 +181,7 @@ class Phases:
         """
         status = await self._wake_up()
         found |= {"seconds_to_warm": None, "weights_from": status.weights_from}
-        found["steps"] = await self._until_logged(logs, since_s)
+        await self._find_steps(found, since_s, logs)
         found["seconds_to_warm"] = await self._until_warm(since_s)
         found["steps"] = steps_since(self._server.log(), since_s)
 

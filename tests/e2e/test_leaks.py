@@ -42,9 +42,12 @@ STEADY = {
 class Counted:
     """Of one process, after each round."""
 
-    private_bytes: list[int] = field(default_factory=list)
     handles: list[int] = field(default_factory=list)
     regions: list[Counter[str]] = field(default_factory=list)  # private bytes by start and file
+
+    @property
+    def private_bytes(self) -> list[int]:
+        return [regions.total() for regions in self.regions]
 
     def told(self) -> str:
         """In a line, and then where it grew most since the middle."""
@@ -170,7 +173,6 @@ def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
                 title = " ".join(process.cmdline()) or process.name()
                 regions, handles = private_regions(process), process.num_fds()
                 titles[process.pid] = title
-                counted[process.pid].private_bytes.append(regions.total())
                 counted[process.pid].handles.append(handles)
                 counted[process.pid].regions.append(regions)
         print(f"{traffic}: {len(counted)} processes", flush=True)

@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 from actors.engine.architectures import check_architecture
-from tests.integration.small_architectures import ARCHITECTURES, small
+from tests.unit.engine.small_architectures import ARCHITECTURES, small
 from tests.unit.engine.small_models import generate, randomise, steps
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from actors.engine.architectures import check_architecture
 from actors.engine.attention import decodes_in_pages
 from actors.engine.config import EngineConfig
 from tests.integration.gpu_engine import counted_replays, running
-from tests.integration.small_architectures import ARCHITECTURES, small
+from tests.unit.engine.small_architectures import ARCHITECTURES, small
 from tests.unit.engine.small_models import randomise
 
 pytestmark = pytest.mark.gpu

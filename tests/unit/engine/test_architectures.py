@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 from actors.engine.architectures import check_architecture
-from tests.integration.small_architectures import small
+from tests.unit.engine.small_architectures import small
 from tests.unit.engine.small_models import SMALL, generate, plain
 
 IDS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
