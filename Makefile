@@ -65,7 +65,7 @@ test-clients: $(STAMP) $(CLIENTS)/.installed
 # `make gpu PY=python3` takes that interpreter as it is: a GPU host often has no registry, but all that
 # these tests need. Only modules with the mark are imported; others may need what is not there.
 gpu: $(if $(filter command line,$(origin PY)),,$(STAMP))
-	$(PY) -m pytest -m gpu $(ARGS) $$(grep -rl 'mark\.gpu' tests --include='test_*.py')
+	$(PY) -m pytest -m gpu $(ARGS) $$(grep -rl 'mark\.gpu' tests --include='test_*.py' | sort)
 
 check: $(STAMP)
 	$(PY) -m ruff format --check

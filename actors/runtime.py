@@ -103,7 +103,9 @@ class ModelRuntime:
         self._grammars = GrammarCompiler(self.codec)
         self._module = module
         self.memory = ModelMemory(module, image, sleep.keep_layers, engine.device)
-        # Beside a GPU, what little is done here takes longer shared out among threads than alone.
+        # Beside a GPU, what little is done here takes longer shared out among threads than alone. Before any
+        # thread of the engine starts: one goes by what it finds then, and runs compiled layers only with as
+        # many as they were compiled with.
         threads = engine.cpu_threads or (None if self.memory.device.type == "cpu" else 1)
         if threads is not None:
             torch.set_num_threads(threads)

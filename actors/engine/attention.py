@@ -51,6 +51,10 @@ def choose_attention(model: PreTrainedModel, page_size: int) -> str:
         ALL_ATTENTION_FUNCTIONS.register(_EAGER, opaque)
     if name != model.config._attn_implementation:
         model.set_attn_implementation(name)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            # GPT-2's has the host wait for the tokens, to see whether they are padded.
+            module.warn_if_padding_and_no_attention_mask = _nothing_is_padded  # type: ignore[method-assign]
     return name
 
 
@@ -65,6 +69,10 @@ def decodes_in_pages(model: PreTrainedModel) -> bool:
 def wants_mask(model: PreTrainedModel) -> bool:
     """Whether the chosen attention takes a dense mask over everything in the batch and the cache."""
     return not is_flash_attention_requested(model.config)
+
+
+def _nothing_is_padded(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Of the rows that a graph adds nobody reads the results."""
 
 
 def _wanted(model: PreTrainedModel, page_size: int) -> str:

@@ -22,6 +22,7 @@ import pytest
 
 from tests.e2e.conftest import config_with
 from tests.e2e.serve_process import ServeProcess, running, wait_until
+from tests.process_memory import anonymous_regions
 
 TOKENS = int(os.environ.get("SLEEPSERVE_LEAK_TOKENS", "50000"))
 CLIENTS = 64
@@ -43,15 +44,15 @@ class Counted:
     """Of one process, after each round."""
 
     handles: list[int] = field(default_factory=list)
-    regions: list[Counter[str]] = field(default_factory=list)  # private bytes by start and file
+    regions: list[Counter[str]] = field(default_factory=list)  # of `anonymous_regions`
 
     @property
-    def private_bytes(self) -> list[int]:
+    def bytes_held(self) -> list[int]:
         return [regions.total() for regions in self.regions]
 
     def told(self) -> str:
         """In a line, and then where it grew most since the middle."""
-        each = ", ".join(f"{size / MIB:.1f}" for size in self.private_bytes)
+        each = ", ".join(f"{size / MIB:.1f}" for size in self.bytes_held)
         grown = (self.regions[-1] - self.regions[ROUNDS // 2]).most_common(6)
         where = "".join(f"\n    {size / MIB:+7.2f} MiB {name}" for name, size in grown)
         return f"{each} MiB, {self.handles} handles{where}"
@@ -149,16 +150,6 @@ def nothing_in_flight(server: ServeProcess) -> bool:
     return answered and not any(busy.values()) and server.get("/load")["server_load"] == 0
 
 
-def private_regions(process: psutil.Process) -> Counter[str]:
-    return Counter(
-        {
-            f"{region.addr.partition('-')[0]} {region.path}": region.private_clean
-            + region.private_dirty
-            for region in process.memory_maps(grouped=False)
-        }
-    )
-
-
 @pytest.mark.slow
 def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
     counted: dict[int, Counted] = defaultdict(Counted)
@@ -171,7 +162,7 @@ def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
         for process in busy.processes():
             with contextlib.suppress(psutil.NoSuchProcess):  # Ray ends idle workers when it likes
                 title = " ".join(process.cmdline()) or process.name()
-                regions, handles = private_regions(process), process.num_fds()
+                regions, handles = anonymous_regions(process), process.num_fds()
                 titles[process.pid] = title
                 counted[process.pid].handles.append(handles)
                 counted[process.pid].regions.append(regions)
@@ -186,7 +177,7 @@ def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
             continue
         middle = slice(ROUNDS // 2 - 1, ROUNDS // 2 + 2)
         early, late = (
-            statistics.median(found.private_bytes[part]) / MIB for part in (middle, slice(-3, None))
+            statistics.median(found.bytes_held[part]) / MIB for part in (middle, slice(-3, None))
         )
         opened = max(found.handles[-3:]) - max(found.handles[middle])
         told = f"{titles[pid][:100]}: {found.told()}"

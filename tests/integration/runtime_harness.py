@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import torch
 
 from actors.engine.config import EngineConfig
 from actors.engine.sampling_defaults import ResolvedSampling
@@ -70,6 +73,7 @@ async def harness(
     defaults: ResolvedSampling | None = None,
 ) -> AsyncIterator[Harness]:
     asked: list[str] = []
+    threads, switch_interval_s = torch.get_num_threads(), sys.getswitchinterval()
 
     async def reload_image() -> WeightImage:
         asked.append("reload")
@@ -98,6 +102,9 @@ async def harness(
         await runtime.close()
         runtime.memory.unmap(2)  # a card's memory outlives the objects
         gc.collect()  # and so do graphs, in cycles
+        # A runtime sets these for its process; compiled layers of the next test would not fit both.
+        torch.set_num_threads(threads)
+        sys.setswitchinterval(switch_interval_s)
 
 
 def run(

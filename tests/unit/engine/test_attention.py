@@ -145,6 +145,23 @@ def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not looked
 
 
+def test_tokens_are_not_looked_at_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(
+        tf.PreTrainedModel,
+        "warn_if_padding_and_no_attention_mask",
+        lambda *given: looked.append(given),
+    )
+    model = build(
+        tf.GPT2Config(
+            vocab_size=96, n_embd=32, n_layer=2, n_head=4, pad_token_id=0, eos_token_id=2
+        ),
+        device="cpu",
+    )
+    assert len(generate(model.eval(), [(5, 6, 7)], 4)[0]) == 4
+    assert not looked
+
+
 def test_use_outside_continuous_batching_is_refused() -> None:
     model = build(tf.Qwen2Config(**SMALL), device="cpu")
     attention.choose_attention(model, 16)
