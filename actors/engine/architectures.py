@@ -73,7 +73,7 @@ def _told_of_window(model: PreTrainedModel) -> bool:
     """Whether all attention passes a window on; by its source, as transformers finds out what it uses."""
     kinds = {type(m) for m in model.modules() if hasattr(m, "layer_idx")}
     attention = [kind for kind in kinds if "Attention" in kind.__name__]
-    return all("sliding_window=" in inspect.getsource(kind.forward) for kind in attention)
+    return all("sliding_window=" in _source_of_forward(kind) for kind in attention)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
@@ -85,15 +85,32 @@ def decoder_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return []
 
 
-def experts_need_host(model: PreTrainedModel) -> bool:
-    """Whether the host has to see which experts a step's tokens go to, so that no graph can hold it.
+def experts_need_host(model: PreTrainedModel) -> str | None:
+    """Why the host has to see which experts a step's tokens go to; None where it has not.
+
+    No graph can hold what the host has to see.
 
     torch multiplies the experts of bfloat16 on the device alone, those of other types one by one
-    (2.11, aten/src/ATen/native/cuda/GroupedBlas.cpp).
+    (2.11, aten/src/ATen/native/cuda/GroupedBlas.cpp). It is given those that transformers wraps for it
+    (integrations/moe.py: use_experts_implementation); DBRX's are not, and take turns whatever their type.
     """
-    return any(
-        isinstance(weights := getattr(module, "down_proj", None), nn.Parameter)
-        and weights.dim() == 3
-        and weights.dtype != torch.bfloat16
-        for module in model.modules()
-    )
+    modules = [module for _, layer in decoder_layers(model) for module in layer.modules()]
+    for module in modules:
+        weights = getattr(module, "down_proj", None)
+        if (
+            isinstance(weights, nn.Parameter)
+            and weights.dim() == 3
+            and weights.dtype != torch.bfloat16
+        ):
+            return "torch multiplies experts on the device in bfloat16 only"
+    for kind in {type(module) for module in modules}:
+        if not hasattr(kind.forward, "__wrapped__") and ".nonzero()" in _source_of_forward(kind):
+            return f"transformers runs {kind.__name__} one by one"
+    return None
+
+
+def _source_of_forward(kind: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(kind.forward)
+    except (OSError, TypeError):  # none in Python
+        return ""

@@ -407,8 +407,8 @@ def _make_manager(
     attention = model.config._attn_implementation
     paged = decodes_in_pages(model)
     graphs = paged and config.use_cuda_graphs
-    if graphs and experts_need_host(model):
-        logger.info("no CUDA graphs: torch multiplies experts on the device in bfloat16 only")
+    if graphs and (reason := experts_need_host(model)):
+        logger.info("no CUDA graphs: %s", reason)
         graphs = False
     logger.info("attention %s, decode in pages %s, CUDA graphs %s", attention, paged, graphs)
     # Of default size, the block table would send sequences of more than 32 pages, and with them

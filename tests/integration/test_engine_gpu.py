@@ -57,7 +57,7 @@ def test_what_cannot_be_captured_is_told_with_the_way_out(monkeypatch: pytest.Mo
     code = """
 from tests.integration import gpu_engine
 from actors.engine import engine
-engine.experts_need_host = lambda model: False
+engine.experts_need_host = lambda model: None
 with gpu_engine.running(gpu_engine.MODELS["qwen3_moe, 64"](), gpu_engine.LIMITS):
     pass
 """

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as tf
 
-from actors.engine.architectures import check_architecture
+from actors.engine.architectures import check_architecture, experts_need_host
 from tests.unit.engine.small_architectures import small
 from tests.unit.engine.small_models import SMALL, generate, plain
 
@@ -108,3 +108,21 @@ def test_other_architecture_is_refused_by_name(name: str) -> None:
         model = tf.AutoModelForCausalLM.from_config(make())
     with pytest.raises(ValueError, match=message):
         check_architecture(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        ("mixtral", torch.bfloat16, None),
+        ("mixtral", torch.float16, "in bfloat16 only"),
+        ("dbrx", torch.bfloat16, "DbrxExperts one by one"),
+        ("qwen2", torch.float16, None),
+    ],
+)
+def test_experts_that_the_host_has_to_see(
+    name: str, dtype: torch.dtype, reason: str | None
+) -> None:
+    with torch.device("meta"):
+        model = tf.AutoModelForCausalLM.from_config(small(name), dtype=dtype)
+    found = experts_need_host(model)
+    assert found is None if reason is None else found is not None and reason in found
