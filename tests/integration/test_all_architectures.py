@@ -3,17 +3,19 @@
 What this finds to be neither goes into `architectures.py`.
 """
 
+from contextlib import nullcontext
 from itertools import islice, takewhile
 
 import pytest
 import torch
 import transformers as tf
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.engine.architectures import check_architecture
+from actors.engine import attention
+from actors.engine.architectures import check_architecture, experts_need_host
 from tests.unit.engine.small_architectures import ARCHITECTURES, small
-from tests.unit.engine.small_models import generate, randomise, steps
-
-pytestmark = pytest.mark.slow
+from tests.unit.engine.small_models import OnCuda, generate, randomise, steps
 
 PROMPTS = [
     tuple(range(5, 5 + length)) for length in (3, 17, 30)
@@ -44,6 +46,7 @@ def refusal_of(model: tf.PreTrainedModel) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.filterwarnings("ignore")  # of theirs
 def test_architecture_is_served_right_or_refused(name: str) -> None:
@@ -62,3 +65,33 @@ def test_architecture_is_served_right_or_refused(name: str) -> None:
     for buffer_name, buffer in model.named_buffers():  # parts of the image, which a wake checks
         address, before = buffers[buffer_name]
         assert buffer.data_ptr() != address or torch.equal(buffer, before), buffer_name
+
+
+def attention_without_memory(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: object,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """As `paged_attention`, which computes something."""
+    B, H, Q, _ = query.shape
+    return query.new_empty(B, Q, H, value.shape[-1]), None
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.filterwarnings("ignore")  # of theirs
+def test_no_forward_has_the_host_look_at_a_tensor(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph cannot hold one that has, unless it is known; and a tensor without memory cannot be looked at."""
+    with torch.device("meta"):
+        model = tf.AutoModelForCausalLM.from_config(small(name), dtype=torch.bfloat16).eval()
+        ids = torch.empty(1, 5, dtype=torch.long)
+    if refusal_of(model) or attention.choose_attention(OnCuda(model), 16) != attention.NAME:  # type: ignore[arg-type]
+        return
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention.NAME, attention_without_memory)
+    known = experts_need_host(model)
+    with torch.no_grad(), pytest.raises(NotImplementedError) if known else nullcontext():
+        model(input_ids=ids, position_ids=ids, use_cache=False)

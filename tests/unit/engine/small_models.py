@@ -29,6 +29,18 @@ SMALL = {
 _TIE = 1e-4  # of the best two logits: rounding decides
 
 
+class OnCuda:
+    """A model on meta that says it is on CUDA."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, model: tf.PreTrainedModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+
 def randomise(model: tf.PreTrainedModel) -> None:
     """Weights wide enough that answers are not one token over and over."""
     torch.manual_seed(0)

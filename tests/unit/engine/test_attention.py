@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from actors.engine import attention
-from tests.unit.engine.small_models import SMALL, generate
+from tests.unit.engine.small_models import SMALL, OnCuda, generate
 
 
 def build(
@@ -18,18 +18,6 @@ def build(
     """An architecture without memory."""
     with torch.device(device):
         return tf.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-
-
-class OnCuda:
-    """A model on meta that says it is on CUDA."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, model: tf.PreTrainedModel) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._model, name)
 
 
 def chosen_on_cuda(
@@ -142,23 +130,6 @@ def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", looked.append)
     model = build(tf.Qwen2Config(**SMALL), device="cpu").eval()
     assert len(generate(model, [(5, 6, 7)], 4)[0]) == 4
-    assert not looked
-
-
-def test_tokens_are_not_looked_at_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[object] = []
-    monkeypatch.setattr(
-        tf.PreTrainedModel,
-        "warn_if_padding_and_no_attention_mask",
-        lambda *given: looked.append(given),
-    )
-    model = build(
-        tf.GPT2Config(
-            vocab_size=96, n_embd=32, n_layer=2, n_head=4, pad_token_id=0, eos_token_id=2
-        ),
-        device="cpu",
-    )
-    assert len(generate(model.eval(), [(5, 6, 7)], 4)[0]) == 4
     assert not looked
 
 
