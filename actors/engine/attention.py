@@ -41,7 +41,8 @@ def choose_attention(model: PreTrainedModel, page_size: int) -> str:
     """Set the fastest attention that is right for a model; returns its name.
 
     A FlashAttention package if there is one, else the functions of this module, else what the model
-    came with: attention with sinks or odd head dims, and full precision on CUDA.
+    came with: attention with sinks or odd head dims, and full precision on CUDA. Forwards look for no
+    padding from then on: continuous batching gives them no mask, and has none to hide.
     """
     name = _wanted(model, page_size)
     if name == NAME:

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from actors.engine import attention
-from actors.engine.architectures import check_architecture, experts_need_host
-from tests.unit.engine.small_architectures import ARCHITECTURES, small
-from tests.unit.engine.small_models import OnCuda, generate, randomise, steps
+from actors.engine.architectures import experts_need_host
+from tests.unit.engine.small_architectures import ARCHITECTURES, refusal_of, small
+from tests.unit.engine.small_models import OnCuda, build, generate, randomise, steps
 
 PROMPTS = [
     tuple(range(5, 5 + length)) for length in (3, 17, 30)
@@ -38,21 +38,11 @@ def until_a_tie(model: tf.PreTrainedModel, prompt: tuple[int, ...]) -> list[int]
     return [token for token, _ in islice(clear, COUNT)]
 
 
-def refusal_of(model: tf.PreTrainedModel) -> str:
-    try:
-        check_architecture(model)
-    except ValueError as refusal:
-        return str(refusal)
-    return ""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.filterwarnings("ignore")  # of theirs
 def test_architecture_is_served_right_or_refused(name: str) -> None:
-    config = small(name)
-    with torch.device("meta"):
-        empty = tf.AutoModelForCausalLM.from_config(config)
+    empty = build(small(name))
     if refusal := refusal_of(empty):
         assert type(empty).__name__ in refusal
         return
@@ -86,12 +76,11 @@ def test_no_forward_has_the_host_look_at_a_tensor(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph cannot hold one that has, unless it is known; and a tensor without memory cannot be looked at."""
-    with torch.device("meta"):
-        model = tf.AutoModelForCausalLM.from_config(small(name), dtype=torch.bfloat16).eval()
-        ids = torch.empty(1, 5, dtype=torch.long)
+    model = build(small(name), torch.bfloat16).eval()
     if refusal_of(model) or attention.choose_attention(OnCuda(model), 16) != attention.NAME:  # type: ignore[arg-type]
         return
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention.NAME, attention_without_memory)
     known = experts_need_host(model)
+    ids = torch.empty(1, 5, dtype=torch.long, device="meta")
     with torch.no_grad(), pytest.raises(NotImplementedError) if known else nullcontext():
         model(input_ids=ids, position_ids=ids, use_cache=False)

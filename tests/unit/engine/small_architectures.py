@@ -7,6 +7,8 @@ import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from actors.engine.architectures import check_architecture
+
 # What it is called in one configuration or another.
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -142,3 +144,12 @@ def _small(kind: type[tf.PreTrainedConfig], others: dict[str, Any]) -> tf.PreTra
         elif part is not None and "vision" in name:
             parts[name] = _VISION
     return kind(**parts)
+
+
+def refusal_of(model: tf.PreTrainedModel) -> str:
+    """Why it is not served; "" if it is."""
+    try:
+        check_architecture(model)
+    except ValueError as refusal:
+        return str(refusal)
+    return ""

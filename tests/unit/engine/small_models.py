@@ -1,5 +1,6 @@
 """Small models on the CPU: their greedy tokens by the engine, and by a plain forward."""
 
+import copy
 import queue
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -27,6 +28,14 @@ SMALL = {
     "eos_token_id": 2,
 }
 _TIE = 1e-4  # of the best two logits: rounding decides
+
+
+def build(
+    config: tf.PreTrainedConfig, dtype: torch.dtype = torch.float32, device: str = "meta"
+) -> tf.PreTrainedModel:
+    """A model with random weights; on meta without any."""
+    with torch.device(device):
+        return tf.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
 
 
 class OnCuda:

@@ -1,7 +1,5 @@
 """Which attention a model gets, and that of the CPU against float64."""
 
-import copy
-
 import pytest
 import torch
 import transformers as tf
@@ -9,15 +7,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from actors.engine import attention
-from tests.unit.engine.small_models import SMALL, OnCuda, generate
-
-
-def build(
-    config: tf.PreTrainedConfig, dtype: torch.dtype = torch.float32, device: str = "meta"
-) -> tf.PreTrainedModel:
-    """An architecture without memory."""
-    with torch.device(device):
-        return tf.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+from tests.unit.engine.small_models import SMALL, OnCuda, build, generate
 
 
 def chosen_on_cuda(

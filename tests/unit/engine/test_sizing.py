@@ -28,6 +28,7 @@ from actors.engine.cache_shape import CacheShape, LayerGroup, cache_shape
 from actors.engine.config import EngineConfig
 from actors.engine.logits import Param, perturb
 from actors.engine.sizing import PREFILL_SIZES, CardMemory, Limits, plan_limits
+from tests.unit.engine.small_models import build
 
 GIB = 2**30
 MIB = 2**20
@@ -339,9 +340,7 @@ TINIES: dict[str, Callable[[], tf.PreTrainedConfig]] = {
 
 
 def on_meta(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> tf.PreTrainedModel:
-    with torch.device("meta"):
-        model: tf.PreTrainedModel = tf.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval()
+    return build(config, dtype).eval()
 
 
 @pytest.mark.parametrize("page_size", [8, 20])
