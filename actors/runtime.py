@@ -1,18 +1,17 @@
 """ModelRuntime: one model's memory and engine, put together.
 
-Implements the effects of the lifecycle (sleep and wake) and generates for requests. Everything that
-pauses, maps or copies runs on one control thread, so a sleep and a wake can never interleave; tokens
-come from the engine's own thread to the event loop in one hop per step.
+Implements the effects of the lifecycle (sleep and wake) and generates for requests. What pauses, maps or
+copies is handed to one control thread (`residency`); tokens come from the engine's own thread to the
+event loop in one hop per step.
 """
 
 import asyncio
 import logging
 import secrets
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from actors.cleared import ClearedCollection
-from actors.control import submit_unless_closed
+from actors.compilation import BackgroundCompilation
 from actors.engine.architectures import check_architecture
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineStats, TransformersEngine
@@ -32,14 +30,8 @@ from actors.engine.sampling import SequenceSampling
 from actors.engine.sampling_defaults import ResolvedSampling, resolve
 from actors.engine.stream import OpenStreams, Prepared
 from actors.engine.text import TextCodec
-from actors.errors import (
-    DeviceMemoryShort,
-    ReplicaFailed,
-    Unavailable,
-)
-from actors.growth import CacheGrowth
+from actors.errors import DeviceMemoryShort, ReplicaFailed
 from actors.lifecycle import MemoryChange, SleepConfig
-from actors.lull import Lull
 from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
 from actors.protocol import (
@@ -48,6 +40,7 @@ from actors.protocol import (
     TokenEvent,
     TokenLogprob,
 )
+from actors.residency import Residency
 from actors.telemetry import EngineMeter, Observer, WakePhase
 from actors.weights import packer
 from actors.weights.attach import build_on_meta
@@ -120,23 +113,19 @@ class ModelRuntime:
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
         self._engine = self._control.submit(self._build_engine, module, engine).result()
         self._streams = OpenStreams(self._engine, self.codec, EngineMeter(self._observer))
-        self._cleared = ClearedCollection(self._control, self._collect_cleared)
+        self._residency = Residency(
+            self._engine, self.memory, self._observer, self._control, self._fail
+        )
         try:
             # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
             self._control.submit(self.memory.open_link).result()
-            self._control.submit(self._warm_up).result()
+            self._control.submit(self._residency.warm_up).result()
         except BaseException:
             self._control.submit(self._engine.stop)  # its thread would keep the process from ending
             raise
-        self._growth = CacheGrowth(self._control, self._grow_kv, self._fail)
-        self._lull = Lull()
-        # Compiling is told by process-wide settings, and by the module's own, what a plain forward changes.
-        self._tracing = threading.Lock()
-        self._traced: Future[None] = Future()  # there is nothing to compile any more
-        self._traced.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
-        self._has_uncaptured = False  # compiled layers that no graph holds yet
-        self._compiler = threading.Thread(target=self._compile, name="compile", daemon=True)
-        self._compiler.start()
+        self._compilation = BackgroundCompilation(
+            self._engine, self._residency.begin_using_compiled
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -225,7 +214,7 @@ class ModelRuntime:
             InvalidRequest: the grammar turned out to be too much work, or a dead end.
         """
         self.check_health()
-        with self._lull.interrupted():
+        with self._compilation.serving():
             stream = self._streams.open(prepared)
             try:
                 if prepared.request.echo:
@@ -262,14 +251,13 @@ class ModelRuntime:
             reloaded_s = time.perf_counter()
             self._observer.wake_phase(WakePhase.IMAGE, reloaded_s - started_s)
             started_s = reloaded_s
-        change = await self._on_control(self._wake_now)
+        change = await self._on_control(self._residency.wake)
         self._observer.wake_phase(WakePhase.MAP, time.perf_counter() - started_s)
-        self._control.submit(self._settle)
-        self._growth.begin()
+        self._residency.begin_settling()
         return change
 
     async def sleep(self, level: int) -> MemoryChange:
-        change = await self._on_control(self._sleep_now, level)
+        change = await self._on_control(self._residency.sleep, level)
         if level == 2:
             key = await self._on_control(self.memory.drop_image)
             if key is not None:
@@ -282,12 +270,12 @@ class ModelRuntime:
         What other processes have taken meanwhile of its memory is not waited for.
         """
         await self._on_control(lambda: None)  # whatever was to do stands before this
-        while self._growth.running:
+        while self._residency.grows:
             await self._on_control(lambda: None)  # behind the next part
 
     async def compiled(self) -> None:
         """Return once nothing is compiled any more, and what was is in use."""
-        await asyncio.to_thread(self._compiler.join)
+        await asyncio.to_thread(self._compilation.join)
         await self.settled()
 
     async def with_model(self, work: Callable[[PreTrainedModel], T]) -> T:
@@ -306,12 +294,12 @@ class ModelRuntime:
             found: tuple[T] | None = await self._on_control(self._between_steps, work)
             if found is not None:
                 return found[0]
-            await asyncio.wrap_future(self._traced)
+            await asyncio.wrap_future(self._compilation.traced)
 
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards."""
-        self._cleared.cancel()
-        self._lull.close()
+        self._residency.close()
+        self._compilation.close()
         self._grammars.close()
         await self._on_control(self._engine.stop)
         await self._on_control(self.memory.close_link)
@@ -331,121 +319,13 @@ class ModelRuntime:
             self.memory.pool,
         )
 
-    def _warm_up(self) -> None:
-        self._engine.pause()
-        self.memory.map()
-        with self.memory.counting_graphs():
-            self._engine.warm_up()
-        self._sleep_now(2)  # no layer is worth keeping yet
-
-    def _compile(self) -> None:
-        """On a thread of its own; the model serves, sleeps and wakes meanwhile.
-
-        Requests would feel it: who traces keeps the interpreter's lock from the engine's thread, and to
-        capture the graphs again takes the device for seconds.
-        """
-        if not (self._engine.compiles and self._lull.wait()):
-            return
-        try:
-            with self._tracing:
-                self._engine.compile()
-        except Exception:
-            logger.exception("compiling failed; the model is served without, only slower")
-            return
-        finally:
-            self._traced.set_result(None)
-        if self._lull.wait():
-            submit_unless_closed(self._control, self._use_compiled, "layers were compiled")
-
-    def _use_compiled(self) -> None:
-        asleep = self._engine.paused
-        try:
-            if not asleep:
-                self._settle()
-                self._engine.pause()
-                self._engine.drop_kv()
-            self._capture_compiled()
-        except Exception as exc:  # noqa: BLE001  # nobody waits for this; the replica must not hang
-            self._fail(exc, "capturing the compiled layers")
-        finally:
-            if asleep:
-                # Not level 1: what was mapped just now must not pass for layers that were kept.
-                self.memory.unmap(2)
-                self._cleared.begin()
-            elif self._engine.paused:
-                self._engine.prepare_wake()
-                self._engine.resume()
-
-    def _capture_compiled(self) -> None:
-        """Now; or, where memory is missing, at the next sleep."""
-        try:
-            self.memory.map()
-            with self.memory.counting_graphs():
-                self._engine.use_compiled()
-        except (DeviceMemoryShort, torch.OutOfMemoryError) as exc:
-            self._has_uncaptured = True
-            logger.info("graphs are captured at the next sleep: %s", exc)
-            return
-        self._has_uncaptured = False
-        logger.info("the decoder layers run compiled from now on")
-
     def _between_steps(self, work: Callable[[PreTrainedModel], T]) -> tuple[T] | None:
         """None: not now, layers are being compiled."""
-        if self._engine.paused:
-            raise Unavailable("the model is asleep; wake it first")
-        if not self._tracing.acquire(blocking=False):
-            return None
-        try:
-            self._settle()  # takes the gates out
-            self._engine.pause()
-            try:
-                return (work(self._module),)
-            finally:
-                self._engine.resume()
-        finally:
-            self._tracing.release()
-
-    def _wake_now(self) -> MemoryChange:
-        """Map, begin the copies, and resume right behind them."""
-        change = self.memory.wake(self._engine.prepare_wake)
-        self._engine.resume()
-        return change
-
-    def _sleep_now(self, level: int) -> MemoryChange:
-        awake = not self._engine.paused
-        if awake:
-            self._engine.pause()
-        self._engine.drop_kv()
-        if awake and self._has_uncaptured and not self.memory.wake_bytes:
-            self._capture_compiled()
-        change = self.memory.unmap(level)
-        self._cleared.begin()
-        return change
-
-    def _collect_cleared(self) -> None:
-        if not self._engine.paused:
-            return  # the wake has done it
-        try:
-            self.memory.collect_cleared()
-        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
-            self._fail(exc, "a sleep")
-
-    def _settle(self) -> None:
-        """Have a wake that went wrong fail the replica, instead of serving rubbish."""
-        before = self.memory.last_wake
-        try:
-            self.memory.settle()
-        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
-            self._fail(exc, "a wake")
-        report = self.memory.last_wake
-        if report is not None and report is not before:
-            self._observer.restored(report)
-
-    def _grow_kv(self) -> bool:
-        if self._engine.paused or not self.memory.map_more():
-            return False
-        self._engine.extend_kv()
-        return True
+        self._residency.check_awake()
+        with self._compilation.kept_off() as is_off:
+            if not is_off:
+                return None
+            return (self._residency.between_steps(lambda: work(self._module)),)
 
     def _fail(self, reason: Exception, what: str) -> None:
         """Nothing is served any more; the health check has the replica replaced."""

@@ -426,7 +426,7 @@ def test_what_a_sleep_gave_back_is_collected_before_the_next_wake_and_only_then(
         assert await asyncio.to_thread(collected.wait, 10)
         assert mapped == [0]
         await h.runtime.wake()
-        h.runtime._collect_cleared()  # a wake was faster than the timer
+        h.runtime._residency.collect_cleared()  # a wake was faster than the timer
         assert mapped == [0]
 
     h: Harness

@@ -27,7 +27,7 @@ def test_nothing_is_compiled_or_captured_while_somebody_is_served(
         compiling.set()
         may_end.wait()
 
-    monkeypatch.setattr("actors.runtime.Lull", lambda: lull)
+    monkeypatch.setattr("actors.compilation.Lull", lambda: lull)
     monkeypatch.setattr(TransformersEngine, "compiles", True)
     monkeypatch.setattr(TransformersEngine, "compile", compile_slowly)
     monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: captured.set())

@@ -173,7 +173,7 @@ def test_device_that_fails_after_a_sleep_fails_the_replica(
 
         monkeypatch.setattr(CpuDriver, "collect_cleared", refuse)
         await h.runtime.sleep(1)
-        h.runtime._collect_cleared()
+        h.runtime._residency.collect_cleared()
         with pytest.raises(ReplicaFailed, match="cuMemCreate failed"):
             h.runtime.check_health()
 
