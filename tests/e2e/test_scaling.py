@@ -106,9 +106,13 @@ def test_one_after_the_other_goes_to_the_awake_replica_and_the_other_sleeps_on(
 
 def test_more_than_it_has_room_for_wakes_the_other_and_creates_none(server: ServeProcess) -> None:
     before = _wakes(server)
-    with ThreadPoolExecutor(ROOM + 1) as pool:
-        for answer in [pool.submit(_ask, server, max_tokens=150) for _ in range(3 * (ROOM + 1))]:
-            answer.result()
+
+    def all_awake() -> bool:
+        replicas = server.get("/replicas?model=pair")["models"]["pair"]["replicas"]
+        return {replica["state"] for replica in replicas} == {"awake"}
+
+    with _in_flight(server, ROOM + 1):  # the policy looks once in a while only
+        wait_until(all_awake, 30, "the other wakes")
     after = _wakes(server)
     assert after.keys() == before.keys()
     assert all(after[name] > before[name] for name in before)
