@@ -38,10 +38,22 @@ class CacheGrowth:
         self._map_part = map_part
         self._fail = fail
         self._is_short = False  # and that has been told
+        self._retry: threading.Timer | None = None
 
     def begin(self) -> None:
+        """Ask for what is missing; a wake does."""
+        self._cancel_retry()
         self.running = True
         self._submit()
+
+    def close(self) -> None:
+        """Ask no more. Any thread may call."""
+        self._cancel_retry()
+
+    def _cancel_retry(self) -> None:
+        retry, self._retry = self._retry, None
+        if retry is not None:
+            retry.cancel()
 
     def _submit(self) -> None:
         if not submit_unless_closed(self._control, self._next, "the KV cache grew"):
@@ -55,9 +67,10 @@ class CacheGrowth:
             if not self._is_short:
                 logger.warning("the KV cache is smaller than planned for now: %s", exc)
             self._is_short = True
-            retry = threading.Timer(RETRY_SHORT_AFTER_S, self._submit)
-            retry.daemon = True
-            retry.start()
+            self._cancel_retry()
+            self._retry = threading.Timer(RETRY_SHORT_AFTER_S, self._submit)
+            self._retry.daemon = True
+            self._retry.start()
         except Exception as exc:  # noqa: BLE001  # nobody waits for this
             self.running = False
             self._fail(exc, "mapping the KV cache")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ from actors.memory.driver import AllocatorPool, DeviceMemory, HostLink, MemoryDr
 from actors.memory.transfer import Transfer, TransferStats
 from actors.protocol import DeviceNow, MemoryLeft, WakeReport
 from actors.weights.attach import attach
-from actors.weights.checksum import checksum
+from actors.weights.checksum import Checksums
 from actors.weights.gates import SegmentGates
 from actors.weights.image import WeightImage
 from actors.weights.layout import ImageKey, Layout, Manifest
@@ -85,6 +86,7 @@ class ModelMemory:
         self.pool = self._driver.make_pool()
         attach(module, layout, self._weights)
         self._gates = SegmentGates(module, layout)
+        self._checksums = Checksums(self.device, len(layout.segments))
         self._link: HostLink | None = None  # of `image`; from `open_link` or the first wake on
         self._arrival: _Arrival | None = None  # of the last wake, until it is settled
         self._graphs = _GraphCost()
@@ -207,7 +209,7 @@ class ModelMemory:
         return True
 
     def settle(self) -> None:
-        """After a wake, off the critical path: take the gates out and check what arrived.
+        """After a wake, beside the first forward: check each segment as it arrives, take the gates out.
 
         Raises:
             DeviceMemoryError: a copy failed.
@@ -216,10 +218,8 @@ class ModelMemory:
         if self._arrival is None:
             return  # asleep again before it came to that
         arrival, self._arrival = self._arrival, None
-        stats = self.last_transfer = arrival.transfer.finish()
-        self._gates.remove()
+        report, corrupted = self._check(arrival.transfer, arrival.manifest)
         self.seen = self._driver.memory()
-        report, corrupted = self._check(stats, arrival.manifest)
         self.last_wake = report
         logger.info(
             "restored %d bytes in %.1f ms, %.1f GB/s; checked %d segments, %d bytes, in %.1f ms: %s",
@@ -335,24 +335,33 @@ class ModelMemory:
         for part in self._scratch():
             part.unmap()
 
-    def _check(self, stats: TransferStats, manifest: Manifest) -> tuple[WakeReport, str | None]:
-        """Compare what arrived, where it landed, up to the first segment that differs."""
+    def _check(self, transfer: Transfer, manifest: Manifest) -> tuple[WakeReport, str | None]:
+        """Compare the bytes where they landed, each segment right behind its copy; which differs first."""
         started_s = time.perf_counter()
-        segments = size = 0
-        corrupted = None
-        for copied in stats.segments:
-            found = checksum(self._weights.bytes_of(copied.segment, copied.size))
-            segments, size = segments + 1, size + copied.size
-            if found != manifest.checksums[copied.segment]:
-                corrupted = manifest.layout.segments[copied.segment].name
-                break
+        for copy in transfer.copies:
+            bytes_landed = self._weights.bytes_of(copy.segment, copy.host.nbytes)
+            self._checksums.begin(bytes_landed, partial(transfer.gate, copy.segment))
+        begun_s = time.perf_counter()
+        stats = self.last_transfer = transfer.finish()
+        arrived_s = time.perf_counter()
+        self._gates.remove()
+        found = self._checksums.read()
+        checked_s = time.perf_counter()
+        corrupted = next(
+            (
+                manifest.layout.segments[copied.segment].name
+                for copied, landed in zip(stats.segments, found, strict=True)
+                if landed != manifest.checksums[copied.segment]
+            ),
+            None,
+        )
         report = WakeReport(
             copied_bytes=stats.size,
             link_s=stats.seconds,
             link_gb_per_s=stats.gb_per_s,
-            checked_segments=segments,
-            checked_bytes=size,
-            check_s=time.perf_counter() - started_s,
+            checked_segments=len(found),
+            checked_bytes=stats.size,
+            check_s=checked_s - arrived_s + begun_s - started_s,
             intact=corrupted is None,
         )
         return report, corrupted

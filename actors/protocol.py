@@ -218,8 +218,8 @@ class WakeReport:
     link_gb_per_s: float  # 10^9 bytes a second
     checked_segments: int
     checked_bytes: int
-    check_s: float
-    intact: bool  # False: the last segment checked differs from its manifest; the replica fails
+    check_s: float  # that checking took besides; on a card it runs beside the copies
+    intact: bool  # False: a segment differs from its manifest; the replica fails
 
 
 @dataclass(frozen=True, slots=True)

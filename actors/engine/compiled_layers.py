@@ -114,12 +114,14 @@ class CompiledLayers:
             self._forwards[kind] = torch.compile(kind.forward, dynamic=True)
         with torch.compiler.set_stance("default"), torch.no_grad():
             for layer, calls in zip(self._copies, self._calls, strict=True):
-                layer.to_empty(device=device)
-                # The many first: made for one token, the code would be made again for any number.
-                for _, call in sorted(calls.items(), reverse=True):
-                    args, kwargs = call.tensors()
-                    _call_compiled(self._forwards[type(layer)], layer, {}, *args, **kwargs)
-                layer.to_empty(device="meta")
+                try:
+                    layer.to_empty(device=device)
+                    # The many first: made for one token, the code would be made again for any number.
+                    for _, call in sorted(calls.items(), reverse=True):
+                        args, kwargs = call.tensors()
+                        _call_compiled(self._forwards[type(layer)], layer, {}, *args, **kwargs)
+                finally:
+                    layer.to_empty(device="meta")
 
     def install(self) -> None:
         """Let the layers run compiled. Not while one of them runs.

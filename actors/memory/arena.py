@@ -1,5 +1,6 @@
 """One stable address range per device, mapped and unmapped in segments."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ import torch
 from actors.errors import DeviceMemoryShort
 from actors.memory.driver import HostLink, MemoryDriver, describe, gib
 from actors.memory.transfer import SegmentCopy, Transfer
+
+logger = logging.getLogger(__name__)
 
 RETRY_SHORT_AFTER_S = 5.0  # a neighbour's idle time is of that order; nobody knows better
 
@@ -34,6 +37,7 @@ class DeviceArena:
 
     def __init__(self, driver: MemoryDriver, segment_bytes: Sequence[int]) -> None:
         self._driver = driver
+        self._asked = tuple(segment_bytes)
         spans: list[Span] = []
         offset = 0
         for size in segment_bytes:
@@ -44,6 +48,7 @@ class DeviceArena:
         self.size = offset
         self.address = driver.reserve(self.size)
         self._mapped: set[int] = set()
+        self._mapped_bytes = 0  # of them; other threads read it
         self._bytes = driver.tensor(self.address, self.size)
 
     @property
@@ -52,7 +57,8 @@ class DeviceArena:
 
     @property
     def mapped_bytes(self) -> int:
-        return sum(self.spans[i].size for i in self._mapped)
+        """Any thread may ask."""
+        return self._mapped_bytes
 
     def unmapped(self) -> list[int]:
         """The segments that have no memory."""
@@ -62,7 +68,8 @@ class DeviceArena:
         """Give segments (all, when None) memory. Those that have it are left as they are.
 
         Raises:
-            DeviceMemoryShort: the device has not that much memory, and who has it.
+            DeviceMemoryShort: the device has not that much memory. Who has it is logged, and not told to
+                clients.
             DeviceMemoryError: the driver refused.
                 Either way, what this call had mapped is unmapped again.
         """
@@ -72,13 +79,18 @@ class DeviceArena:
             for i in missing:
                 self._driver.map(self._address_of(i), self.spans[i].size)
                 self._mapped.add(i)
+                self._mapped_bytes += self.spans[i].size
                 done.append(i)
         except DeviceMemoryShort as exc:
             self.unmap(done)  # first, so that the message does not count what is given back
             wanted = sum(self.spans[i].size for i in missing)
-            found = describe(self._driver.memory(), self._driver.holders())
+            memory = self._driver.memory()
+            holders = describe(memory, self._driver.holders())
+            logger.warning("%s do not fit on %s: %s", gib(wanted), self.device, holders)
             raise DeviceMemoryShort(
-                f"{gib(wanted)} do not fit on {self.device}: {found}", RETRY_SHORT_AFTER_S
+                f"{gib(wanted)} do not fit on {self.device}: {gib(memory.free)} of "
+                f"{gib(memory.total)} are free",
+                RETRY_SHORT_AFTER_S,
             ) from exc
         except BaseException:
             self.unmap(done)
@@ -96,6 +108,7 @@ class DeviceArena:
         for i in chosen:
             self._driver.unmap(self._address_of(i), self.spans[i].size)
             self._mapped.remove(i)
+            self._mapped_bytes -= self.spans[i].size
         return sum(self.spans[i].size for i in chosen)
 
     def restore(self, link: HostLink, payloads: Mapping[int, memoryview]) -> Transfer:
@@ -121,9 +134,9 @@ class DeviceArena:
     def first_bytes(self, count: int) -> torch.Tensor:
         """The first `count` bytes, whatever segments they are in, as a flat uint8 view.
 
-        Segments follow each other without gaps if all sizes but the last are multiples of the
-        driver's granularity.
+        All sizes but the last must be multiples of the driver's granularity: there would be gaps.
         """
+        assert sum(self._asked[:-1]) == sum(span.size for span in self.spans[:-1]), "gaps"
         return self._bytes[:count]
 
     def tensor(

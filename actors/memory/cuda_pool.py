@@ -89,11 +89,14 @@ class CudaPool:
 
     def _new_arena(self, size: int, device: int, stream: int | None) -> int | None:
         """Called by torch; None stands for a lack of memory."""
+        arena: DeviceArena | None = None
         try:
             arena = DeviceArena(self._driver, [size])
             arena.map()
         except (DeviceMemoryShort, DeviceMemoryError) as exc:
             logger.info("torch gets no memory for graphs: %s", exc)
+            if arena is not None:
+                arena.release()
             return None
         self._arenas.append(arena)
         return arena.address

@@ -49,11 +49,14 @@ class Transfer:
     segment that the module lives in. `gate` costs nothing once `finish` was called, and nothing for
     segments that are not part of the transfer. A captured graph has no hooks: call `gate_all` on its
     stream before the first replay. Gates and `finish` may be called from different threads.
+
+    Attributes:
+        copies: in the order in which they arrive.
     """
 
     def __init__(self, link: HostLink, copies: Sequence[SegmentCopy]) -> None:
         """Begin the copies, in the order given. See `DeviceArena.restore`."""
-        self._copies = copies  # the host bytes must stay until they have been read
+        self.copies = copies  # the host bytes must stay until they have been read
         self._marks = [link.mark()]
         for copy in copies:
             link.copy(copy.address, copy.host)
@@ -81,8 +84,6 @@ class Transfer:
         self._pending = {}
         times = tuple(
             SegmentTime(copy.segment, copy.host.nbytes, end.seconds_since(start))
-            for copy, start, end in zip(
-                self._copies, self._marks[:-1], self._marks[1:], strict=True
-            )
+            for copy, start, end in zip(self.copies, self._marks[:-1], self._marks[1:], strict=True)
         )
         return TransferStats(times, self._marks[-1].seconds_since(self._marks[0]))

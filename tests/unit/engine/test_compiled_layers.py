@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from actors.engine import compiled_layers as module
 from actors.engine.compiled_layers import CompiledLayers, paged_arguments
 
 SMALL = {
@@ -119,6 +120,24 @@ def test_what_only_attention_wants_stays_out_of_the_compiled_code(compiles: list
     assert run() == [({"block_table": "pages", "max_length_q": 3}, False)] * 3
     layers.active = False
     assert run() == [(None, True)] * 3
+
+
+def test_copy_whose_compilation_fails_gives_its_memory_back(
+    model: tf.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = CompiledLayers(model)
+    with layers.recording():
+        logits(model, 7)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("while it is traced")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_call_compiled", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            layers.compile()
+    assert all(p.is_meta for copy in layers._copies for p in copy.parameters())
+    layers.compile()
 
 
 def test_a_layer_of_the_model_keeps_what_the_copy_shares(compiles: list[Any]) -> None:

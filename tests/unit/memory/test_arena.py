@@ -1,6 +1,8 @@
 """DeviceArena on real anonymous memory, and its bookkeeping on a driver that can refuse."""
 
 import ctypes
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -118,17 +120,51 @@ def test_refused_map_leaves_what_was_mapped_before() -> None:
     assert arena.unmapped() == [0, 1, 3]
 
 
-def test_map_without_enough_memory_rolls_back_and_says_who_has_it() -> None:
+def test_map_without_enough_memory_rolls_back_and_logs_who_has_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Other people's processes are nothing for the clients who get the message."""
     driver = RefusingDriver(nth=3, error=DeviceMemoryShort)
     arena = DeviceArena(driver, [MIB] * 1024)
     with pytest.raises(DeviceMemoryShort) as caught:
         arena.map()
     assert driver.mapped == set()
-    assert str(caught.value) == (
-        "1.00 GiB do not fit on cpu: 80.00 GiB of 140.00 GiB are free; "
-        "held are 60.00 GiB by pid 41 (trainer)"
-    )
+    assert str(caught.value) == "1.00 GiB do not fit on cpu: 80.00 GiB of 140.00 GiB are free"
+    assert "held are 60.00 GiB by pid 41 (trainer)" in caplog.text
     assert caught.value.retry_after_s > 0
+
+
+def test_mapped_bytes_can_be_read_while_another_thread_maps() -> None:
+    arena = DeviceArena(CpuDriver(), [1] * 64)
+    ended = threading.Event()
+
+    def map_and_unmap() -> None:
+        try:
+            for _ in range(500):
+                arena.map()
+                arena.unmap(range(0, 64, 3))
+            arena.unmap()
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=map_and_unmap)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        while not ended.is_set():
+            assert 0 <= arena.mapped_bytes <= arena.size
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval_s)
+    assert arena.mapped_bytes == 0
+
+
+def test_bytes_over_gaps_are_no_view_to_give() -> None:
+    arena = DeviceArena(CpuDriver(), [MIB, 5, MIB])
+    with pytest.raises(AssertionError, match="gaps"):
+        arena.first_bytes(MIB)
+    assert DeviceArena(CpuDriver(), [MIB, MIB, 5]).first_bytes(2 * MIB).numel() == 2 * MIB
 
 
 def test_cpu_driver_tells_the_machine_s_memory_and_its_own() -> None:

@@ -132,8 +132,12 @@ def test_collecting_what_was_cleared_takes_nothing(driver: CudaDriver, arena: De
     assert bool((arena.bytes_of(3) == 7).all())
 
 
-def test_map_of_more_than_the_card_has_rolls_back_and_says_who_holds_it(
-    driver: CudaDriver, arena: DeviceArena, payloads: list[memoryview], link: CudaLink
+def test_map_of_more_than_the_card_has_rolls_back_and_logs_who_holds_it(
+    driver: CudaDriver,
+    arena: DeviceArena,
+    payloads: list[memoryview],
+    link: CudaLink,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     arena.map()
     arena.restore(link, dict(enumerate(payloads))).finish()
@@ -145,7 +149,8 @@ def test_map_of_more_than_the_card_has_rolls_back_and_says_who_holds_it(
     assert "do not fit on cuda:0" in text
     assert "cuMemCreate" in str(caught.value.__cause__)
     if before.own is not None:  # NVML can be blind in a container
-        assert f"by pid {os.getpid()} (" in text
+        assert f"by pid {os.getpid()} (" in caplog.text
+    assert "pid" not in text
     assert too_big.mapped_bytes == 0
     assert driver.memory().free == pytest.approx(before.free, abs=4 * MIB)
     assert_holds(arena, payloads)
@@ -279,6 +284,25 @@ def test_graph_computes_right_after_its_pool_was_unmapped_and_mapped(driver: Cud
         graph.replay()
         assert torch.equal(result, 27 * torch.eye(2048, dtype=torch.bfloat16, device="cuda"))
     assert (pool.size, len(pool._arenas)) == (size, arenas)
+
+
+def test_pool_that_gets_no_memory_keeps_no_addresses(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(arena: DeviceArena) -> None:
+        raise DeviceMemoryShort("a neighbour has it")
+
+    released: list[int] = []
+    release = CudaDriver.release
+    monkeypatch.setattr(DeviceArena, "map", refuse)
+    monkeypatch.setattr(
+        CudaDriver,
+        "release",
+        lambda self, *range: (released.append(range[1]), release(self, *range)),
+    )
+    with pytest.raises(DeviceMemoryShort):
+        driver.make_pool().reserve(64 * MIB)
+    assert released
 
 
 def test_captures_find_room_in_what_was_reserved_and_ask_for_no_more(driver: CudaDriver) -> None:

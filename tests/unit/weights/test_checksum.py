@@ -1,10 +1,15 @@
 """The checksum that CPU and GPU share."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from actors.weights import checksum as module
-from actors.weights.checksum import checksum
+from actors.weights.checksum import Checksums, checksum
 from actors.weights.layout import Checksum
 
 
@@ -31,26 +36,6 @@ def test_equals_its_definition_whatever_the_chunks(
     assert checksum(data) == whole
 
 
-def test_short_memory_is_made_do_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, steps = content(8 << 20), []
-    whole = checksum(data)
-    compute, least = module._checksum, module._LEAST_WORDS
-
-    def short(words: torch.Tensor, step: int) -> Checksum:
-        steps.append(step)
-        if step > least:
-            raise torch.OutOfMemoryError
-        return compute(words, step)
-
-    monkeypatch.setattr(module, "_CHUNK_WORDS", 1 << 22)
-    monkeypatch.setattr(module, "_checksum", short)
-    assert checksum(data) == whole
-    assert steps == [1 << 22, 1 << 18, 1 << 17]
-    monkeypatch.setattr(module, "_LEAST_WORDS", 1 << 30)
-    with pytest.raises(torch.OutOfMemoryError):
-        checksum(data)
-
-
 def test_one_changed_bit_and_two_swapped_words_are_seen() -> None:
     data = content(1 << 16)
     whole = checksum(data)
@@ -63,10 +48,65 @@ def test_one_changed_bit_and_two_swapped_words_are_seen() -> None:
     assert checksum(swapped) != whole
 
 
+def test_several_are_begun_and_read_together_behind_their_gates() -> None:
+    pieces = [content(8 * n) for n in (1, 1000, 17)]
+    gates: list[int] = []
+    sums = Checksums(torch.device("cpu"), len(pieces))
+    for _ in range(2):  # used again
+        for i, piece in enumerate(pieces):
+            sums.begin(piece, lambda i=i: gates.append(i))  # type: ignore[misc]
+        assert sums.read() == [checksum(piece) for piece in pieces]
+    assert gates == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("words", [1, 100, 2048, 5000, 2048 * 2048 + 3])
+def test_kernel_gives_what_the_cpu_gives(words: int) -> None:
+    kernel = pytest.importorskip("actors.weights.checksum_kernel")
+    data = content(8 * words)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    kernel.sum_words(data.to(device).view(torch.int64), sums)
+    assert Checksum(*sums.tolist()) == checksum(data)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from actors.weights.checksum_kernel import _sum_words
+
+for count in ("i32", "i64"):
+    signature = {"words": "*i64", "sums": "*i64", "count": count, "BLOCK": "constexpr"}
+    source = ASTSource(fn=_sum_words, signature=signature, constexprs={(3,): 2048})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+
+
+def test_kernel_compiles_for_hopper_without_one(project: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(project), *sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.gpu
-def test_gpu_gives_what_the_cpu_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = content((1 << 22) + 8)
-    whole = checksum(data)
-    assert checksum(data.cuda()) == whole
-    monkeypatch.setattr(module, "_CUDA_CHUNK_WORDS", 12345)
-    assert checksum(data.cuda()) == whole
+def test_card_checks_pieces_behind_their_copies_in_no_memory_of_its_own() -> None:
+    pieces = [content(8 * n) for n in (1, 10**6, 3 * 10**6 + 1)]
+    sums = Checksums(torch.device("cuda"), len(pieces))
+    on_card = [torch.zeros_like(piece, device="cuda") for piece in pieces]
+    copying = torch.cuda.Stream()
+    before = torch.cuda.memory_reserved()
+    marks = []
+    with torch.cuda.stream(copying):
+        torch.cuda._sleep(10**8)  # the bytes come late
+        for target, piece in zip(on_card, pieces, strict=True):
+            target.copy_(piece.pin_memory(), non_blocking=True)
+            marks.append(torch.cuda.Event())
+            marks[-1].record()
+    for target, mark in zip(on_card, marks, strict=True):
+        sums.begin(target, mark.wait)
+    assert sums.read() == [checksum(piece) for piece in pieces]
+    assert torch.cuda.memory_reserved() == before
