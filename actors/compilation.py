@@ -7,9 +7,12 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
 from actors.engine.engine import Engine
+from actors.errors import DeviceMemoryShort
 from actors.lull import Lull
 
 logger = logging.getLogger(__name__)
+
+_RETRY_SHORT_AFTER_S = 60.0  # somebody else has the memory for one layer
 
 
 class BackgroundCompilation:
@@ -19,7 +22,7 @@ class BackgroundCompilation:
     capture the graphs again takes the device for seconds. So both wait for a time without a request.
 
     Attributes:
-        traced: done once the layers have been traced, or that failed.
+        traced: done once the attempt that runs now, or comes next, has been made.
     """
 
     def __init__(self, engine: Engine, use: Callable[[], None]) -> None:
@@ -33,8 +36,7 @@ class BackgroundCompilation:
         self._lull = Lull()
         # Compiling is told by process-wide settings, and by the module's own, what a plain forward changes.
         self._tracing = threading.Lock()
-        self.traced: Future[None] = Future()
-        self.traced.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
+        self.traced = _uncancellable()
         self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._thread.start()
 
@@ -61,15 +63,30 @@ class BackgroundCompilation:
         self._lull.close()
 
     def _compile(self) -> None:
-        if not (self._engine.compiles and self._lull.wait()):
+        while self._engine.compiles and self._lull.wait():
+            try:
+                with self._tracing:
+                    self._engine.compile()
+            except DeviceMemoryShort as exc:
+                logger.info("compiling is tried again in %g s: %s", _RETRY_SHORT_AFTER_S, exc)
+            except Exception:
+                logger.exception("compiling failed; the model is served without, only slower")
+                return
+            else:
+                break
+            finally:
+                made, self.traced = self.traced, _uncancellable()
+                made.set_result(None)
+            if not self._lull.rest(_RETRY_SHORT_AFTER_S):
+                return
+        else:
             return
-        try:
-            with self._tracing:
-                self._engine.compile()
-        except Exception:
-            logger.exception("compiling failed; the model is served without, only slower")
-            return
-        finally:
-            self.traced.set_result(None)
         if self._lull.wait():
             self._use()
+
+
+def _uncancellable() -> Future[None]:
+    """A future that goes on when whoever waits for it gives up."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future

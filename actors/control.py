@@ -1,5 +1,6 @@
-"""Work that other threads give to a runtime's control thread, which may be gone by then."""
+"""Work that threads give to each other: to a runtime's control thread, or to its event loop, if still there."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -19,3 +20,11 @@ def submit_unless_closed(control: Executor, work: Callable[[], object], meanwhil
         logger.info("closed while %s", meanwhile)
         return False
     return True
+
+
+def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Have an event loop make a call, from any thread; a closed one does not."""
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        logger.info("the event loop was closed before it was told everything")

@@ -11,6 +11,7 @@ ServingError
     WakeTimeout             the replica did not wake in time; it may still do so
     DrainTimeout            requests in flight did not finish in time, so the replica stays awake
     HeldAsleep              an operator put the model to sleep with `hold`
+    FrozenTooLong           a sleep froze the request, and no wake came in time
     DeviceMemoryShort       the card has not enough memory free; the replica stays asleep
     ShuttingDown            the replica is going away
   ReplicaFailed           ours; the replica is replaced: 500
@@ -84,6 +85,10 @@ class DrainTimeout(Unavailable):
 
 class HeldAsleep(Unavailable):
     """An operator put the model to sleep with `hold`; only `wake_up` ends it."""
+
+
+class FrozenTooLong(Unavailable):
+    """A sleep in mode `keep` froze the request, and no wake came in time."""
 
 
 class DeviceMemoryShort(Unavailable):

@@ -2,7 +2,7 @@
 
     AWAKE ──sleep──► DRAINING ──drained, unmapped──► ASLEEP ──request or wake_up──► WAKING ──► AWAKE
       ▲                 │                                                            │
-      └── drain timeout ┘          an effect that raises, from either side ──► FAILED, settled
+      └── drain timeout ┘     `fail`, or an effect that raises, from any state ──► FAILED, for good
 
 All methods run on one event loop. Only `_enter` writes the state. A transition is entered before its
 first await, runs as a task of its own (callers wait on a shield, so one that leaves cancels only its
@@ -18,7 +18,15 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.errors import DrainTimeout, HeldAsleep, ReplicaFailed, Unavailable, WakeTimeout
+from actors.errors import (
+    DrainTimeout,
+    FrozenTooLong,
+    HeldAsleep,
+    ReplicaFailed,
+    ServingError,
+    Unavailable,
+    WakeTimeout,
+)
 from actors.idle import IdleClock
 from actors.protocol import MemoryLeft, ReplicaState, SleepCommand, SleepMode
 from actors.telemetry import Observer, SleepCause, WakeCause, WakeResult
@@ -61,6 +69,12 @@ class SleepConfig(BaseModel):
     )
     wake_timeout_s: float = Field(
         default=120.0, gt=0, description="Seconds a request waits for a wake before it gets 503."
+    )
+    frozen_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds that requests frozen by a sleep in mode keep wait for a wake before they end "
+        "with an error.",
     )
     start_asleep: bool = Field(
         default=False, description="Start with the weights attached but not in device memory."
@@ -107,6 +121,9 @@ class Effects(Protocol):
     def abort_in_flight(self) -> None:
         """End every request in flight now, with finish reason "abort"."""
 
+    def fail_in_flight(self, error: ServingError) -> None:
+        """End every request in flight now, with `error`. Those that have ended are left as they are."""
+
 
 class Lifecycle:
     """Decides, alone, when this replica sleeps and wakes. Starts asleep.
@@ -146,6 +163,9 @@ class Lifecycle:
         self._drains = False  # waits for requests, or is about to
         self._wakes_asked = 0  # by operators
         self._transition: asyncio.Task[None] | None = None
+        self._work: asyncio.Task[None] | None = None  # of the transition
+        self._frozen_since_s: float | None = None  # requests in flight while it does not compute
+        self._frozen_limit: asyncio.TimerHandle | None = None
 
     @property
     def state(self) -> ReplicaState:
@@ -192,8 +212,7 @@ class Lifecycle:
             await self._join(self._transition)
         # Once more: a drain that took too long has ended all holds.
         self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
-        if self._state is ReplicaState.FAILED:
-            raise ReplicaFailed(f"{self._name} has failed: {self.reason}")
+        self._check_not_failed()
         if self._state is ReplicaState.AWAKE or command.level > self.level:
             # Asleep, or with requests that are kept, there is nothing to wait for.
             self._drains = command.mode is not SleepMode.KEEP and not self.level
@@ -214,6 +233,19 @@ class Lifecycle:
             if await self._step_to_awake(reason, cause):
                 break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
         self.idle.touch()
+
+    def fail(self, failure: ReplicaFailed) -> None:
+        """Enter FAILED, for good; the first call counts.
+
+        Requests in flight end with `failure`. A transition under way ends at once for everybody who waits
+        for it, whether or not its effect ever returns.
+        """
+        if self._state is ReplicaState.FAILED:
+            return
+        if self._work is not None:
+            self._work.cancel()
+        self._enter(ReplicaState.FAILED, f"{type(failure).__name__}: {failure}")
+        self._effects.fail_in_flight(failure)
 
     async def sleep_when_idle(self) -> None:
         """Watch the idle clock until cancelled."""
@@ -266,14 +298,17 @@ class Lifecycle:
         Returns:
             Whether the replica woke; by now it may be on its way to sleep again.
         """
-        if self._state is ReplicaState.FAILED:
-            raise ReplicaFailed(f"{self._name} has failed: {self.reason}")
+        self._check_not_failed()
         if self._state is ReplicaState.DRAINING and self._transition is not None:
             await self._join(self._transition)  # its outcome is for those who asked for a sleep
             return False
         task = self._transition or self._begin(ReplicaState.WAKING, self._run_wake(cause), reason)
         await asyncio.shield(task)
         return True
+
+    def _check_not_failed(self) -> None:
+        if self._state is ReplicaState.FAILED:
+            raise ReplicaFailed(f"{self._name} has failed: {self.reason}")
 
     @staticmethod
     async def _join(task: asyncio.Task[None]) -> None:
@@ -284,25 +319,32 @@ class Lifecycle:
         self, via: ReplicaState, work: Coroutine[None, None, None], reason: str
     ) -> asyncio.Task[None]:
         self._enter(via, reason)  # before the first await: nobody may act on the old state
-        task = asyncio.create_task(self._run(work), name=f"{self._name} {via}")
+        self._work = asyncio.create_task(work)
+        task = asyncio.create_task(self._run(self._work), name=f"{self._name} {via}")
         # Retrieve the outcome even if every caller has left, or asyncio logs it as lost.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._transition = task
         return task
 
-    async def _run(self, work: Coroutine[None, None, None]) -> None:
+    async def _run(self, work: asyncio.Task[None]) -> None:
         try:
             await work
+        except asyncio.CancelledError:
+            self._check_not_failed()  # `fail` has cancelled the work, or else somebody cancels this task
+            raise
         except Unavailable:
             raise  # the work settled the state before it raised
+        except ReplicaFailed as exc:
+            logger.exception("%s: transition failed", self._name)
+            self.fail(exc)
+            raise
         except Exception as exc:
             logger.exception("%s: transition failed", self._name)
-            self._enter(ReplicaState.FAILED, f"{type(exc).__name__}: {exc}")
-            if isinstance(exc, ReplicaFailed):
-                raise
-            raise ReplicaFailed(f"{self._name} failed: {type(exc).__name__}") from exc
+            failure = ReplicaFailed(f"{self._name} failed: {type(exc).__name__}")
+            self.fail(failure)
+            raise failure from exc
         finally:
-            self._transition = None
+            self._transition = self._work = None
 
     async def _run_wake(self, cause: WakeCause) -> None:
         started_s = self._now()
@@ -376,8 +418,10 @@ class Lifecycle:
         """The one writer of the state, and the one place of its log line."""
         before, self._state, self.reason = self._state, state, reason
         self._on_change()
+        self._limit_frozen()
         if change is None or seconds is None:
-            logger.info("%s: %s -> %s (%s)", self._name, before, state, reason)
+            level = logging.ERROR if state is ReplicaState.FAILED else logging.INFO
+            logger.log(level, "%s: %s -> %s (%s)", self._name, before, state, reason)
             return
         logger.info(
             "%s: %s -> %s (%s) in %.1f ms; %s",
@@ -387,4 +431,29 @@ class Lifecycle:
             reason,
             1e3 * seconds,
             change,
+        )
+
+    def _limit_frozen(self) -> None:
+        """Bound how long requests in flight wait for a replica that sleeps; with each new state."""
+        if self._frozen_limit is not None:
+            self._frozen_limit.cancel()
+            self._frozen_limit = None
+        if self._state in (ReplicaState.AWAKE, ReplicaState.FAILED):
+            self._frozen_since_s = None
+        elif self._state is ReplicaState.ASLEEP and self.idle.in_flight:
+            if self._frozen_since_s is None:
+                self._frozen_since_s = self._now()
+            limit_s = self._frozen_since_s + self._config.frozen_timeout_s
+            loop = asyncio.get_running_loop()
+            self._frozen_limit = loop.call_later(limit_s - self._now(), self._end_frozen)
+
+    def _end_frozen(self) -> None:
+        limit_s = self._config.frozen_timeout_s
+        logger.info("%s: nobody woke %d frozen requests", self._name, self.idle.in_flight)
+        self._effects.fail_in_flight(
+            FrozenTooLong(
+                f"a sleep in mode keep froze this request, and nobody woke the model within {limit_s:g} s "
+                "(sleep.frozen_timeout_s)",
+                self.last_wake_s or 1.0,
+            )
         )

@@ -58,6 +58,11 @@ class Lull:
                 self._changed.wait(left_s)
         return False
 
+    def rest(self, seconds: float) -> bool:
+        """Block for so long, whatever requests there are; False once closed."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._closed, seconds)
+
     def close(self) -> None:
         """Let go whoever waits."""
         with self._changed:

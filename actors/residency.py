@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from actors.growth import CacheGrowth
 from actors.lifecycle import MemoryChange
 from actors.model_memory import ModelMemory
 from actors.telemetry import Observer
+from actors.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Residency:
         observer: Observer,
         control: Executor,
         fail: Callable[[Exception, str], None],
+        watchdog: Watchdog,
     ) -> None:
         """Make one; `warm_up` comes first of all. Any thread may call.
 
@@ -43,12 +45,14 @@ class Residency:
             observer: told of wakes once their bytes have been checked.
             control: of the one thread.
             fail: told what went wrong, and during what, where nobody waits who could be told.
+            watchdog: watches what the control thread waits for.
         """
         self._engine = engine
         self._memory = memory
         self._observer = observer
         self._control = control
         self._fail = fail
+        self._watchdog = watchdog
         self._cleared = ClearedCollection(control, self.collect_cleared)
         self._growth = CacheGrowth(control, self._grow_kv, fail)
         self._has_uncaptured = False  # compiled layers that no graph holds yet
@@ -73,23 +77,29 @@ class Residency:
 
     def wake(self) -> MemoryChange:
         """Map, begin the copies, and resume right behind them. `begin_settling` comes next."""
-        change = self._memory.wake(self._engine.prepare_wake)
+        with self._watchdog.map:
+            change = self._memory.wake(self._engine.prepare_wake)
         self._engine.resume()
         return change
 
-    def begin_settling(self) -> None:
+    def begin_settling(self) -> Future[None]:
         """Have the control thread check the bytes of a wake, and map the rest of the KV cache.
 
         Any thread may call.
+
+        Returns:
+            Done when the bytes have been checked; if they are wrong, `fail` was told before.
         """
-        self._control.submit(self.settle)
+        settled = self._control.submit(self.settle)
         self._growth.begin()
+        return settled
 
     def settle(self) -> None:
         """Have a wake that went wrong fail the replica, instead of serving rubbish."""
         before = self._memory.last_wake
         try:
-            self._memory.settle()
+            with self._watchdog.copy:
+                self._memory.settle()
         except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
             self._fail(exc, "a wake")
         report = self._memory.last_wake
@@ -100,11 +110,12 @@ class Residency:
         """Unmap what `level` unmaps. Running sequences start over with the next wake."""
         awake = not self._engine.paused
         if awake:
-            self._engine.pause()
+            self._pause()
         self._engine.drop_kv()
         if awake and self._has_uncaptured and not self._memory.wake_bytes:
             self._capture_compiled()
-        change = self._memory.unmap(level)
+        with self._watchdog.unmap:
+            change = self._memory.unmap(level)
         self._cleared.begin()
         return change
 
@@ -116,7 +127,7 @@ class Residency:
         """
         self.check_awake()
         self.settle()  # takes the gates out
-        self._engine.pause()
+        self._pause()
         try:
             return work()
         finally:
@@ -138,23 +149,27 @@ class Residency:
     def close(self) -> None:
         """Begin nothing of its own any more. Any thread may call."""
         self._cleared.cancel()
+        self._growth.close()
+
+    def _pause(self) -> None:
+        with self._watchdog.pause:
+            self._engine.pause()
 
     def _use_compiled(self) -> None:
+        """Now; or, if the model sleeps, at its next sleep: a sleeper takes no memory."""
         asleep = self._engine.paused
+        if asleep:
+            self._has_uncaptured = True
+            return
         try:
-            if not asleep:
-                self.settle()
-                self._engine.pause()
-                self._engine.drop_kv()
+            self.settle()
+            self._pause()
+            self._engine.drop_kv()
             self._capture_compiled()
         except Exception as exc:  # noqa: BLE001  # nobody waits for this; the replica must not hang
             self._fail(exc, "capturing the compiled layers")
         finally:
-            if asleep:
-                # Not level 1: what was mapped just now must not pass for layers that were kept.
-                self._memory.unmap(2)
-                self._cleared.begin()
-            elif self._engine.paused:
+            if self._engine.paused:
                 self._engine.prepare_wake()
                 self._engine.resume()
 
@@ -172,7 +187,11 @@ class Residency:
         logger.info("the decoder layers run compiled from now on")
 
     def _grow_kv(self) -> bool:
-        if self._engine.paused or not self._memory.map_more():
+        if self._engine.paused:
+            return False
+        with self._watchdog.map:
+            grown = self._memory.map_more()
+        if not grown:
             return False
         self._engine.extend_kv()
         return True

@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.compilation import BackgroundCompilation
+from actors.control import call_unless_closed
 from actors.engine.architectures import check_architecture
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineStats, TransformersEngine
@@ -28,9 +29,9 @@ from actors.engine.message_form import ChatConfig
 from actors.engine.plain import prompt_logprobs
 from actors.engine.sampling import SequenceSampling
 from actors.engine.sampling_defaults import ResolvedSampling, resolve
-from actors.engine.stream import OpenStreams, Prepared
+from actors.engine.stream import OpenStreams, Prepared, RequestStream
 from actors.engine.text import TextCodec
-from actors.errors import DeviceMemoryShort, ReplicaFailed
+from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed, ServingError
 from actors.lifecycle import MemoryChange, SleepConfig
 from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
@@ -42,6 +43,7 @@ from actors.protocol import (
 )
 from actors.residency import Residency
 from actors.telemetry import EngineMeter, Observer, WakePhase
+from actors.watchdog import Watchdog, WatchdogConfig
 from actors.weights import packer
 from actors.weights.attach import build_on_meta
 from actors.weights.image import WeightImage
@@ -55,6 +57,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SWITCH_INTERVAL_S = 3e-4
+_CLOSE_TIMEOUT_S = 30.0
 
 
 class ModelRuntime:
@@ -62,6 +65,7 @@ class ModelRuntime:
 
     Attributes:
         memory: weights and KV cache. To be read; only this runtime's control thread moves it.
+        failed: why this runtime can serve no more, as soon as that is so. Its callbacks run on any thread.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class ModelRuntime:
         chat: ChatConfig | None = None,
         observer: Observer | None = None,
         defaults: ResolvedSampling | None = None,
+        watchdog: WatchdogConfig | None = None,
     ) -> None:
         """Build memory and engine. Blocks for a while: call it on a thread.
 
@@ -86,6 +91,7 @@ class ModelRuntime:
             chat: how its messages are written, where the chat template does not show it.
             observer: told what happens.
             defaults: of what a request does not name (`sampling_defaults`); OpenAI's when None.
+            watchdog: how long the device may take; the defaults when None.
 
         Raises:
             ValueError: the configuration cannot work for this model.
@@ -108,19 +114,29 @@ class ModelRuntime:
         self._reload_image = reload_image
         self._release_image = release_image
         self._max_events_per_s = engine.max_events_per_s
-        self._failure: ReplicaFailed | None = None
+        self.failed: Future[ReplicaFailed] = Future()
+        self._verified = asyncio.Event()  # the bytes of the last wake are what was packed
+        self._watchdog = Watchdog(
+            watchdog or WatchdogConfig(), lambda hung: self._fail(EngineDied(hung))
+        )
         self._observer = observer or Observer()
         self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
         self._engine = self._control.submit(self._build_engine, module, engine).result()
         self._streams = OpenStreams(self._engine, self.codec, EngineMeter(self._observer))
         self._residency = Residency(
-            self._engine, self.memory, self._observer, self._control, self._fail
+            self._engine,
+            self.memory,
+            self._observer,
+            self._control,
+            self._something_went_wrong,
+            self._watchdog,
         )
         try:
             # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
             self._control.submit(self.memory.open_link).result()
             self._control.submit(self._residency.warm_up).result()
         except BaseException:
+            self._watchdog.close()
             self._control.submit(self._engine.stop)  # its thread would keep the process from ending
             raise
         self._compilation = BackgroundCompilation(
@@ -158,9 +174,9 @@ class ModelRuntime:
         return self._engine.stats()
 
     def check_health(self) -> None:
-        """Raises ReplicaFailed if the weights are not what they should be, or the engine died."""
-        if self._failure is not None:
-            raise self._failure
+        """Raises ReplicaFailed if something went wrong that this process does not recover from."""
+        if self.failed.done():
+            raise self.failed.result()
         self._engine.check_health()
 
     def prepare(self, request: GenerateRequest) -> Prepared:
@@ -204,6 +220,8 @@ class ModelRuntime:
     async def generate(self, prepared: Prepared) -> AsyncIterator[TokenEvent]:
         """Events of all continuations, as they come; closing the iterator cancels the rest.
 
+        None leaves before the bytes of the last wake have been checked.
+
         The first token goes up at once, of a request without `stream` only that there is one. Later ones
         are coalesced when this replica sends more events a second than `max_events_per_s`, because one
         event costs the proxies the same however many tokens it carries.
@@ -222,15 +240,13 @@ class ModelRuntime:
                     for index in range(len(prepared.sequences)):
                         yield self._echo(prepared, index, logprobs)
                 if not prepared.request.stream:
-                    await stream.arrived.wait()
+                    await self._until_told(stream)
                     if not stream.settled.is_set():
                         # Whoever asked learns that it has begun.
                         yield TokenEvent(0, "", (), len(prepared.prompt_ids))
                         await stream.settled.wait()
                 while True:
-                    await stream.arrived.wait()
-                    if stream.error is not None:
-                        raise stream.error
+                    await self._until_told(stream)
                     events = stream.take()
                     for event in events:
                         yield event
@@ -241,8 +257,19 @@ class ModelRuntime:
             finally:
                 self._streams.close(stream)
 
+    async def _until_told(self, stream: RequestStream) -> None:
+        """Wait for something that may be sent; raises what the stream failed with."""
+        await stream.arrived.wait()
+        await self._verified.wait()
+        if stream.error is not None:
+            raise stream.error
+
     def abort_in_flight(self) -> None:
         self._streams.abort_all()
+
+    def fail_in_flight(self, error: ServingError) -> None:
+        self._streams.fail_all(error)
+        self._verified.set()  # nobody is left to whom something unchecked could go
 
     async def wake(self) -> MemoryChange:
         started_s = time.perf_counter()
@@ -251,9 +278,14 @@ class ModelRuntime:
             reloaded_s = time.perf_counter()
             self._observer.wake_phase(WakePhase.IMAGE, reloaded_s - started_s)
             started_s = reloaded_s
+        self._verified.clear()
         change = await self._on_control(self._residency.wake)
         self._observer.wake_phase(WakePhase.MAP, time.perf_counter() - started_s)
-        self._residency.begin_settling()
+        loop = asyncio.get_running_loop()
+        # Bytes that are wrong have failed all streams before this is told.
+        self._residency.begin_settling().add_done_callback(
+            lambda _: call_unless_closed(loop, self._verified.set)
+        )
         return change
 
     async def sleep(self, level: int) -> MemoryChange:
@@ -297,12 +329,22 @@ class ModelRuntime:
             await asyncio.wrap_future(self._compilation.traced)
 
     async def close(self) -> None:
-        """Stop the engine. The runtime is of no use afterwards."""
+        """Stop the engine. The runtime is of no use afterwards.
+
+        A device that does not answer is not waited for: what it holds goes with the process.
+        """
+        self._watchdog.close()
         self._residency.close()
         self._compilation.close()
         self._grammars.close()
-        await self._on_control(self._engine.stop)
-        await self._on_control(self.memory.close_link)
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                try:
+                    await self._on_control(self._engine.stop)
+                finally:
+                    await self._on_control(self.memory.close_link)
+        except TimeoutError:
+            logger.error("the device has not answered for %g s; not waiting", _CLOSE_TIMEOUT_S)
         self._control.shutdown(wait=False)
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
@@ -317,6 +359,8 @@ class ModelRuntime:
             self.memory.card(),
             self.memory.weights_bytes,
             self.memory.pool,
+            self._watchdog.step,
+            lambda error: self._something_went_wrong(error, "the generation loop"),
         )
 
     def _between_steps(self, work: Callable[[PreTrainedModel], T]) -> tuple[T] | None:
@@ -327,13 +371,20 @@ class ModelRuntime:
                 return None
             return (self._residency.between_steps(lambda: work(self._module)),)
 
-    def _fail(self, reason: Exception, what: str) -> None:
-        """Nothing is served any more; the health check has the replica replaced."""
+    def _something_went_wrong(self, reason: Exception, what: str) -> None:
         logger.error("this replica has failed: %s went wrong", what, exc_info=reason)
         if not isinstance(reason, ReplicaFailed):
-            reason = ReplicaFailed(f"{what} went wrong: {type(reason).__name__}")
-        self._failure = reason
-        self._streams.fail_all(reason)
+            reason = EngineDied(f"{what} went wrong: {type(reason).__name__}")
+        self._fail(reason)
+
+    def _fail(self, failure: ReplicaFailed) -> None:
+        """Serve nothing any more; the first failure counts. Any thread may call."""
+        try:
+            self.failed.set_result(failure)
+        except InvalidStateError:
+            logger.info("failed again: %s", failure)
+            return
+        self._streams.on_loop(lambda: self.fail_in_flight(failure))
 
     def _echo(
         self, prepared: Prepared, index: int, logprobs: tuple[TokenLogprob, ...] | None
@@ -386,6 +437,7 @@ async def build_runtime(
     chat: ChatConfig | None = None,
     observer: Observer | None = None,
     defaults: ResolvedSampling | None = None,
+    watchdog: WatchdogConfig | None = None,
 ) -> ModelRuntime:
     """A runtime whose image came from `load`; off the event loop, because it takes seconds.
 
@@ -404,6 +456,7 @@ async def build_runtime(
         chat,
         observer,
         defaults,
+        watchdog,
     )
 
 

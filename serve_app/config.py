@@ -35,6 +35,7 @@ from pydantic import (
 from actors.engine.config import EngineConfig
 from actors.engine.message_form import ChatConfig
 from actors.lifecycle import SleepConfig
+from actors.watchdog import WatchdogConfig
 from actors.weights.source import Hub, ModelSource
 from serve_app.autoscaling_config import AutoscalingConfig
 from serve_app.config_errors import (
@@ -82,6 +83,10 @@ class ModelConfig(BaseModel):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Limits of the engine.")
     sleep: SleepConfig = Field(
         default_factory=SleepConfig, description="When a replica sleeps, and how long things take."
+    )
+    watchdog: WatchdogConfig = Field(
+        default_factory=WatchdogConfig,
+        description="When a device that does not answer has its replica replaced.",
     )
     chat: ChatConfig = Field(
         default_factory=ChatConfig, description="What the model's messages are made of."

@@ -125,7 +125,7 @@ class ModelReplica:
         defaults = sampling_defaults(checkpoint) if config.generation_config == "auto" else None
         image = await load.obtain()
         settings = config.engine, config.sleep, config.chat, self._instruments, defaults
-        self._runtime = await build_runtime(module, image, load, *settings)
+        self._runtime = await build_runtime(module, image, load, *settings, config.watchdog)
         follower = Follower(ClusterStore(context.app_name, config.model_id))
         wanted = await follower.at_start()
         self._lifecycle = Lifecycle(
@@ -136,6 +136,10 @@ class ModelReplica:
             self._changed,
             held=wanted is not None and wanted.held,
             observer=self._instruments,
+        )
+        loop, lifecycle = asyncio.get_running_loop(), self._lifecycle
+        self._runtime.failed.add_done_callback(
+            lambda failed: loop.call_soon_threadsafe(lifecycle.fail, failed.result())
         )
         self._changed()
         if not (config.sleep.start_asleep or self._lifecycle.held):

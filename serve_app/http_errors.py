@@ -73,6 +73,7 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.WakeTimeout: Row(503, _SERVER, "wake_failed"),
     errors.DrainTimeout: Row(503, _SERVER, "drain_timeout"),
     errors.HeldAsleep: Row(503, _SERVER, "model_asleep"),
+    errors.FrozenTooLong: Row(503, _SERVER, "frozen_too_long"),
     errors.DeviceMemoryShort: Row(503, _SERVER, "device_memory_short"),
     errors.ShuttingDown: Row(503, _SERVER, "shutting_down"),
     errors.ReplicaFailed: Row(500, _SERVER, "replica_failed"),

@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 from transformers.generation.continuous_batching.model_runner import (
     infer_max_single_request_tokens,
 )
@@ -35,7 +36,7 @@ from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
 from actors.engine.scheduling import NAME as TURNS
 from actors.engine.sizing import CardMemory, Limits, plan_limits
 from actors.engine.validation import check_token_ids, validate
-from actors.errors import ContextLengthExceeded, EngineDied, InvalidRequest
+from actors.errors import ContextLengthExceeded, DeviceMemoryShort, EngineDied, InvalidRequest
 from actors.memory import workspaces
 from actors.memory.arena import DeviceArena
 from actors.memory.driver import AllocatorPool
@@ -134,6 +135,7 @@ class Engine(Protocol):
         The engine may run, be paused and have its memory unmapped meanwhile.
 
         Raises:
+            DeviceMemoryShort: others have the memory for it; later it may go well.
             Exception: compiling failed. The engine goes on as it is.
         """
 
@@ -145,7 +147,8 @@ class Engine(Protocol):
     def check_health(self) -> None:
         """Raises EngineDied if the loop has ended."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """End the loop without another step; sequences in flight fail. Also while paused."""
 
 
 @dataclass(eq=False)
@@ -220,6 +223,8 @@ class TransformersEngine:
         card: CardMemory | None = None,
         weights_bytes: int = 0,
         pool: AllocatorPool | None = None,
+        watch: AbstractContextManager[None] | None = None,
+        died: Callable[[Exception], None] | None = None,
     ) -> None:
         """Build the manager and move its KV cache into an arena.
 
@@ -229,6 +234,8 @@ class TransformersEngine:
                 first segment must be mapped before all others, and those in their order.
             card: what `plan_limits` makes the limits from, and `weights_bytes` likewise.
             pool: what CUDA graphs compute in; mapped and unmapped with the KV arena.
+            watch: entered for as long as a step takes, on the engine's thread.
+            died: told of the error that ended the generation loop, there too.
 
         Raises:
             ValueError: the limits contradict each other or the model.
@@ -242,6 +249,10 @@ class TransformersEngine:
         logger.info("%s", limits.describe())
         self._manager = _make_manager(model, config, limits, self._sampler)
         self._manager.output_router = _StepRouter(sink)  # type: ignore[assignment]  # the same duck
+        if watch is not None:
+            self._manager.watch = watch
+        if died is not None:
+            self._manager.died = died
         self._manager.start_over = self._start_over
         self._manager.needs_results = lambda: self._sampler.needs_results
         self._processor = self._manager._create_batch_processor()
@@ -366,7 +377,11 @@ class TransformersEngine:
 
     def compile(self) -> None:
         assert self._runner is not None, "nothing to compile"
-        self._runner.compile()
+        try:
+            self._runner.compile()
+        except torch.OutOfMemoryError as exc:
+            device = self._model.device
+            raise DeviceMemoryShort(f"no memory for a copy of a layer on {device}") from exc
 
     def use_compiled(self) -> None:
         assert self._pause is not None, "not paused"
@@ -393,6 +408,8 @@ class TransformersEngine:
             raise EngineDied("the generation loop has ended")
 
     def stop(self) -> None:
+        # First of all: a loop that is let out of its pause would compute, on memory that may be unmapped.
+        self._manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, 0)
         if self._pause is not None:
             self.resume()
         self._manager.stop(timeout=_STOP_TIMEOUT_S, hard_stop=True)

@@ -7,6 +7,7 @@ results stay unread until the next request, and a pause finds tokens that nobody
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,8 @@ class PipelinedManager(ContinuousBatchingManager):
     nothing left to compute, and before a pause. Without asynchronous batching every batch is.
 
     Attributes:
+        watch: entered for as long as a batch is launched or read.
+        died: told of the error that ends the loop, before the sequences in flight hear of it.
         complete_batch: called between preparing a batch and launching it.
         start_over: called when the memory for a batch was missing; has all sequences begin again
             from their tokens so far.
@@ -60,6 +63,8 @@ class PipelinedManager(ContinuousBatchingManager):
         self.background_thread_status = _StatusThatReads(self._read_newest)
         self._unread = False  # the newest batch
         self._is_short = False  # of memory: the last launch failed
+        self.watch: AbstractContextManager[None] = nullcontext()
+        self.died: Callable[[Exception], None] = _ignore
         self.complete_batch: Callable[[], None] = _nothing
         self.start_over: Callable[[], None] = _nothing
         self.needs_results: Callable[[], bool] = bool
@@ -72,7 +77,20 @@ class PipelinedManager(ContinuousBatchingManager):
         )
         if isinstance(io, ContinuousBatchingAsyncIOs):
             io.infer_carry_over_ids = partial(carry_over_ids, io)  # type: ignore[method-assign]
+        update = processor._update_tp_group_state
+        processor._update_tp_group_state = lambda: update() or self._must_stop()  # type: ignore[method-assign]
         return processor
+
+    def _must_stop(self) -> bool:
+        """At once. transformers 5.23 asks before a pause and not after it, when memory may be gone."""
+        status = self.background_thread_status.local_status
+        return bool(status == BackgroundThreadStatus.HARD_STOP)
+
+    def _handle_critical_error(
+        self, error: Exception, batch_processor: ContinuousBatchProcessor | None
+    ) -> None:
+        self.died(error)
+        super()._handle_critical_error(error, batch_processor)
 
     def _generation_loop_body(
         self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool
@@ -81,28 +99,15 @@ class PipelinedManager(ContinuousBatchingManager):
         if bootstrapping:
             return False  # transformers' own loop launches a first batch ahead
         if batch_processor.prepare_next_batch():
-            self.complete_batch()
-            try:
-                self._generation_step()
-            except torch.OutOfMemoryError as exc:
-                self._survive(batch_processor, exc)
-                return True
-            self._is_short = False
-            self.current_batch += 1
-            before, self._unread = self._unread, True
-            if before:
-                batch_processor.update_batch()  # a launch leaves the other pair of tensors current
-            if self._is_awaited(batch_processor):
-                self._read_newest()
+            with self.watch:
+                self._compute_batch(batch_processor)
             return True
         if self._unread:
-            self._read_newest()
+            with self.watch:
+                self._read_newest()
             return True
-        status = self.background_thread_status.tp_status
-        flushing = status == BackgroundThreadStatus.FLUSH_AND_STOP
-        if status == BackgroundThreadStatus.HARD_STOP or (
-            flushing and not batch_processor.has_pending_requests()
-        ):
+        flushing = self.background_thread_status.tp_status == BackgroundThreadStatus.FLUSH_AND_STOP
+        if self._must_stop() or (flushing and not batch_processor.has_pending_requests()):
             # What follows this loop reads the newest batch once more.
             for io in _host_tensors(batch_processor):
                 io.requests_in_batch = []
@@ -110,6 +115,22 @@ class PipelinedManager(ContinuousBatchingManager):
         self._wake_up_loop.wait(_NEW_REQUESTS_TIMEOUT_S)
         self._wake_up_loop.clear()
         return True
+
+    def _compute_batch(self, processor: ContinuousBatchProcessor) -> None:
+        """Launch the batch that was prepared, then read the one before."""
+        self.complete_batch()
+        try:
+            self._generation_step()
+        except torch.OutOfMemoryError as exc:
+            self._survive(processor, exc)
+            return
+        self._is_short = False
+        self.current_batch += 1
+        before, self._unread = self._unread, True
+        if before:
+            processor.update_batch()  # a launch leaves the other pair of tensors current
+        if self._is_awaited(processor):
+            self._read_newest()
 
     def _survive(self, processor: ContinuousBatchProcessor, reason: torch.OutOfMemoryError) -> None:
         """A batch found no memory: somebody else has it. Try once more, then refuse its sequences."""
@@ -214,6 +235,10 @@ def carry_over_ids(io: ContinuousBatchingAsyncIOs) -> Tensor:
     ids = torch.full((io.max_batch_tokens,), -1, dtype=torch.int32)
     ids[list(carried)] = torch.tensor(list(carried.values()), dtype=torch.int32)
     return ids
+
+
+def _ignore(error: Exception) -> None:
+    """Somebody logs it: transformers."""
 
 
 def _nothing() -> None:

@@ -3,14 +3,16 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from actors.control import call_unless_closed
 from actors.engine.engine import Engine, EngineOutput
 from actors.engine.output import OutputAssembler
 from actors.engine.sampling import SequenceSampling
 from actors.engine.text import TextCodec
-from actors.errors import EngineDied, InvalidRequest, ReplicaFailed, Unavailable
+from actors.errors import EngineDied, InvalidRequest, ServingError, Unavailable
 from actors.protocol import (
     ChatPrompt,
     FinishReason,
@@ -75,6 +77,9 @@ class RequestStream:
             self.settled.set()
 
     def fail(self, error: Exception) -> None:
+        """End it with `error`, unless its end has been told already."""
+        if self.told or self.error is not None:
+            return
         self.error = error
         self.settled.set()
         self.arrived.set()
@@ -151,22 +156,20 @@ class OpenStreams:
                 self._meter.ended(sequence_id, Ending.ABORT)
                 stream.advanced(index)
 
-    def fail_all(self, failure: ReplicaFailed) -> None:
-        """From any thread: every stream raises `failure`."""
+    def fail_all(self, error: ServingError) -> None:
+        """Every stream that has not ended raises `error`."""
+        for stream, _ in list(self._continuations.values()):
+            stream.fail(error)
+
+    def on_loop(self, call: Callable[[], None]) -> None:
+        """From any thread: have the loop of the requests make a call, if there ever was a request."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._fail_all, failure)
+            call_unless_closed(self._loop, call)
 
     def deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """On the engine's thread: hand a step's outputs to the event loop."""
         assert self._loop is not None, "outputs before the first request"
-        try:
-            self._loop.call_soon_threadsafe(self._file, list(outputs))
-        except RuntimeError:  # the loop is closed: the process is going away
-            logger.warning("outputs of %d sequences have nowhere to go", len(outputs))
-
-    def _fail_all(self, failure: ReplicaFailed) -> None:
-        for stream, _ in self._continuations.values():
-            stream.fail(failure)
+        call_unless_closed(self._loop, partial(self._file, list(outputs)))
 
     def _file(self, outputs: Sequence[EngineOutput]) -> None:
         self._meter.advanced(outputs)

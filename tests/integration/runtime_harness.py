@@ -15,6 +15,7 @@ from actors.lifecycle import SleepConfig
 from actors.protocol import GenerateRequest, SamplingParams, TokenEvent
 from actors.runtime import ModelRuntime, Prepared, build_module
 from actors.telemetry import Observer
+from actors.watchdog import WatchdogConfig
 from actors.weights import packer
 from actors.weights.fastload import load_from_disk
 from actors.weights.image import WeightImage
@@ -71,6 +72,7 @@ async def harness(
     awake: bool = True,
     observer: Observer | None = None,
     defaults: ResolvedSampling | None = None,
+    watchdog: WatchdogConfig | None = None,
 ) -> AsyncIterator[Harness]:
     asked: list[str] = []
     threads, switch_interval_s = torch.get_num_threads(), sys.getswitchinterval()
@@ -93,6 +95,7 @@ async def harness(
         sleep or SleepConfig(),
         observer=observer,
         defaults=defaults,
+        watchdog=watchdog,
     )
     try:
         if awake:
@@ -115,11 +118,14 @@ def run(
     sleep: SleepConfig | None = None,
     awake: bool = True,
     defaults: ResolvedSampling | None = None,
+    watchdog: WatchdogConfig | None = None,
 ) -> None:
     async def bounded() -> None:
         async with (
             asyncio.timeout(60),
-            harness(checkpoint, image, engine, sleep, awake, defaults=defaults) as h,
+            harness(
+                checkpoint, image, engine, sleep, awake, defaults=defaults, watchdog=watchdog
+            ) as h,
         ):
             await scenario(h)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actors.engine.engine import TransformersEngine
-from actors.errors import ReplicaFailed
+from actors.errors import DeviceMemoryShort, ReplicaFailed
 from actors.lull import Lull
 from actors.protocol import TokenEvent
 from actors.weights.image import WeightImage
@@ -62,6 +62,7 @@ def test_graphs_that_find_no_memory_are_for_another_time(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = []
+    may_compile = threading.Event()
 
     def no_memory(engine: TransformersEngine) -> None:
         tries.append(engine.paused)
@@ -69,10 +70,11 @@ def test_graphs_that_find_no_memory_are_for_another_time(
 
     monkeypatch.setattr(Lull, "wait", lambda self: True)
     monkeypatch.setattr(TransformersEngine, "compiles", True)
-    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: None)
+    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: may_compile.wait())
     monkeypatch.setattr(TransformersEngine, "use_compiled", no_memory)
 
     async def scenario(h: Harness) -> None:
+        may_compile.set()
         await h.runtime.compiled()
         tokens = await h.tokens(PROMPTS[0])
         for _ in range(2):
@@ -117,9 +119,68 @@ def test_plain_forward_waits_for_the_compiler_and_keeps_nobody_from_sleeping(
         may_end.set()
 
 
-@pytest.mark.parametrize("awake", [True, False], ids=["awake", "asleep"])
+def test_sleeping_model_takes_no_memory_for_what_was_compiled(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its neighbours' wakes want it. The graphs are captured at its own next sleep."""
+    may_compile, captured = threading.Event(), []
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: may_compile.wait())
+
+    async def scenario(h: Harness) -> None:
+        def use(engine: TransformersEngine) -> None:
+            captured.append(h.runtime.memory.wake_bytes)
+
+        monkeypatch.setattr(TransformersEngine, "use_compiled", use)
+        map_all, mapped = h.runtime.memory.map, []
+        monkeypatch.setattr(h.runtime.memory, "map", lambda: (mapped.append(1), map_all()))
+        may_compile.set()
+        await h.runtime.compiled()
+        assert (mapped, captured) == ([], [])
+        await h.runtime.wake()
+        tokens = await h.tokens(PROMPTS[0])
+        await h.runtime.sleep(1)
+        assert captured == [0], "with everything mapped"
+        assert h.runtime.mapped_bytes == 0
+        await h.runtime.wake()
+        assert await h.tokens(PROMPTS[0]) == tokens
+
+    run(tiny_checkpoint, image, scenario, awake=False)
+
+
+def test_compiling_that_finds_no_memory_is_tried_again(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, rests = [], []
+    may_compile = threading.Event()
+
+    def find_no_memory_at_first(engine: TransformersEngine) -> None:
+        may_compile.wait()
+        tries.append(1)
+        if len(tries) < 3:
+            raise DeviceMemoryShort("a neighbour has it")
+
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(Lull, "rest", lambda self, seconds: bool(rests.append(seconds)) or True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", find_no_memory_at_first)
+    used = threading.Event()
+    monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: used.set())
+
+    async def scenario(h: Harness) -> None:
+        may_compile.set()
+        await h.runtime.compiled()
+        assert used.is_set()
+        assert (len(tries), len(rests)) == (3, 2)
+        asking = {"max_tokens": 1, "echo": True, "logprobs": 1}
+        assert (await h.events(PROMPTS[0], **asking))[0].logprobs
+
+    run(tiny_checkpoint, image, scenario)
+
+
 def test_capture_that_fails_in_the_background_fails_the_replica(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, awake: bool
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_compile = threading.Event()
 
@@ -135,18 +196,14 @@ def test_capture_that_fails_in_the_background_fails_the_replica(
     monkeypatch.setattr(TransformersEngine, "use_compiled", explode)
 
     async def scenario(h: Harness) -> None:
-        pending = None
-        if awake:
-            pending = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
-            await anext(pending)
+        pending = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
+        await anext(pending)
         may_compile.set()
         await h.runtime.compiled()
         with pytest.raises(ReplicaFailed, match="capturing the compiled layers"):
             h.runtime.check_health()
-        if pending is not None:
-            with pytest.raises(ReplicaFailed, match="capturing"):
-                async for _ in pending:
-                    pass
-        assert (h.runtime.mapped_bytes > 0) == awake
+        with pytest.raises(ReplicaFailed, match="capturing"):
+            async for _ in pending:
+                pass
 
-    run(tiny_checkpoint, image, scenario, awake=awake)
+    run(tiny_checkpoint, image, scenario)

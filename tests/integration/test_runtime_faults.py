@@ -3,7 +3,9 @@
 import asyncio
 import ctypes
 import itertools
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,9 +23,15 @@ from actors.errors import (
     ReplicaFailed,
     WeightsCorrupted,
 )
+from actors.lifecycle import Lifecycle, SleepConfig
 from actors.memory.cpu import CpuDriver, CpuLink
+from actors.memory.transfer import Transfer
+from actors.protocol import ReplicaState, SleepCommand, TokenEvent
+from actors.watchdog import WatchdogConfig
 from actors.weights.checkpoint import write_checkpoint
+from actors.weights.checksum import Checksums
 from actors.weights.image import WeightImage
+from actors.weights.layout import Checksum
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, load, run
 
 
@@ -159,9 +167,175 @@ def test_byte_that_changed_on_the_way_fails_the_replica_and_its_requests(
             await h.tokens(PROMPTS[0])
         report = h.runtime.memory.last_wake
         assert report is not None
-        assert (report.intact, report.checked_segments) == (False, 3)  # up to the one that differs
+        assert not report.intact
 
     run(tiny_checkpoint, image, scenario)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("intact", [True, False], ids=["intact", "corrupted"])
+def test_no_event_leaves_before_the_weights_of_its_wake_are_checked(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, intact: bool
+) -> None:
+    image = load(tiny_checkpoint)
+    checking, may_end = threading.Event(), threading.Event()
+    read = Checksums.read
+
+    def read_late(sums: Checksums) -> list[Checksum]:
+        checking.set()
+        assert may_end.wait(20)
+        return read(sums)
+
+    async def scenario(h: Harness) -> None:
+        expected = await h.tokens(PROMPTS[0])
+        long = {"max_tokens": 200, "ignore_eos": True}
+        expected_frozen = await h.tokens(PROMPTS[1], **long)
+        frozen = h.runtime.generate(h.prepare(PROMPTS[1], **long))
+        first = await anext(frozen)
+        await h.runtime.sleep(1)  # with a request in flight, as in mode keep
+        if not intact:
+            payload = np.frombuffer(image.segment(2), np.uint8)
+            address = payload.__array_interface__["data"][0]
+            ctypes.memset(address + 1000, payload[1000] ^ 1, 1)
+        monkeypatch.setattr(Checksums, "read", read_late)
+        await h.runtime.wake()
+        seen: list[TokenEvent] = []
+
+        async def watch(events: AsyncIterator[TokenEvent]) -> list[int]:
+            tokens = []
+            async for event in events:
+                seen.append(event)
+                tokens += event.token_ids
+            return tokens
+
+        asked = h.runtime.generate(h.prepare(PROMPTS[0], stream=stream))
+        watched = [asyncio.create_task(watch(each)) for each in (asked, frozen)]
+        assert await asyncio.to_thread(checking.wait, 20)
+        await h.until_free()  # everything has been computed
+        assert seen == []
+        may_end.set()
+        outcomes = await asyncio.gather(*watched, return_exceptions=True)
+        if intact:
+            assert outcomes == [expected, expected_frozen[len(first.token_ids) :]]
+        else:
+            assert [type(outcome) for outcome in outcomes] == [WeightsCorrupted] * 2
+            assert seen == []
+
+    try:
+        run(tiny_checkpoint, image, scenario)
+    finally:
+        may_end.set()
+
+
+def test_paused_engine_that_is_stopped_computes_nothing(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    """Its memory is unmapped: a client left whose request a sleep had frozen, then comes a redeploy."""
+
+    async def scenario(h: Harness) -> None:
+        streams = [
+            h.runtime.generate(h.prepare(p, max_tokens=500, ignore_eos=True)) for p in PROMPTS[:2]
+        ]
+        for stream in streams:
+            await anext(stream)
+        await h.runtime.sleep(1)
+        await streams[0].aclose()  # type: ignore[attr-defined]
+        forwards = []
+        model = h.runtime._engine._model  # type: ignore[attr-defined]
+        model.register_forward_pre_hook(lambda *_: forwards.append(1))
+        await h.runtime._on_control(h.runtime._engine.stop)
+        assert forwards == []
+        with pytest.raises(EngineDied):
+            async for _ in streams[1]:
+                pass
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_pages_are_unpinned_though_the_engine_does_not_stop(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(h: Harness) -> None:
+        stop = h.runtime._engine.stop
+
+        def stop_and_fail() -> None:
+            stop()
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(h.runtime._engine, "stop", stop_and_fail)
+        with pytest.raises(RuntimeError, match="illegal"):
+            await h.runtime.close()
+        assert h.runtime.memory._link is None
+        monkeypatch.undo()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+HASTY = WatchdogConfig(step_timeout_s=0.3, copy_timeout_s=0.3, memory_timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("step", "a step of the engine has not ended after"),
+        ("map", "mapping memory has not ended after"),
+        ("copy", "copying the weights has not ended after"),
+        ("unmap", "unmapping memory has not ended after"),
+        ("pause", "pausing the engine has not ended after"),
+    ],
+)
+def test_device_that_never_answers_fails_the_replica_and_its_requests(
+    tiny_checkpoint: Path,
+    image: WeightImage,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    what: str,
+) -> None:
+    released = threading.Event()
+
+    def hang(*args: object) -> None:
+        assert released.wait(30)
+
+    async def scenario(h: Harness) -> None:
+        lifecycle = Lifecycle(h.runtime, SleepConfig(), time.monotonic)
+        loop = asyncio.get_running_loop()
+        h.runtime.failed.add_done_callback(
+            lambda failed: loop.call_soon_threadsafe(lifecycle.fail, failed.result())
+        )
+
+        async def ask(**sampling: object) -> None:
+            async with lifecycle.serving("r"):
+                await h.tokens(PROMPTS[0], **sampling)
+
+        await ask()
+        if where in ("map", "copy"):
+            await lifecycle.sleep(SleepCommand())
+        target, name = {
+            "step": (h.runtime._engine._processor, "_generation_step"),  # type: ignore[attr-defined]
+            "map": (CpuDriver, "map"),
+            "copy": (Transfer, "finish"),
+            "unmap": (CpuDriver, "unmap"),
+            "pause": (h.runtime._engine, "pause"),
+        }[where]
+        monkeypatch.setattr(target, name, hang)
+        if where in ("unmap", "pause"):
+            with pytest.raises(ReplicaFailed, match=what):
+                await lifecycle.sleep(SleepCommand())
+        else:
+            with pytest.raises(ReplicaFailed, match=what):
+                await ask()
+        assert lifecycle.state is ReplicaState.FAILED
+        with pytest.raises(EngineDied, match=f"{what} .* s .its limit is 0.3 s"):
+            h.runtime.check_health()
+        with pytest.raises(ReplicaFailed):
+            await ask()
+        monkeypatch.undo()
+        released.set()
+
+    try:
+        run(tiny_checkpoint, image, scenario, awake=False, watchdog=HASTY)
+    finally:
+        released.set()
 
 
 def test_device_that_fails_after_a_sleep_fails_the_replica(

@@ -11,6 +11,8 @@ import pytest
 from actors.errors import (
     DeviceMemoryError,
     DrainTimeout,
+    EngineDied,
+    FrozenTooLong,
     HeldAsleep,
     ReplicaFailed,
     Unavailable,
@@ -35,6 +37,7 @@ class GatedEffects:
         self.failure: Exception | None = None
         self.change = NOTHING
         self.on_abort: Callable[[], None] = lambda: None
+        self.ended_with: list[Exception] = []
 
     async def wake(self) -> MemoryChange:
         return await self._act("wake")
@@ -45,6 +48,9 @@ class GatedEffects:
     def abort_in_flight(self) -> None:
         self.calls.append("abort")
         self.on_abort()
+
+    def fail_in_flight(self, error: Exception) -> None:
+        self.ended_with.append(error)
 
     async def _act(self, call: str) -> MemoryChange:
         self.calls.append(call)
@@ -401,6 +407,126 @@ def test_wake_that_is_not_possible_now_leaves_it_asleep() -> None:
         assert bench.lifecycle.state is ASLEEP
         bench.effects.failure = None
         assert await bench.request() == "served"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("state", [ASLEEP, WAKING, AWAKE, DRAINING])
+def test_replica_can_fail_in_any_state_and_nobody_waits_any_more(state: ReplicaState) -> None:
+    """Also behind an effect that never returns."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        waiting = []
+        if state in (AWAKE, DRAINING):
+            await bench.awake()
+        bench.effects.gate.clear()
+        if state is DRAINING:
+            waiting.append(asyncio.create_task(bench.lifecycle.sleep(SleepCommand())))
+            await until(lambda: bench.effects.calls == ["sleep 1"])
+        if state in (WAKING, DRAINING):
+            waiting += [asyncio.create_task(bench.request()) for _ in range(2)]
+            await until(lambda: bench.lifecycle.waiting_for_wake == 2)
+        assert bench.lifecycle.state is state
+        failure = EngineDied("the generation loop ended")
+        bench.lifecycle.fail(failure)
+        assert bench.lifecycle.state is FAILED  # at once, before anybody else has run
+        bench.lifecycle.fail(ReplicaFailed("another one, later"))
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [ReplicaFailed] * len(waiting)
+        assert bench.effects.ended_with == [failure]
+        bench.effects.gate.set()
+        for order in (
+            bench.request(),
+            bench.lifecycle.wake_up(),
+            bench.lifecycle.sleep(SleepCommand()),
+        ):
+            with pytest.raises(ReplicaFailed, match="the generation loop ended"):
+                await order
+        assert bench.states.count(FAILED) == 1
+        assert bench.lifecycle.state is FAILED
+
+    run(scenario)
+
+
+def test_failure_in_the_moment_before_a_transition_runs_leaves_its_effect_undone() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        waking = asyncio.create_task(bench.lifecycle.wake_up())
+        await until(lambda: bench.lifecycle.state is WAKING)
+        bench.lifecycle.fail(ReplicaFailed("just now"))
+        with pytest.raises(ReplicaFailed, match="just now"):
+            await waking
+        assert bench.states == [WAKING, FAILED]
+
+    run(scenario)
+
+
+def test_failed_effect_ends_the_requests_that_a_sleep_froze() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        frozen, ends = await bench.in_flight()
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        bench.effects.failure = DeviceMemoryError("cuMemMap: invalid value")
+        with pytest.raises(DeviceMemoryError):
+            await bench.lifecycle.wake_up()
+        assert bench.effects.ended_with == [bench.effects.failure]
+        ends.set()
+        await frozen
+
+    run(scenario)
+
+
+def test_requests_that_a_sleep_froze_end_when_nobody_wakes_the_model() -> None:
+    async def scenario() -> None:
+        bench = Bench(frozen_timeout_s=0.02)
+        await bench.awake()
+        frozen, ends = await bench.in_flight()
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        await until_told(bench)
+        assert "sleep.frozen_timeout_s" in str(bench.effects.ended_with[0])
+        assert bench.lifecycle.state is ASLEEP
+        ends.set()
+        await frozen
+
+    async def until_told(bench: Bench) -> None:
+        while not bench.effects.ended_with:
+            await asyncio.sleep(0.001)
+        assert [type(error) for error in bench.effects.ended_with] == [FrozenTooLong]
+
+    run(scenario)
+
+
+def test_refused_wake_gives_frozen_requests_no_more_time() -> None:
+    async def scenario() -> None:
+        bench = Bench(frozen_timeout_s=100)
+        await bench.awake()
+        frozen, ends = await bench.in_flight()
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        bench.clock.now_s += 99.99
+        bench.effects.failure = Unavailable("another process holds the card", 7)
+        with pytest.raises(Unavailable):
+            await bench.lifecycle.wake_up()
+        while not bench.effects.ended_with:
+            await asyncio.sleep(0.001)
+        ends.set()
+        await frozen
+
+    run(scenario)
+
+
+def test_wake_in_time_lets_frozen_requests_go_on() -> None:
+    async def scenario() -> None:
+        bench = Bench(frozen_timeout_s=0.05)
+        await bench.awake()
+        frozen, ends = await bench.in_flight()
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        await bench.lifecycle.wake_up()
+        await asyncio.sleep(0.1)  # past the limit
+        assert bench.effects.ended_with == []
+        ends.set()
+        assert await frozen == "served"
 
     run(scenario)
 

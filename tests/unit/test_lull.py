@@ -69,3 +69,12 @@ def test_close_lets_go_whoever_waits_and_whoever_comes_later(pool: ThreadPoolExe
     lull.close()
     assert not future.result(5)
     assert not lull.wait()
+
+
+def test_rest_lasts_whatever_there_is_and_ends_with_the_close(pool: ThreadPoolExecutor) -> None:
+    lull = Lull(quiet_s=2.0, latest_s=LONG_S)
+    with lull.interrupted():
+        assert lull.rest(0.01)
+    resting = pool.submit(lull.rest, LONG_S)
+    lull.close()
+    assert not resting.result(5)

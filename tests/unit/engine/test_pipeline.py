@@ -1,6 +1,7 @@
 """The order in which batches are launched and read."""
 
 from collections import deque
+from contextlib import nullcontext
 from itertools import count
 from random import Random
 from types import SimpleNamespace
@@ -112,6 +113,7 @@ def run(batches: list[Any], use_async: bool) -> tuple[list[str], PipelinedManage
     manager.model = None
     manager.current_batch = 0
     manager._unread = False
+    manager.watch = nullcontext()
     manager.complete_batch = lambda: None
     manager.needs_results = lambda: processor.prepared is GRAMMAR
     manager._wake_up_loop = SimpleNamespace(wait=lambda _: None, clear=lambda: None)
@@ -155,7 +157,7 @@ def test_without_asynchronous_batching_each_batch_is_read_at_once() -> None:
 def test_nothing_is_read_twice_when_the_loop_ends() -> None:
     """transformers reads the newest batch once more behind the loop."""
     log, manager, processor = run([LATER, LATER, None], use_async=True)
-    manager.background_thread_status._tp_status = BackgroundThreadStatus.HARD_STOP
+    manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, 0)
     while manager._generation_loop_body(processor, bootstrapping=False):  # type: ignore[arg-type]
         pass
     assert log == ["launch 0", "launch 1", "read 0", "read 1"]
