@@ -16,7 +16,17 @@ from pydantic import (
 )
 
 from actors.protocol import ChatPrompt
-from serve_app.fields import to_text, to_tool_calls, to_tools, wrong
+from serve_app.fields import (
+    MAX_MESSAGES,
+    MAX_OPTIONS,
+    MAX_PARTS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    to_text,
+    to_tool_calls,
+    to_tools,
+    wrong,
+)
 
 
 class Part(BaseModel):
@@ -44,7 +54,7 @@ class _ToolCall(Part):
 class _Function(Part):
     name: str = Field(min_length=1)
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}  # a JSON schema, whatever it has
 
 
 class _Tool(Part):
@@ -52,17 +62,22 @@ class _Tool(Part):
     function: _Function
 
 
+_Parts = Annotated[list[_TextPart], Field(max_length=MAX_PARTS)]
+_ToolCalls = Annotated[list[_ToolCall], Field(max_length=MAX_TOOL_CALLS)]
+_Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS)]
+
+
 class _Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | None, BeforeValidator(to_text, json_schema_input_type=str | list[_TextPart] | None)
+        str | None, BeforeValidator(to_text, json_schema_input_type=str | _Parts | None)
     ] = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: (
         Annotated[
             list[dict[str, Any]],
-            PlainValidator(to_tool_calls, json_schema_input_type=list[_ToolCall]),
+            PlainValidator(to_tool_calls, json_schema_input_type=_ToolCalls),
         ]
         | None
     ) = None
@@ -88,13 +103,13 @@ class _Message(Part):
 class ChatForm(Part):
     """Messages, and how the chat template is to read them."""
 
-    messages: list[_Message] = Field(min_length=1)
+    messages: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     tools: Annotated[
-        tuple[Mapping[str, Any], ...], PlainValidator(to_tools, json_schema_input_type=list[_Tool])
+        tuple[Mapping[str, Any], ...], PlainValidator(to_tools, json_schema_input_type=_Tools)
     ] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=MAX_OPTIONS)
 
     def prompt(self, *, with_tools: bool = True) -> ChatPrompt:
         template_kwargs = dict(self.chat_template_kwargs)

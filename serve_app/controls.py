@@ -10,26 +10,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand
-from serve_app.fields import parse_form
+from serve_app.bodies import Bodies
 from serve_app.model_client import ModelClient
 from serve_app.scaling import plan
 from serve_app.schemas import ScaleForm, SleepForm, WakeForm
 from serve_app.served import ServedModels
 
-Fields = Callable[[Request], Awaitable[dict[str, Any]]]
-
 
 class Controls:
     """What an operator can do; of these only `/wake_up` wakes a model."""
 
-    def __init__(self, models: ServedModels, fields: Fields) -> None:
-        """Take what all routes share.
-
-        Args:
-            fields: of a request's query and body.
-        """
+    def __init__(self, models: ServedModels, bodies: Bodies) -> None:
+        """Take what all routes share."""
         self._models = models
-        self._fields = fields
+        self._bodies = bodies
 
     def routes(self) -> list[Route]:
         return [
@@ -45,12 +39,12 @@ class Controls:
     # --- sleep and wake ---
 
     async def sleep(self, request: Request) -> Response:
-        form = parse_form(SleepForm, await self._fields(request))
+        form = await self._bodies.form(request, SleepForm)
         command = SleepCommand(level=form.level, mode=form.mode, hold=form.hold)
         return await self._order(form.model, lambda model: model.sleep(command))
 
     async def wake_up(self, request: Request) -> Response:
-        form = parse_form(WakeForm, await self._fields(request))
+        form = await self._bodies.form(request, WakeForm)
         return await self._order(form.model, lambda model: model.wake_up(form.tags))
 
     async def is_sleeping(self, request: Request) -> Response:
@@ -93,7 +87,7 @@ class Controls:
         return await self._scale(request, "in")
 
     async def _scale(self, request: Request, direction: Literal["out", "in"]) -> Response:
-        form = parse_form(ScaleForm, await self._fields(request))
+        form = await self._bodies.form(request, ScaleForm)
         model = self._models.one(form.model)
         scale = await model.scaler.read()
         target, text = plan(scale, direction, form.replicas)

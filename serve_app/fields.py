@@ -10,10 +10,23 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
+from actors.engine.validation import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from actors.errors import InvalidRequest, UnsupportedParameter
+from serve_app.heap import without_collections
 
+# What a list or an object of a body may have. Each element costs time and memory before anybody knows
+# whether it is right, so lists that are too long are refused first, and then at the first element that is
+# wrong (`fail_fast`): the errors of millions cost seconds and gigabytes.
 MAX_STOPS = 32  # OpenAI allows 4, vLLM any number; each is searched for at every token
 MAX_STOP_CHARS = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
+MAX_TOOLS = 1024
+MAX_TOOL_CALLS = 1024  # of one message
+MAX_PROMPTS = 65_536  # http.max_continuations says how many are answered
+MAX_PROMPT_TOKENS = 2**20  # the model's own limit is the engine's to check
+MAX_CHOICES = 4096
+MAX_OPTIONS = 128  # of the chat template
 MAX_COUNT = 2**31 - 1  # of tokens; the model's own limit is the engine's to check
 
 Form = TypeVar("Form", bound=BaseModel)
@@ -27,7 +40,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
             nesting deeper than 200 are no JSON here either.
     """
     try:
-        value = from_json(body, allow_inf_nan=False)
+        # pydantic keeps the interpreter's lock for all of it. Millions of small values take three times as
+        # long if the collector looks at them again and again, or their keys are looked up in a cache.
+        with without_collections():
+            value = from_json(body, allow_inf_nan=False, cache_strings="none")
     except ValueError as exc:
         raise InvalidRequest(f"the body must be valid JSON: {exc}") from None
     if not isinstance(value, dict):
@@ -59,12 +75,17 @@ def unsupported(message: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported", "{message}", {"message": message})
 
 
-def _is_token_ids(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(type(token) is int and 0 <= token <= MAX_COUNT for token in value)
-    )
+def bounded(value: list[Any] | dict[Any, Any], most: int) -> None:
+    """Raises PydanticCustomError if there are more elements than that."""
+    if len(value) > most:
+        raise wrong(f"must have at most {most} elements, found {len(value)}")
+
+
+def _is_token_ids(value: object, most: int = MAX_PROMPT_TOKENS) -> bool:
+    if not isinstance(value, list) or not value or type(value[0]) is not int:
+        return False
+    bounded(value, most)
+    return all(type(token) is int and 0 <= token <= MAX_COUNT for token in value)
 
 
 def to_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
@@ -73,6 +94,7 @@ def to_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, list) and value:
         if _is_token_ids(value):
             return (tuple(value),)
+        bounded(value, MAX_PROMPTS)
         if all(isinstance(prompt, str) for prompt in value):
             return tuple(value)
         if all(_is_token_ids(prompt) for prompt in value):
@@ -93,9 +115,18 @@ def to_stop(value: object) -> tuple[str, ...]:
 
 
 def to_token_ids(value: object) -> tuple[int, ...]:
+    """Of a text."""
+    return _to_token_ids(value, MAX_PROMPT_TOKENS)
+
+
+def to_stop_token_ids(value: object) -> tuple[int, ...]:
+    return _to_token_ids(value, MAX_STOP_TOKEN_IDS)
+
+
+def _to_token_ids(value: object, most: int) -> tuple[int, ...]:
     if value == []:
         return ()
-    if not isinstance(value, list) or not _is_token_ids(value):
+    if not isinstance(value, list) or not _is_token_ids(value, most):
         raise wrong("must be an array of token ids")
     return tuple(value)
 
@@ -103,6 +134,7 @@ def to_token_ids(value: object) -> tuple[int, ...]:
 def to_logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise wrong("must be an object of token ids and numbers")
+    bounded(value, MAX_LOGIT_BIAS)
     biases: dict[int, float] = {}
     for token, bias in value.items():
         # ASCII digits only: int() also takes "1_0", " 1" and other scripts' digits.
@@ -118,6 +150,7 @@ def to_text(value: object) -> object:
     """The text of a message's content. Parts are joined by newlines, as vLLM does."""
     if not isinstance(value, list):
         return value
+    bounded(value, MAX_PARTS)
     texts: list[str] = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -135,6 +168,7 @@ def to_text(value: object) -> object:
 def to_tools(value: object) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list):
         raise wrong("must be an array of tools")
+    bounded(value, MAX_TOOLS)
     for tool in value:
         function = tool.get("function") if isinstance(tool, dict) else None
         if (
@@ -154,6 +188,7 @@ def to_tool_calls(value: object) -> list[dict[str, Any]]:
     """Earlier calls of an assistant, their arguments parsed: so most chat templates want them."""
     if not isinstance(value, list):
         raise wrong("must be an array of tool calls")
+    bounded(value, MAX_TOOL_CALLS)
     return [_to_tool_call(call) for call in value]
 
 
@@ -210,6 +245,7 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "too_short": "must not be empty",
+    "too_long": "must have at most {max_length} elements",
     "literal_error": "must be {expected}",
     "enum": "must be {expected}",
 }
@@ -239,7 +275,13 @@ def _found(error: ErrorDetails) -> str:
 
 def shown(value: object) -> str:
     """A value as JSON, if it is short; otherwise what it is."""
-    if isinstance(value, dict | list | tuple) and len(value) > 4:
-        return "an object" if isinstance(value, dict) else f"an array of {len(value)}"
+    if isinstance(value, dict | list | tuple):
+        elements = value.values() if isinstance(value, dict) else value
+        if len(value) > 4 or any(
+            isinstance(each, dict | list | tuple) and each for each in elements
+        ):
+            return "an object" if isinstance(value, dict) else f"an array of {len(value)}"
+    if isinstance(value, str):
+        value = value[:81]
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."

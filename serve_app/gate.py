@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_app.config_errors import ConfigError
 from serve_app.http_errors import AdminKeyRequired, InvalidApiKey, KeyBusy
 from serve_app.keys import Access, ApiKey, KeyRing
+from serve_app.work import admitted
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ def access_of(scope: Scope, routes: Iterable[BaseRoute]) -> Access:
 class Gate:
     """Lets through who has the key for a route; keeps a key from having too many requests at once.
 
+    What a request takes on of the budgets of `serve_app.work`, it takes on through `scope["admission"]`.
+
     Plain ASGI, inside `Edge`, which turns what is raised here into an answer. Reads the routes of the
     application that it is in.
     """
@@ -88,19 +91,11 @@ class Gate:
             return
         self._look_at_files()
         access = access_of(scope, scope["app"].routes)
-        if not self._keys.guards(access):
-            await self._app(scope, receive, send)
-            return
-        key = self._key_for(access, Headers(scope=scope).get("authorization", ""))
-        acts = scope["method"] not in ("GET", "HEAD")
-        if acts and access is Access.ADMIN:
-            logger.info(
-                "request %s: %s with the key %s", scope["request_id"], scope["path"], key.name
-            )
-        elif acts:
-            await self._counted(key, scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        key: ApiKey | None = None
+        if self._keys.guards(access):
+            key = self._key_for(access, Headers(scope=scope).get("authorization", ""))
+        with admitted(key) as scope["admission"]:
+            await self._admit(key, access, scope, receive, send)
 
     def _look_at_files(self) -> None:
         """Take what they have now; with a mistake in them, the keys of before hold."""
@@ -129,6 +124,19 @@ class Gate:
             missing = "" if self._keys.has(access) else ", and this server has none"
             raise AdminKeyRequired(f"this route needs an admin key{missing}")
         return key
+
+    async def _admit(
+        self, key: ApiKey | None, access: Access, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if key is None or scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+        elif access is Access.ADMIN:
+            logger.info(
+                "request %s: %s with the key %s", scope["request_id"], scope["path"], key.name
+            )
+            await self._app(scope, receive, send)
+        else:
+            await self._counted(key, scope, receive, send)
 
     async def _counted(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         if self._max_per_key is not None and self._in_flight[key] >= self._max_per_key:

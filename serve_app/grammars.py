@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import Grammar, GrammarKind
 from serve_app.chat_form import Part
-from serve_app.fields import shown, wrong
+from serve_app.fields import MAX_CHOICES, shown, wrong
 
 # Of `structured_outputs`: known, but they would change the answer in ways that we do not know.
 _UNSUPPORTED = (
@@ -40,7 +40,7 @@ def _to_schema(value: object) -> str:
 
 
 _Schema = Annotated[str, PlainValidator(_to_schema)]
-_Choices = Annotated[list[str], Field(min_length=1)]
+_Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class _NamedSchema(_Part):

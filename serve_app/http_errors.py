@@ -30,7 +30,7 @@ _SANE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class RequestTimeout(errors.ServingError):
-    """A request that is not streamed took longer than the configuration allows."""
+    """A request's body, or an answer that is not streamed, took longer than the configuration allows."""
 
 
 class InvalidApiKey(errors.ServingError):
@@ -42,7 +42,11 @@ class AdminKeyRequired(errors.ServingError):
 
 
 class KeyBusy(errors.Unavailable):
-    """As many requests with this key are being answered as it may have at once."""
+    """As much work of this key is in flight as it may have at once."""
+
+
+class ServerBusy(errors.Unavailable):
+    """As much work is in flight as this process takes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     InvalidApiKey: Row(401, _CLIENT, "invalid_api_key"),
     AdminKeyRequired: Row(403, _CLIENT, "admin_key_required"),
     KeyBusy: Row(429, "rate_limit_error", "key_busy"),
+    ServerBusy: Row(429, "rate_limit_error", "server_busy"),
     RequestTimeout: Row(408, _SERVER, "request_timeout"),
     errors.Unavailable: Row(503, _SERVER, "unavailable"),
     errors.QueueFull: Row(429, "rate_limit_error", "queue_full"),

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.applications import Starlette
@@ -22,16 +22,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.errors import PayloadTooLarge
 from actors.protocol import (
     ReplicaState,
     ReplicaStatus,
     TokenEvent,
 )
 from serve_app.answers import ChatAnswer, CompletionAnswer
+from serve_app.bodies import Bodies
 from serve_app.controls import Controls
 from serve_app.exposition import Exposition
-from serve_app.fields import parse_json
 from serve_app.gate import Gate
 from serve_app.http_errors import Edge, http_exception
 from serve_app.keys import KeyRing, KeysFile, refuse_keys
@@ -48,6 +47,7 @@ from serve_app.sse import HeldResponse, collect, event_stream, text_stream, unle
 from serve_app.status.feed import ReadImages
 from serve_app.status.routes import StatusRoutes
 from serve_app.tokenizing import Tokenizing
+from serve_app.work import Budget
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,32 @@ class HttpSettings(BaseModel):
     max_body_bytes: int = Field(
         default=8 * 1024**2, gt=0, description="Bytes of a request body; a larger one gets 413."
     )
+    body_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds for a request body to arrive; a slower one gets 408.",
+    )
     max_continuations: int = Field(
         default=1024,
         gt=0,
         description="Prompts times `n` in one completions request. 64 prompts of one are answered at a time.",
+    )
+    max_continuations_in_flight: int = Field(
+        default=8192,
+        gt=0,
+        description="Prompts times `n` of all requests that one ingress process answers at once; what would "
+        "be more gets 429.",
+    )
+    max_body_bytes_in_flight: int = Field(
+        default=256 * 1024**2,
+        gt=0,
+        description="Bytes of the bodies of these requests; what would be more gets 429.",
+    )
+    max_share_per_key: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Share of both that the requests with one key may have, so that other keys find room.",
     )
     keepalive_after_s: float = Field(
         default=10.0,
@@ -112,6 +134,19 @@ class HttpSettings(BaseModel):
     )
 
     _no_keys = model_validator(mode="before")(refuse_keys)
+
+    @model_validator(mode="after")
+    def _one_request_fits(self) -> Self:
+        for one, all_, setting in (
+            (self.max_continuations, self.max_continuations_in_flight, "max_continuations"),
+            (self.max_body_bytes, self.max_body_bytes_in_flight, "max_body_bytes"),
+        ):
+            if one > (most := int(all_ * self.max_share_per_key)):
+                raise ValueError(
+                    f"{setting} is {one}, but one key may have {most} in flight "
+                    f"({setting}_in_flight times max_share_per_key); no such request could be answered"
+                )
+        return self
 
     @field_validator("cors_allow_origins")
     @classmethod
@@ -160,6 +195,19 @@ class Ingress:
         self._keys = keys
         self._exposition = Exposition(models)
         self._load = Load()
+        self._continuations = Budget(
+            "continuations",
+            "max_continuations_in_flight",
+            settings.max_continuations_in_flight,
+            settings.max_share_per_key,
+        )
+        body_bytes = Budget(
+            "bytes of request bodies",
+            "max_body_bytes_in_flight",
+            settings.max_body_bytes_in_flight,
+            settings.max_share_per_key,
+        )
+        self._bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, body_bytes)
         self._version = _version()
         self._status = StatusRoutes(self._models, self.banner, self._version, read_images)
 
@@ -172,8 +220,8 @@ class Ingress:
             Route("/v1/chat/completions", self.chat, methods=["POST"], middleware=counted),
             Route("/v1/completions", self.completions, methods=["POST"], middleware=counted),
             Route("/completions", self.seed_completions, methods=["POST"], middleware=counted),
-            *Controls(self._models, self._form).routes(),
-            *Tokenizing(self._models, self._json).routes(),
+            *Controls(self._models, self._bodies).routes(),
+            *Tokenizing(self._models, self._bodies).routes(),
             Route("/health", self.health, methods=["GET", "POST"]),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.show_version, methods=["GET"]),
@@ -213,22 +261,22 @@ class Ingress:
     # --- generation ---
 
     async def chat(self, request: Request) -> Response:
-        ask = parse_chat(await self._json(request))
+        ask = await self._bodies.read(request, parse_chat)
         model = self._models.one(ask.model)
         return await self._answer(request, model, ask, ChatAnswer(ask, *self._head(model)))
 
     async def completions(self, request: Request) -> Response:
-        fields = await self._json(request)
-        ask = parse_completion(fields, self._settings.max_continuations)
+        most = self._settings.max_continuations
+        ask = await self._bodies.read(request, lambda fields: parse_completion(fields, most))
         model = self._models.one(ask.model)
         return await self._answer(request, model, ask, CompletionAnswer(ask, *self._head(model)))
 
     async def seed_completions(self, request: Request) -> Response:
         """The form of the project this one started from; the prompt leads the output."""
-        ask = parse_seed(parse_json(await self._body(request) or b"{}"))
+        ask = await self._bodies.read(request, parse_seed, empty=b"{}")
         model = self._models.one(ask.model)
         answer = CompletionAnswer(ask, *self._head(model))
-        generations = [model.generate(each) for each in ask.requests(answer.answer_id)]
+        generations = self._generations(request, model, ask, answer)
         prompt = str(ask.prompts[0])
         if ask.stream:
             return HeldResponse(text_stream(generations, answer, prompt), "text/plain")
@@ -240,7 +288,7 @@ class Ingress:
     ) -> Response:
         request_id = request.scope["request_id"]
         logger.debug("request %s is answered as %s", request_id, answer.answer_id)
-        generations = [model.generate(each) for each in ask.requests(answer.answer_id)]
+        generations = self._generations(request, model, ask, answer)
         if not ask.stream:
             return JSONResponse(await self._whole(request, generations, answer))
         frames = event_stream(
@@ -251,6 +299,17 @@ class Ingress:
             request_id,
         )
         return HeldResponse(frames, "text/event-stream")
+
+    def _generations(
+        self, request: Request, model: ModelClient, ask: Ask, answer: ChatAnswer | CompletionAnswer
+    ) -> list[AsyncIterator[TokenEvent]]:
+        """One per prompt, none of which has begun.
+
+        Raises:
+            ServerBusy, KeyBusy: so many more continuations would be too many now.
+        """
+        request.scope["admission"].take(self._continuations, len(ask.prompts) * ask.n)
+        return [model.generate(each) for each in ask.requests(answer.answer_id)]
 
     async def _whole(
         self,
@@ -319,33 +378,6 @@ class Ingress:
 
     async def show_openapi(self, request: Request) -> Response:
         return JSONResponse(document(self._version, list(self._models.all), self._keys))
-
-    # --- shared ---
-
-    async def _body(self, request: Request) -> bytes:
-        limit = self._settings.max_body_bytes
-        too_large = PayloadTooLarge(f"the body is over {limit} bytes (http.max_body_bytes)")
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit:
-            raise too_large
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise too_large
-        return bytes(body)
-
-    async def _json(self, request: Request) -> dict[str, Any]:
-        return parse_json(await self._body(request))
-
-    async def _form(self, request: Request) -> dict[str, Any]:
-        """The fields of the query and of the JSON body; the body's win."""
-        query = request.query_params
-        fields: dict[str, Any] = {
-            name: values if len(values := query.getlist(name)) > 1 else values[0] for name in query
-        }
-        body = await self._body(request)
-        return {**fields, **parse_json(body)} if body else fields
 
 
 class Load:

@@ -18,18 +18,23 @@ from pydantic import (
     PlainValidator,
 )
 
+from actors.engine.validation import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams, SleepMode
 from serve_app.chat_form import ChatForm, Part
 from serve_app.fields import (
     MAX_COUNT,
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
     MAX_STOP_CHARS,
+    MAX_STOPS,
     parse_form,
     shown,
     to_list,
     to_logit_bias,
     to_prompts,
     to_stop,
+    to_stop_token_ids,
     to_token_ids,
     to_tool_choice,
 )
@@ -39,13 +44,16 @@ MAX_N = 128
 MAX_INT64 = 2**63 - 1
 
 _TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-_Ids = Annotated[list[_TokenId], Field(min_length=1)]
+_Ids = Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 _Prompts = (
     str
     | _Ids
-    | Annotated[list[str], Field(min_length=1)]
-    | Annotated[list[_Ids], Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
+_Stops = Annotated[list["_Stop"], Field(max_length=MAX_STOPS)]
+_StopIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
+_Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 SEED_PROMPT = "The future of artificial intelligence is"
@@ -120,10 +128,10 @@ class _Body(GrammarFields):
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-MAX_INT64 - 1, le=MAX_INT64)
     stop: Annotated[
-        tuple[str, ...], PlainValidator(to_stop, json_schema_input_type=_Stop | list[_Stop])
+        tuple[str, ...], PlainValidator(to_stop, json_schema_input_type=_Stop | _Stops)
     ] = ()
     stop_token_ids: Annotated[
-        tuple[int, ...], PlainValidator(to_token_ids, json_schema_input_type=list[_TokenId])
+        tuple[int, ...], PlainValidator(to_stop_token_ids, json_schema_input_type=_StopIds)
     ] = ()
     ignore_eos: bool = False
     # As vLLM: one token at least, although OpenAI's completions take 0 together with echo.
@@ -133,7 +141,7 @@ class _Body(GrammarFields):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: Annotated[
-        dict[int, float], PlainValidator(to_logit_bias, json_schema_input_type=dict[str, float])
+        dict[int, float], PlainValidator(to_logit_bias, json_schema_input_type=_Biases)
     ] = Field(default_factory=dict)
     add_special_tokens: bool | None = None
 
@@ -233,7 +241,11 @@ class DetokenizeForm(Part):
 
     model: str | None = None
     tokens: Annotated[
-        tuple[int, ...], PlainValidator(to_token_ids, json_schema_input_type=list[_TokenId])
+        tuple[int, ...],
+        PlainValidator(
+            to_token_ids,
+            json_schema_input_type=Annotated[list[_TokenId], Field(max_length=MAX_PROMPT_TOKENS)],
+        ),
     ]
 
 
@@ -258,6 +270,9 @@ class SleepForm(BaseModel):
     hold: bool = False
 
 
+_Tags = Annotated[list[str], Field(max_length=2)]
+
+
 class WakeForm(BaseModel):
     """POST /wake_up; no tags means everything."""
 
@@ -266,7 +281,8 @@ class WakeForm(BaseModel):
     model: str | None = None
     tags: Annotated[
         tuple[Literal["weights", "kv_cache"], ...],
-        BeforeValidator(to_list, json_schema_input_type=str | list[str]),
+        Field(max_length=2, fail_fast=True),
+        BeforeValidator(to_list, json_schema_input_type=str | _Tags),
     ] = ()
 
 

@@ -29,9 +29,9 @@ T = TypeVar("T")
 DONE: Final = b"data: [DONE]\n\n"
 COMMENT: Final = b": keep-alive\n\n"
 
-_BUFFERED_EVENTS = (
-    256  # a client that reads slowly makes its replica's stream wait, not our memory grow
-)
+# Merged ahead of the client. What a slower one has not read waits in the call to its replica, which goes on
+# generating: Ray's streams know no backpressure over gRPC (2.60). It is bounded by the work in flight.
+_BUFFERED_EVENTS = 256
 _AT_ONCE = 64  # of one request; what one replica takes by default (max_ongoing_requests)
 
 

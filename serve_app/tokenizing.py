@@ -1,29 +1,21 @@
 """Routes that tokenise: vLLM's /tokenize, /detokenize and /tokenizer_info. They wake no model."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from serve_app.bodies import Bodies
 from serve_app.schemas import parse_detokenize, parse_tokenize
 from serve_app.served import ServedModels
-
-Fields = Callable[[Request], Awaitable[dict[str, Any]]]
 
 
 class Tokenizing:
     """What lm-eval and others ask instead of loading a tokenizer of their own."""
 
-    def __init__(self, models: ServedModels, fields: Fields) -> None:
-        """Take what all routes share.
-
-        Args:
-            fields: of a request's JSON body.
-        """
+    def __init__(self, models: ServedModels, bodies: Bodies) -> None:
+        """Take what all routes share."""
         self._models = models
-        self._fields = fields
+        self._bodies = bodies
 
     def routes(self) -> list[Route]:
         return [
@@ -33,7 +25,7 @@ class Tokenizing:
         ]
 
     async def tokenize(self, request: Request) -> Response:
-        asked = parse_tokenize(await self._fields(request))
+        asked = await self._bodies.read(request, parse_tokenize)
         info = self._models.one(asked.model).info
         token_ids = await info.tokenizer.encode(asked.prompt, asked.add_special_tokens)
         texts = await info.tokenizer.texts(token_ids) if asked.return_token_strs else None
@@ -47,7 +39,7 @@ class Tokenizing:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        form = parse_detokenize(await self._fields(request))
+        form = await self._bodies.read(request, parse_detokenize)
         tokenizer = self._models.one(form.model).info.tokenizer
         return JSONResponse({"prompt": await tokenizer.decode(form.tokens)})
 

@@ -11,6 +11,8 @@ from actors.protocol import SamplingParams
 
 MAX_LOGPROBS = 20  # OpenAI's limit for chat completions
 MAX_GRAMMAR_CHARS = 2**16
+MAX_LOGIT_BIAS = 1024  # tokens; OpenAI documents 300
+MAX_STOP_TOKEN_IDS = 1024
 _FLOAT32_MAX = 3.4028234e38
 
 
@@ -48,6 +50,9 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     if p.seed is not None:
         _check(-(2**63) <= p.seed < 2**63, "seed", p.seed, "a signed 64-bit integer")
     _check(all(p.stop), "stop", "an empty string", "one or more characters each")
+    for name, limit in (("logit_bias", MAX_LOGIT_BIAS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
+        if (count := len(getattr(p, name))) > limit:
+            raise InvalidRequest(f"{name} has {count} tokens; the limit is {limit}", name)
     for bias in p.logit_bias.values():
         _check(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
     check_token_ids(p.logit_bias, "logit_bias", vocab_size)

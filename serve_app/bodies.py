@@ -1,0 +1,87 @@
+"""Request bodies: read within limits, and parsed beside the event loop where that takes its time."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from actors.errors import PayloadTooLarge
+from serve_app.fields import Form, parse_form, parse_json
+from serve_app.http_errors import RequestTimeout
+from serve_app.work import Admission, Budget
+
+T = TypeVar("T")
+
+_LARGE_BYTES = 64 * 1024  # parsed in a millisecond at most
+_READERS = 2  # of large bodies at a time
+
+
+class Bodies:
+    """Reads the bodies of all routes."""
+
+    def __init__(self, max_bytes: int, timeout_s: float, in_flight: Budget) -> None:
+        """Make a reader.
+
+        Args:
+            max_bytes: of one body.
+            timeout_s: for all of it to arrive.
+            in_flight: of what has arrived, until its request has been answered.
+        """
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._in_flight = in_flight
+        self._large = ThreadPoolExecutor(_READERS, thread_name_prefix="large-bodies")
+
+    async def read(
+        self, request: Request, parse: Callable[[Mapping[str, Any]], T], empty: bytes = b""
+    ) -> T:
+        """What `parse` makes of the JSON object in the body.
+
+        Args:
+            request: has not been read.
+            parse: pure; a large body's runs on a thread.
+            empty: stands for a body of nothing.
+
+        Raises:
+            PayloadTooLarge, RequestTimeout, ServerBusy, KeyBusy: before all of it was read.
+            InvalidRequest: of `parse`, or the body is no JSON object.
+        """
+        body = await self._bytes(request) or empty
+        if len(body) <= _LARGE_BYTES:
+            return parse(parse_json(body))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._large, lambda: parse(parse_json(body)))
+
+    async def form(self, request: Request, form: type[Form]) -> Form:
+        """The fields of the query and of the JSON body; the body's win."""
+        query = request.query_params
+        asked: dict[str, Any] = {
+            name: values if len(values := query.getlist(name)) > 1 else values[0] for name in query
+        }
+        return await self.read(request, lambda fields: parse_form(form, asked | {**fields}), b"{}")
+
+    async def _bytes(self, request: Request) -> bytes:
+        admission: Admission = request.scope["admission"]
+        too_large = PayloadTooLarge(
+            f"the body is over {self._max_bytes} bytes (http.max_body_bytes)"
+        )
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > self._max_bytes:
+                        raise too_large
+                    admission.take(self._in_flight, len(chunk))
+                    body += chunk
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise RequestTimeout(
+                f"the body did not arrive within {self._timeout_s:g} s (http.body_timeout_s)"
+            ) from None
+        return bytes(body)

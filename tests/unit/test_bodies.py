@@ -1,0 +1,217 @@
+"""Bodies within limits: of bytes, of time, of what is in flight, of what they are made of."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from actors.errors import InvalidRequest, PayloadTooLarge
+from serve_app import schemas
+from serve_app.bodies import Bodies
+from serve_app.fields import parse_json, shown
+from serve_app.http_errors import KeyBusy, RequestTimeout, ServerBusy
+from serve_app.keys import Access, ApiKey
+from serve_app.schemas import BODIES, parse_chat, parse_completion
+from serve_app.work import Budget, admitted
+
+ANN, BOB = ApiKey("ann", Access.INFERENCE, b"a"), ApiKey("bob", Access.INFERENCE, b"b")
+
+
+def budget(limit: int = 1000, share_per_key: float = 0.5) -> Budget:
+    return Budget("bytes", "max_body_bytes_in_flight", limit, share_per_key)
+
+
+def read(
+    *chunks: bytes, bodies: Bodies | None = None, key: ApiKey | None = None, hang: bool = False
+) -> Any:
+    async def receive() -> dict[str, Any]:
+        if not pending:
+            await asyncio.Event().wait()
+        chunk = pending.pop(0)
+        more = bool(pending) or hang
+        return {"type": "http.request", "body": chunk, "more_body": more}
+
+    pending = list(chunks)
+    reader = bodies or Bodies(10_000_000, 5.0, budget(10**9))
+
+    async def ask() -> Any:
+        scope = {"type": "http", "method": "POST", "headers": [], "query_string": b""}
+        with admitted(key) as scope["admission"]:
+            return await reader.read(Request(scope, receive), lambda fields: dict(fields))
+
+    return asyncio.run(ask())
+
+
+def test_body_is_what_its_pieces_say() -> None:
+    assert read(b'{"a": ', b"[1, 2]", b"}") == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize(("size", "thread"), [(10, "MainThread"), (100_000, "large-bodies")])
+def test_large_bodies_are_parsed_beside_the_event_loop(size: int, thread: str) -> None:
+    body = json.dumps({"a": "x" * size}).encode()
+    names: list[str] = []
+
+    def parse(fields: Mapping[str, Any]) -> None:
+        names.append(threading.current_thread().name)
+
+    async def ask() -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        scope = {"type": "http", "method": "POST", "headers": [], "query_string": b""}
+        with admitted(None) as scope["admission"]:
+            await Bodies(10**6, 5.0, budget(10**6)).read(Request(scope, receive), parse)
+
+    asyncio.run(ask())
+    assert names[0].startswith(thread)
+
+
+def test_body_that_does_not_arrive_is_given_up() -> None:
+    in_flight = budget()
+    slow = Bodies(1000, 0.02, in_flight)
+    with pytest.raises(RequestTimeout, match=r"within 0\.02 s \(http\.body_timeout_s\)"):
+        read(b"{", bodies=slow, hang=True)
+    assert in_flight.in_flight == 0
+
+
+def test_bytes_count_while_they_arrive_and_no_longer_than_the_request() -> None:
+    in_flight = budget(limit=25)
+    bodies = Bodies(1000, 5.0, in_flight)
+    assert read(b'{"a": "123456789"}', bodies=bodies) == {"a": "123456789"}
+    assert in_flight.in_flight == 0
+    with pytest.raises(ServerBusy, match=r"30 bytes would be in flight; the limit is 25"):
+        read(b'{"a": "12', b'3456789012345678901"}', bodies=bodies)
+    with pytest.raises(KeyBusy, match=r"of the key ann .* the limit is 12 \(http\."):
+        read(b'{"a": "123456789"}', bodies=bodies, key=ANN)
+    with pytest.raises(PayloadTooLarge):
+        read(b" " * 20, b" " * 10, bodies=Bodies(24, 5.0, in_flight))
+    with pytest.raises(InvalidRequest):
+        read(b"{", bodies=bodies)
+    assert in_flight.in_flight == 0
+
+
+def test_one_key_leaves_room_for_others_and_gets_back_what_it_gave_back() -> None:
+    one = budget(limit=10)
+    with admitted(ANN) as ann:
+        ann.take(one, 3)
+        ann.take(one, 2)
+        with pytest.raises(KeyBusy):
+            ann.take(one, 1)
+        with admitted(BOB) as bob:
+            bob.take(one, 5)
+            with pytest.raises(ServerBusy), admitted(None) as nobody:
+                nobody.take(one, 1)
+        with admitted(None) as nobody:
+            nobody.take(one, 5)
+    assert one.in_flight == 0
+    assert not one._taken
+    with admitted(ANN) as ann:
+        ann.take(one, 5)
+        with pytest.raises(KeyBusy):
+            ann.take(one, 1)
+    assert (one.in_flight, len(one._taken)) == (0, 0)
+
+
+# --- what they are made of ---
+
+
+def unbounded(schema: Any, path: str = "") -> Iterator[str]:
+    """Arrays and objects of any keys that may be as long as somebody likes."""
+    if isinstance(schema, list):
+        for i, each in enumerate(schema):
+            yield from unbounded(each, f"{path}[{i}]")
+    if not isinstance(schema, dict):
+        return
+    if schema.get("type") == "array" and not {"maxItems", "prefixItems"} & schema.keys():
+        yield path
+    keys_are_free = schema.get("additionalProperties") and "properties" not in schema
+    if schema.get("type") == "object" and keys_are_free and "maxProperties" not in schema:
+        yield path
+    for name, each in schema.items():
+        yield from unbounded(each, f"{path}.{name}")
+
+
+# A JSON schema is a tree of any shape; what is compiled of it has a limit of characters.
+ANY_SHAPE = {"._Function.properties.parameters"}
+
+
+@pytest.mark.parametrize("form", {form for forms in BODIES.values() for form in forms})
+def test_every_list_of_every_form_has_a_limit(form: type[BaseModel]) -> None:
+    schema = form.model_json_schema(mode="validation")
+    found = {path.removeprefix(".$defs") for path in unbounded(schema)}
+    assert found <= ANY_SHAPE
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages must have at most 4096"),
+        ({"messages": [1] * 4000}, "messages[0] must be an object, found 1"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids must have at most 1024 elements"),
+        ({"tools": [1] * 1025}, "tools must have at most 1024 elements"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias must have at most 1024"),
+        ({"guided_choice": ["a"] * 4097}, "guided_choice must have at most 4096 elements"),
+        ({"chat_template_kwargs": {str(i): 1 for i in range(129)}}, "at most 128 elements"),
+        ({"messages": [{"role": "user", "content": [1] * 1025}]}, "at most 1024 elements"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1] * 1025}]}, "at most 1024 elements"),
+    ],
+)
+def test_list_that_is_too_long_or_wrong_is_refused_at_its_first_element(
+    fields: dict[str, Any], message: str
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat(chat)
+    assert message in str(caught.value)
+    with pytest.raises(ValidationError) as collected:
+        schemas._ChatBody.model_validate(chat)
+    assert collected.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1] * (2**20 + 1), "prompt must have at most 1048576 elements"),
+        ([[1] * (2**20 + 1)], "prompt must have at most 1048576 elements"),
+        (["a"] * 65_537, "prompt must have at most 65536 elements"),
+        ([[1]] * 65_537, "prompt must have at most 65536 elements"),
+    ],
+)
+def test_prompts_have_limits(prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse_completion({"prompt": prompt}, 1024)
+
+
+def test_long_prompts_of_token_ids_are_taken() -> None:
+    ask = parse_completion({"prompt": list(range(2**17))}, 1024)
+    assert ask.prompts == (tuple(range(2**17)),)
+
+
+def test_what_was_found_is_shown_without_being_written_out() -> None:
+    class Huge(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            raise AssertionError("written out")
+
+    assert shown([Huge([1] * 100)]) == "an array of 1"
+    assert shown({"a": Huge([1] * 100)}) == "an object"
+    assert shown("x" * 10_000_000) == json.dumps("x" * 81)[:77] + "..."
+    assert shown([1, "a", None]) == '[1, "a", null]'
+
+
+def test_body_of_millions_of_small_values_is_parsed_without_collections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import gc
+
+    enabled: list[bool] = []
+    monkeypatch.setattr(
+        "serve_app.fields.from_json", lambda *_, **__: enabled.append(gc.isenabled()) or {}
+    )
+    parse_json(b"{}")
+    assert enabled == [False]
+    assert gc.isenabled()
