@@ -93,8 +93,12 @@ class Ingress:
 def _scaler_of(model: ModelConfig) -> ServeScaler:
     application = serve.get_replica_context().app_name
     scaling = model.scaling
-    least, most = (1, None) if scaling is None else (scaling.min_replicas, scaling.max_replicas)
-    return ServeScaler(application, _deployment_name(model.model_id), least, most)
+    bounds: tuple[int, int, str] = (
+        (1, model.max_scaleout_replicas, "max_scaleout_replicas")
+        if scaling is None
+        else (scaling.min_replicas, scaling.max_replicas, "autoscaling.max_replicas")
+    )
+    return ServeScaler(application, _deployment_name(model.model_id), *bounds)
 
 
 def build_weights(args: WeightsArgs) -> Application:

@@ -56,10 +56,7 @@ class Bodies:
 
     async def form(self, request: Request, form: type[Form]) -> Form:
         """The fields of the query and of the JSON body; the body's win."""
-        query = request.query_params
-        asked: dict[str, Any] = {
-            name: values if len(values := query.getlist(name)) > 1 else values[0] for name in query
-        }
+        asked = _query(request)
         return await self.read(request, lambda fields: parse_form(form, asked | {**fields}), b"{}")
 
     async def _bytes(self, request: Request) -> bytes:
@@ -85,3 +82,17 @@ class Bodies:
                 f"the body did not arrive within {self._timeout_s:g} s (http.body_timeout_s)"
             ) from None
         return bytes(body)
+
+
+def query_form(request: Request, form: type[Form]) -> Form:
+    """The fields of the query.
+
+    Raises:
+        InvalidRequest: one is wrong, or unknown.
+    """
+    return parse_form(form, _query(request))
+
+
+def _query(request: Request) -> dict[str, Any]:
+    query = request.query_params
+    return {name: values if len(values := query.getlist(name)) > 1 else values[0] for name in query}

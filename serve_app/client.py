@@ -12,7 +12,13 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from actors.errors import DrainTimeout, QueueFull, ReplicaFailed, ServingError, Unavailable
-from actors.protocol import GenerateRequest, ReplicaStatus, SleepCommand, TokenEvent
+from actors.protocol import (
+    GenerateRequest,
+    ReplicaState,
+    ReplicaStatus,
+    SleepCommand,
+    TokenEvent,
+)
 from serve_app.model_client import ModelInfo, Scrape
 from serve_app.patience import Patience
 from serve_app.scaling import Scaler
@@ -117,7 +123,7 @@ class HandleClient:
         if command.hold:  # first, so that whoever is not told now reads it
             await self._wanted.write(hold(command.level))
         try:
-            return await self._broadcast("sleep", command)
+            return await self._statuses("sleep", command)
         except DrainTimeout as exc:
             if not command.hold:
                 raise
@@ -129,10 +135,13 @@ class HandleClient:
     async def wake_up(self, tags: tuple[str, ...]) -> Sequence[ReplicaStatus]:
         """Wake all replicas, and end a hold. A replica here wakes whole, so `tags` only have to be valid."""
         await self._wanted.write(release())
-        return await self._broadcast("wake_up")
+        return await self._statuses("wake_up")
 
     async def status(self) -> Sequence[ReplicaStatus]:
-        return await self._broadcast("status")
+        return await self._statuses("status")
+
+    async def replica_states(self) -> Sequence[ReplicaState]:
+        return await self._broadcast("state")
 
     async def metrics(self, within_s: float) -> Scrape:
         """What the replicas tell in time; those that died are left out.
@@ -164,7 +173,11 @@ class HandleClient:
             sorted(snapshots, key=lambda each: each.replica_id), len(silent) + len(broken)
         )
 
-    async def _broadcast(self, method: str, *args: object) -> Sequence[ReplicaStatus]:
+    async def _statuses(self, method: str, *args: object) -> Sequence[ReplicaStatus]:
+        answers: list[ReplicaStatus] = await self._broadcast(method, *args)
+        return sorted(answers, key=lambda status: status.replica_id)
+
+    async def _broadcast(self, method: str, *args: object) -> list[Any]:
         """Call every running replica; past queues and routing, so that it works while all wake.
 
         One that dies meanwhile is left out: it is no more, and what comes in its place reads what is
@@ -178,11 +191,11 @@ class HandleClient:
             results = await response.results_async(return_exceptions=True)
         except DeploymentUnavailableError:
             return []
-        statuses = [result for result in results if not isinstance(result, _LOST)]
-        for status in statuses:
-            if isinstance(status, BaseException):
-                raise status
-        return sorted(statuses, key=lambda status: status.replica_id)
+        answers = [result for result in results if not isinstance(result, _LOST)]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
 
 
 async def _outcome(result: ReplicaResult) -> object:

@@ -100,6 +100,11 @@ class ModelConfig(BaseModel):
     num_replicas: int = Field(
         default=1, gt=0, description="Replicas to keep; not together with `autoscaling`."
     )
+    max_scaleout_replicas: int = Field(
+        default=32,
+        gt=0,
+        description="Replicas that POST /scaleout may ask for where there is no `autoscaling`.",
+    )
     autoscaling: AutoscalingConfig | None = Field(
         default=None,
         description="How many replicas, and when; `num_replicas` holds when absent. "

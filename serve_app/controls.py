@@ -10,10 +10,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand
-from serve_app.bodies import Bodies
+from serve_app.bodies import Bodies, query_form
 from serve_app.model_client import ModelClient
 from serve_app.scaling import plan
-from serve_app.schemas import ScaleForm, SleepForm, WakeForm
+from serve_app.schemas import ModelQuery, ScaleForm, SleepForm, WakeForm
 from serve_app.served import ServedModels
 
 
@@ -52,7 +52,7 @@ class Controls:
 
         A model without replicas is not: there is nothing that a wake could find.
         """
-        models = self._models.chosen(request.query_params.get("model"))
+        models = self._models.chosen(query_form(request, ModelQuery).model)
         statuses = await asyncio.gather(*(self._models.status(m) for m in models.values()))
         asleep = {
             model_id: bool(replicas)
@@ -105,7 +105,7 @@ class Controls:
 
     async def replicas(self, request: Request) -> Response:
         """How many replicas are wanted, and what those that run say."""
-        models = self._models.chosen(request.query_params.get("model"))
+        models = self._models.chosen(query_form(request, ModelQuery).model)
         shown = await asyncio.gather(*(self._shown(model) for model in models.values()))
         return JSONResponse({"models": dict(zip(models, shown, strict=True))})
 

@@ -200,6 +200,10 @@ class ModelReplica:
         self._runtime.check_health()
         return await self.status()
 
+    async def state(self) -> ReplicaState:
+        """For health checks of the whole: no device is asked."""
+        return self._lifecycle.state
+
     async def status(self) -> ReplicaStatus:
         """This replica's account of itself; never wakes it and never counts as use."""
         lifecycle, runtime = self._lifecycle, self._runtime

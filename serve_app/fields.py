@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from actors.engine.validation import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from actors.errors import InvalidRequest, UnsupportedParameter
+from serve_app.config_errors import did_you_mean
 from serve_app.heap import without_collections
 
 # What a list or an object of a body may have. Each element costs time and memory before anybody knows
@@ -58,10 +59,14 @@ def parse_form(form: type[Form], fields: Mapping[str, Any]) -> Form:
         InvalidRequest: naming the first field that is wrong, and what was found.
         UnsupportedParameter: the value is right, but we cannot honour it.
     """
+    known = form.model_fields
     try:
-        return form.model_validate({k: v for k, v in fields.items() if v is not None})
+        # Null where nobody knows the key is no field that is absent, but a typo.
+        return form.model_validate(
+            {k: v for k, v in fields.items() if v is not None or k not in known}
+        )
     except ValidationError as exc:
-        raise _fault(exc.errors(include_url=False)[0]) from None
+        raise _fault(exc.errors(include_url=False)[0], known) from None
 
 
 # --- values with a form of their own: validators for pydantic ---
@@ -251,11 +256,14 @@ _EXPECTED: Mapping[str, str] = {
 }
 
 
-def _fault(error: ErrorDetails) -> InvalidRequest:
+def _fault(error: ErrorDetails, known: Iterable[str]) -> InvalidRequest:
     param = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"])[1:]
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         return InvalidRequest(f"{param} is required", param)
+    if kind == "extra_forbidden":
+        hint = did_you_mean(param, known) or f"; known are {', '.join(known)}"
+        return InvalidRequest(f"{param} is unknown here{hint}", param)
     if kind in ("wrong", "unsupported"):
         fault = UnsupportedParameter if kind == "unsupported" else InvalidRequest
         message = f"{param} {context['message']}"

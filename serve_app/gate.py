@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve_app.browsers import Browsers
 from serve_app.config_errors import ConfigError
 from serve_app.http_errors import AdminKeyRequired, InvalidApiKey, KeyBusy
 from serve_app.keys import Access, ApiKey, KeyRing
@@ -50,6 +51,10 @@ ACCESS: Mapping[str, Access] = {
 }
 
 
+# Without a key under any name: a scraper knows a service by one, and nothing here is an order.
+SCRAPED = ("/metrics",)
+
+
 def access_of(scope: Scope, routes: Iterable[BaseRoute]) -> Access:
     """The strictest of all routes that this request may go to.
 
@@ -72,20 +77,27 @@ class Gate:
     application that it is in.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, max_per_key: int | None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: KeyRing, max_per_key: int | None, browsers: Browsers
+    ) -> None:
         """Let nobody in yet.
 
         Args:
+            browsers: looks at requests to routes for which there is no key.
             max_per_key: requests to inference routes at once; reading (GET) does not count. None: no limit.
         """
         self._app = app
         self._keys = keys
         self._max_per_key = max_per_key
+        self._browsers = browsers
         self._in_flight: Counter[ApiKey] = Counter()
         self._next_look_s = time.monotonic()
         self._refused = ""  # what is wrong with the files, if anything is
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # there are none; what serves files would trip over one
+            await send({"type": "websocket.close", "code": 1000, "reason": ""})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -94,6 +106,8 @@ class Gate:
         key: ApiKey | None = None
         if self._keys.guards(access):
             key = self._key_for(access, Headers(scope=scope).get("authorization", ""))
+        elif access is not Access.PUBLIC and scope["path"] not in SCRAPED:
+            self._browsers.check(scope)
         with admitted(key) as scope["admission"]:
             await self._admit(key, access, scope, receive, send)
 

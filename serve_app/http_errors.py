@@ -41,6 +41,14 @@ class AdminKeyRequired(errors.ServingError):
     """A key for inference where one for operators is needed."""
 
 
+class ForeignPage(errors.ServingError):
+    """A request that a browser sent for a page that is not this server's."""
+
+
+class NotJson(errors.ServingError):
+    """A request body that is not declared to be JSON."""
+
+
 class KeyBusy(errors.Unavailable):
     """As much work of this key is in flight as it may have at once."""
 
@@ -70,6 +78,8 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.PayloadTooLarge: Row(413, _CLIENT, "payload_too_large"),
     InvalidApiKey: Row(401, _CLIENT, "invalid_api_key"),
     AdminKeyRequired: Row(403, _CLIENT, "admin_key_required"),
+    ForeignPage: Row(403, _CLIENT, "foreign_page"),
+    NotJson: Row(415, _CLIENT, "unsupported_media_type"),
     KeyBusy: Row(429, "rate_limit_error", "key_busy"),
     ServerBusy: Row(429, "rate_limit_error", "server_busy"),
     RequestTimeout: Row(408, _SERVER, "request_timeout"),

@@ -29,11 +29,13 @@ from actors.protocol import (
 )
 from serve_app.answers import ChatAnswer, CompletionAnswer
 from serve_app.bodies import Bodies
+from serve_app.browsers import Browsers
 from serve_app.controls import Controls
 from serve_app.exposition import Exposition
 from serve_app.gate import Gate
+from serve_app.health import Health
 from serve_app.http_errors import Edge, http_exception
-from serve_app.keys import KeyRing, KeysFile, refuse_keys
+from serve_app.keys import Access, KeyRing, KeysFile, refuse_keys
 from serve_app.model_client import ModelClient
 from serve_app.openapi import document
 from serve_app.schemas import (
@@ -129,8 +131,13 @@ class HttpSettings(BaseModel):
     )
     cors_allow_origins: list[str] = Field(
         default_factory=list,
-        description="Origins whose pages a browser lets read our answers, as `https://chat.example.com`; "
-        "`*` for all.",
+        description="Origins whose pages may use this server and read its answers, as "
+        "`https://chat.example.com`; `*` for all. Pages of others are refused where there is no key.",
+    )
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Names by which clients without a key reach this server, as `gpu-box.example.com`, besides "
+        "loopback's, the machine's own and literal addresses.",
     )
 
     _no_keys = model_validator(mode="before")(refuse_keys)
@@ -222,8 +229,7 @@ class Ingress:
             Route("/completions", self.seed_completions, methods=["POST"], middleware=counted),
             *Controls(self._models, self._bodies).routes(),
             *Tokenizing(self._models, self._bodies).routes(),
-            Route("/health", self.health, methods=["GET", "POST"]),
-            Route("/ping", self.health, methods=["GET", "POST"]),
+            *Health(self._models, lambda: not self._keys.guards(Access.INFERENCE)).routes(),
             Route("/version", self.show_version, methods=["GET"]),
             Route("/load", self.show_load, methods=["GET"]),
             Route("/metrics", self._exposition.respond, methods=["GET"]),
@@ -238,6 +244,9 @@ class Ingress:
                     Gate,
                     keys=self._keys,
                     max_per_key=self._settings.max_concurrent_requests_per_key,
+                    browsers=Browsers(
+                        self._settings.allowed_hosts, self._settings.cors_allow_origins
+                    ),
                 ),
             ],
             exception_handlers={HTTPException: http_exception},
@@ -346,28 +355,12 @@ class Ingress:
             "status": {"value": _status_value(replicas)},
         }
 
-    # --- health and the rest ---
-
-    async def health(self, request: Request) -> Response:
-        """200 while asleep, too: 503 only if a model has replicas and all of them have failed."""
-        known = await asyncio.gather(
-            *(self._models.known_status(model) for model in self._models.all.values())
-        )
-        broken = [
-            model_id
-            for model_id, replicas in zip(self._models.all, known, strict=True)
-            if replicas and all(replica.state is ReplicaState.FAILED for replica in replicas)
-        ]
-        status = "failed" if broken else "healthy"
-        return JSONResponse({"status": status, "failed": broken}, 503 if broken else 200)
+    # --- the rest ---
 
     async def banner(self, request: Request) -> Response:
+        names = {} if self._keys.guards(Access.INFERENCE) else {"models": list(self._models.all)}
         return JSONResponse(
-            {
-                "message": "sleepserve is running.",
-                "version": self._version,
-                "models": list(self._models.all),
-            }
+            {"message": "sleepserve is running.", "version": self._version, **names}
         )
 
     async def show_version(self, request: Request) -> Response:

@@ -4,7 +4,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.protocol import GenerateRequest, ReplicaStatus, SleepCommand, TokenEvent
+from actors.protocol import (
+    GenerateRequest,
+    ReplicaState,
+    ReplicaStatus,
+    SleepCommand,
+    TokenEvent,
+)
 from serve_app.scaling import Scaler
 from serve_app.tally import Snapshot
 from serve_app.tokenizer import Tokenizer
@@ -49,6 +55,9 @@ class ModelClient(Protocol):
 
     async def status(self) -> Sequence[ReplicaStatus]:
         """One status per replica. Never wakes; answers during a wake; empty without replicas."""
+
+    async def replica_states(self) -> Sequence[ReplicaState]:
+        """One state per replica, as `status` has it, without a look at any device."""
 
     async def metrics(self, within_s: float) -> Scrape:
         """What the replicas tell in time. Never wakes, and waits for none that is stuck."""

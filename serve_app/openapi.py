@@ -81,8 +81,8 @@ def _paths(models: Sequence[str]) -> Schema:
         "/scaleout": {"post": _posted("/scaleout", "More replicas.", "Scaled")},
         "/scalein": {"post": _posted("/scalein", "Fewer replicas.", "Scaled")},
         "/replicas": {"get": _operation("How many, and how they are.", _ref("Replicas"), model)},
-        "/health": {"get": _health("Health; 200 while asleep, too.")},
-        "/ping": {"get": _health("The same.")},
+        "/health": {"get": _health(model)},
+        "/ping": {"get": _operation("Liveness.", _object(status={"const": "alive"}))},
         "/version": {"get": _operation("Our version.", _object(version=_TEXT))},
         "/load": {"get": _operation("Requests in flight.", _object(server_load=_COUNT))},
         "/openapi.json": {"get": _operation("This document.", {"type": "object"})},
@@ -120,9 +120,9 @@ def _generation(
     return operation
 
 
-def _health(summary: str) -> Schema:
-    operation = _operation(summary, _ref("Health"))
-    operation["responses"]["503"] = _response("A model has only failed replicas.", _ref("Health"))
+def _health(model: Schema) -> Schema:
+    operation = _operation("Readiness; 200 while asleep, too.", _ref("Health"), model)
+    operation["responses"]["503"] = _response("All replicas have failed.", _ref("Health"))
     return operation
 
 
@@ -325,5 +325,14 @@ _ANSWERS: Schema = {
     "IsSleeping": _object(is_sleeping=_FLAG, sleeping=_FLAG, models=_map(_FLAG)),
     "Scaled": {"type": "object"},
     "Replicas": {"type": "object"},
-    "Health": _object(status={"enum": ["healthy", "failed"]}, failed=_list(_TEXT)),
+    "Health": {
+        "type": "object",
+        "properties": {
+            "status": {"enum": ["healthy", "degraded", "failed"]},
+            "serving": _COUNT,
+            "failed": _COUNT,
+            "models": {"type": "object", "additionalProperties": _TEXT},
+        },
+        "required": ["status", "serving", "failed"],
+    },
 }

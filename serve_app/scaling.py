@@ -12,12 +12,13 @@ class Scale:
 
     Attributes:
         target: as of now; they may still be starting or stopping.
-        most: None: as many as there is room for.
+        most: of the setting `most_setting`.
     """
 
     target: int
     least: int
-    most: int | None
+    most: int
+    most_setting: str
 
 
 class Scaler(Protocol):
@@ -52,8 +53,11 @@ def plan(scale: Scale, direction: Literal["out", "in"], replicas: int | None) ->
     wanted = scale.target + step if replicas is None else replicas
     if replicas is not None and (wanted - scale.target) * step <= 0:
         return scale.target, f"{scale.target} replicas are wanted already"
-    if scale.most is not None and wanted > scale.most:
-        raise InvalidRequest(f"replicas: {wanted} is more than {scale.most}, the most", "replicas")
+    if wanted > scale.most:
+        raise InvalidRequest(
+            f"replicas: {wanted} is more than {scale.most}, the most ({scale.most_setting})",
+            "replicas",
+        )
     if wanted < scale.least:
         raise InvalidRequest(
             f"replicas: {wanted} is fewer than {scale.least}, the least", "replicas"

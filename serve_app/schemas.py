@@ -259,10 +259,18 @@ class TokenizeAsk:
     return_token_strs: bool
 
 
+class ModelQuery(BaseModel):
+    """The query of routes that tell of one model, or of all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+
+
 class SleepForm(BaseModel):
     """POST /sleep; from a query, so strings are read as what they stand for."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = None
     level: int = Field(default=1, ge=1, le=2)
@@ -276,7 +284,7 @@ _Tags = Annotated[list[str], Field(max_length=2)]
 class WakeForm(BaseModel):
     """POST /wake_up; no tags means everything."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = None
     tags: Annotated[
@@ -289,7 +297,7 @@ class WakeForm(BaseModel):
 class ScaleForm(BaseModel):
     """POST /scaleout and /scalein."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = None
     replicas: int | None = Field(default=None, ge=0)

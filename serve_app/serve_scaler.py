@@ -25,10 +25,13 @@ _ASK_EVERY_S = 0.2
 class ServeScaler:
     """Scaler over Ray Serve's controller."""
 
-    def __init__(self, application: str, deployment: str, least: int, most: int | None) -> None:
+    def __init__(
+        self, application: str, deployment: str, least: int, most: int, most_setting: str
+    ) -> None:
         self._id = DeploymentID(name=deployment, app_name=application)
         self._least = least
         self._most = most
+        self._most_setting = most_setting
 
     async def read(self) -> Scale:
         # From a redeploy until the application is built anew, a second or two, Serve lists none of its
@@ -40,7 +43,7 @@ class ServeScaler:
             deployment = application.get("deployments", {}).get(self._id.name)
             if deployment is not None:
                 target = int(deployment["target_num_replicas"])
-                return Scale(target, self._least, self._most)
+                return Scale(target, self._least, self._most, self._most_setting)
             is_built = application.get("status") != ApplicationStatus.DEPLOYING
             if is_built or time.monotonic() > ends_s:
                 raise Unavailable(f"{self._id.name} is not deployed")

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from actors.errors import InvalidRequest, ModelNotFound, Unavailable
-from actors.protocol import ReplicaStatus
+from actors.protocol import ReplicaState, ReplicaStatus
 from serve_app.http_errors import unwrap
 from serve_app.model_client import ModelClient
 
@@ -59,6 +59,15 @@ class ServedModels:
             raise Unavailable(
                 f"the replicas of {name!r} did not tell their state in time"
             ) from None
+
+    async def states(self, model: ModelClient) -> Sequence[ReplicaState] | None:
+        """Of its replicas, without asking their devices; None if they do not say it in time."""
+        try:
+            async with asyncio.timeout(self._status_timeout_s):
+                return await model.replica_states()
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the answer is "unknown"
+            logger.warning("no state of %s: %s", model.info.model_id, unwrap(exc))
+            return None
 
     async def known_status(self, model: ModelClient) -> Sequence[ReplicaStatus] | None:
         """The same, or None: lists and health checks must not fail on one model."""

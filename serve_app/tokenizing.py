@@ -4,8 +4,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serve_app.bodies import Bodies
-from serve_app.schemas import parse_detokenize, parse_tokenize
+from serve_app.bodies import Bodies, query_form
+from serve_app.schemas import ModelQuery, parse_detokenize, parse_tokenize
 from serve_app.served import ServedModels
 
 
@@ -44,5 +44,5 @@ class Tokenizing:
         return JSONResponse({"prompt": await tokenizer.decode(form.tokens)})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        info = self._models.one(request.query_params.get("model")).info
+        info = self._models.one(query_form(request, ModelQuery).model).info
         return JSONResponse(dict(await info.tokenizer.describe()))

@@ -37,6 +37,7 @@ class FakeModel:
         fail_control: raised by sleep, wake_up and status.
         hang_status: status never answers.
         asked_for_status: status was called.
+        asked_for_states: how often replica_states was called.
         scrape: what `metrics` gives; while `hang_status`, it never does.
         form: how its messages are written, in chats.
     """
@@ -73,6 +74,7 @@ class FakeModel:
         self.fail_control: Exception | None = None
         self.hang_status = False
         self.asked_for_status = False
+        self.asked_for_states = 0
         self.scrape = Scrape()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
@@ -104,6 +106,14 @@ class FakeModel:
         if self.hang_status:
             await asyncio.Event().wait()
         return self._statuses()
+
+    async def replica_states(self) -> Sequence[ReplicaState]:
+        self.asked_for_states += 1
+        if self.hang_status:
+            await asyncio.Event().wait()
+        if self.fail_control is not None:
+            raise self.fail_control
+        return self.states
 
     async def metrics(self, within_s: float) -> Scrape:
         if self.hang_status:
@@ -248,7 +258,7 @@ class FakeScaler:
     """A `Scaler` that remembers."""
 
     def __init__(self, target: int) -> None:
-        self.scale = Scale(target, least=1, most=4)
+        self.scale = Scale(target, least=1, most=4, most_setting="autoscaling.max_replicas")
         self.written: list[int] = []
 
     async def read(self) -> Scale:

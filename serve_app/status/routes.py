@@ -21,8 +21,9 @@ _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     # Nothing from elsewhere, and nothing inline: text of a model can never become a script.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'",
-    "Vary": "Accept",
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 
@@ -57,7 +58,7 @@ class StatusRoutes:
 
     async def home(self, request: Request) -> Response:
         if wants_html(request.headers.get("accept", "")):
-            return FileResponse(STATIC / "page.html", headers=_PAGE_HEADERS)
+            return FileResponse(STATIC / "page.html", headers={**_PAGE_HEADERS, "Vary": "Accept"})
         response = await self._banner(request)
         response.headers["Vary"] = "Accept"
         return response
@@ -74,7 +75,7 @@ class _Revalidated(StaticFiles):
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
-        response.headers["Cache-Control"] = "no-cache"
+        response.headers.update(_PAGE_HEADERS)
         return response
 
 

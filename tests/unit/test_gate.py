@@ -20,6 +20,7 @@ from serve_app.gate import ACCESS
 from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.keys import Access, KeyRing, read_keys
 from tests.fakes import FakeModel
+from tests.unit.asgi_client import client_of
 
 USER = "user-key-1234567890"
 ADMIN = "admin-key-1234567890"
@@ -43,7 +44,7 @@ def application(keys: KeyRing, **settings: Any) -> Starlette:
 
 @contextmanager
 def serving(keys: KeyRing = BOTH, **settings: Any) -> Iterator[TestClient]:
-    with TestClient(application(keys, **settings)) as client:
+    with client_of(application(keys, **settings)) as client:
         yield client
 
 
@@ -122,7 +123,7 @@ CONTROLS = ["/sleep", "/wake_up", "/wakeup", "/scaleout", "/scalein"]
 @pytest.mark.parametrize("path", CONTROLS)
 def test_refused_order_does_nothing(path: str) -> None:
     model = FakeModel()
-    with TestClient(build_asgi({"fake": model}, HttpSettings(), keys=BOTH)) as client:
+    with client_of(build_asgi({"fake": model}, HttpSettings(), keys=BOTH)) as client:
         for key in (None, "wrong" * 5, USER):
             assert client.post(path, headers=bearer(key)).status_code in REFUSED
     assert model.orders == []
@@ -146,7 +147,7 @@ def test_route_that_nobody_decided_on_is_for_operators() -> None:
 
     app = application(BOTH)
     app.router.routes.append(Route("/new", new))
-    with TestClient(app) as client:
+    with client_of(app) as client:
         found = [client.get("/new", headers=bearer(key)).status_code for key in (None, USER, ADMIN)]
     assert found == [401, 403, 200]
 
@@ -270,7 +271,9 @@ def test_requests_of_a_key_are_limited_each_for_itself() -> None:
         settings = HttpSettings(max_concurrent_requests_per_key=2)
         app = build_asgi({"fake": model}, settings, keys=keys)
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1:8000"
+        ) as client:
 
             async def ask(key: str) -> httpx.Response:
                 return await client.post("/v1/completions", json=TEXT, headers=bearer(key))

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.testclient import TestClient
 
 from actors.errors import DeviceMemoryShort, ReplicaFailed
 from actors.lifecycle import Lifecycle, MemoryChange, SleepConfig
@@ -36,6 +35,7 @@ from serve_app.metrics_table import metrics_table
 from serve_app.model_client import Scrape
 from serve_app.tally import Key, Snapshot, Sums, Tally
 from tests.fakes import FakeModel
+from tests.unit.asgi_client import client_of
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 Event = tuple[Metric, tuple[str, ...], int]
@@ -290,6 +290,9 @@ class Effects:
     def abort_in_flight(self) -> None:
         raise AssertionError
 
+    def fail_in_flight(self, error: Exception) -> None:
+        """Nothing is in flight."""
+
 
 def test_lifecycle_tells_causes_results_and_waits() -> None:
     async def scenario() -> None:
@@ -373,7 +376,7 @@ def test_route_sums_models_apart_and_needs_no_replica() -> None:
     busy, idle = FakeModel("busy"), FakeModel("idle")
     one = Sums({(metrics.PROMPT_TOKENS.name, ()): 5})
     busy.scrape = Scrape([snapshot("a", 0, one), snapshot("b", 0, one)])
-    with TestClient(build_asgi({"busy": busy, "idle": idle}, HttpSettings())) as client:
+    with client_of(build_asgi({"busy": busy, "idle": idle}, HttpSettings())) as client:
         answer = client.get("/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         found = parsed(answer.text)
@@ -394,7 +397,7 @@ def test_a_model_that_hangs_or_fails_holds_nobody_up() -> None:
     broken.fail_control = RuntimeError("broken")
     well.scrape = Scrape([snapshot("a", 0, Sums({(metrics.PROMPT_TOKENS.name, ()): 5}))])
     models = {model.info.model_id: model for model in (stuck, broken, well)}
-    with TestClient(build_asgi(models, HttpSettings())) as client:
+    with client_of(build_asgi(models, HttpSettings())) as client:
         started_s = time.monotonic()
         found = parsed(client.get("/metrics").text)
         assert time.monotonic() - started_s < 1.5  # 0.9, and a slow machine's own

@@ -14,6 +14,7 @@ from serve_app.gate import ACCESS
 from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.keys import Access, read_keys
 from tests.fakes import FakeModel
+from tests.unit.asgi_client import client_of
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -26,7 +27,7 @@ def model() -> FakeModel:
 
 @pytest.fixture
 def client(model: FakeModel) -> Iterator[TestClient]:
-    with TestClient(build_asgi({"fake": model}, HttpSettings())) as client:
+    with client_of(build_asgi({"fake": model}, HttpSettings())) as client:
         yield client
 
 
@@ -214,7 +215,7 @@ def test_keys_are_required_where_they_are(environ, inference, control):
 
 def test_served_document_knows_the_keys(model):
     keys = read_keys(None, None, USERS | ADMINS)
-    with TestClient(build_asgi({"fake": model}, HttpSettings(), keys=keys)) as client:
+    with client_of(build_asgi({"fake": model}, HttpSettings(), keys=keys)) as client:
         answer = client.get("/openapi.json", headers={"Authorization": f"Bearer {USER}"})
     paths = answer.json()["paths"]
     assert paths["/sleep"]["post"]["security"] == [{"admin_key": []}]
@@ -224,7 +225,7 @@ def test_served_document_knows_the_keys(model):
 def test_refusals_are_as_documented():
     keys = read_keys(None, None, USERS | ADMINS)
     document = openapi.document("1", ["fake"], keys)
-    with TestClient(build_asgi({"fake": FakeModel()}, HttpSettings(), keys=keys)) as client:
+    with client_of(build_asgi({"fake": FakeModel()}, HttpSettings(), keys=keys)) as client:
         for method, path, access, operation in operations(document):
             expected = {Access.PUBLIC: (), Access.INFERENCE: (401,), Access.ADMIN: (401, 403)}
             documented = {int(code) for code in operation["responses"] if code in ("401", "403")}

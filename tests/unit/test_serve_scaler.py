@@ -32,21 +32,21 @@ def application(status: str, **replicas: int) -> dict[str, Any]:
 
 def read(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> Scale:
     monkeypatch.setattr(serve_scaler, "_ASK_EVERY_S", 0.0)
-    scaler = ServeScaler("llm", "model", 1, 4)
+    scaler = ServeScaler("llm", "model", 1, 4, "autoscaling.max_replicas")
     monkeypatch.setattr(scaler, "_ask", controller.ask)
     return asyncio.run(scaler.read())
 
 
 def test_target_is_that_of_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller(application("RUNNING", model=3, Ingress=1))
-    assert read(controller, monkeypatch) == Scale(3, 1, 4)
+    assert read(controller, monkeypatch) == Scale(3, 1, 4, "autoscaling.max_replicas")
     assert controller.asked == 1
 
 
 def test_application_that_is_built_anew_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     building, built = application("DEPLOYING"), application("DEPLOYING", model=2)
     controller = Controller(building, building, built)
-    assert read(controller, monkeypatch) == Scale(2, 1, 4)
+    assert read(controller, monkeypatch) == Scale(2, 1, 4, "autoscaling.max_replicas")
     assert controller.asked == 3
 
 

@@ -9,13 +9,14 @@ from starlette.testclient import TestClient
 from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.status.routes import STATIC, wants_html
 from tests.fakes import FakeModel
+from tests.unit.asgi_client import client_of
 
 CHROME = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    with TestClient(build_asgi({"fake": FakeModel()}, HttpSettings())) as client:
+    with client_of(build_asgi({"fake": FakeModel()}, HttpSettings())) as client:
         yield client
 
 

@@ -14,6 +14,7 @@ from actors.weights.source import Hub, ModelSource
 from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.tokenizer import LocalTokenizer
 from tests.fakes import FakeModel, FakeTokenizer
+from tests.unit.asgi_client import client_of
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -25,7 +26,7 @@ def model(request: pytest.FixtureRequest) -> FakeModel:
 
 @pytest.fixture
 def client(model: FakeModel) -> Iterator[TestClient]:
-    with TestClient(build_asgi({"fake": model}, HttpSettings())) as client:
+    with client_of(build_asgi({"fake": model}, HttpSettings())) as client:
         yield client
     assert model.requests == []
     assert model.orders == []

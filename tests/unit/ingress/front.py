@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from serve_app.ingress import HttpSettings, build_asgi
 from tests.fakes import FakeModel
+from tests.unit.asgi_client import client_of
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -30,7 +31,7 @@ DOCUMENTED_EXTRAS = {
 @contextmanager
 def serving(*models: FakeModel, **settings: Any) -> Iterator[TestClient]:
     served = {model.info.model_id: model for model in models}
-    with TestClient(build_asgi(served, HttpSettings(**settings))) as client:
+    with client_of(build_asgi(served, HttpSettings(**settings))) as client:
         yield client
 
 
@@ -95,7 +96,7 @@ def scope_of(path: str, method: str = "POST") -> dict[str, Any]:
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [(b"host", b"test")],
+        "headers": [(b"host", b"127.0.0.1:8000")],
         "scheme": "http",
         "server": ("test", 80),
     }

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletionChunk
-from starlette.testclient import TestClient
 
 from actors.errors import EngineDied
 from serve_app.ingress import HttpSettings, build_asgi
 from tests.fakes import FakeModel
 from tests.on_loop import on_loop
+from tests.unit.asgi_client import client_of
 from tests.unit.ingress.front import CHAT, CHAT_BODY, HI, TEXT, conforms, scope_of
 
 # --- request ids ---
@@ -34,7 +34,7 @@ def test_request_id_that_is_not_sane_is_replaced(client, given):
 
 def test_request_id_header_may_be_left_to_the_proxy(model):
     app = build_asgi({"fake": model}, HttpSettings(), send_request_id=False)
-    with TestClient(app) as client:
+    with client_of(app) as client:
         assert "x-request-id" not in client.get("/health").headers
 
 
@@ -179,7 +179,7 @@ async def test_openai_client(model):
 
     transport = httpx2.ASGITransport(build_asgi({"fake": model}, HttpSettings()))
     async with AsyncOpenAI(
-        base_url="http://test/v1",
+        base_url="http://127.0.0.1:8000/v1",
         api_key="none",
         max_retries=0,
         http_client=httpx2.AsyncClient(transport=transport),

@@ -1,14 +1,18 @@
 """Models, sleep and wake, replicas, health: routes that ask for no tokens."""
 
+import asyncio
 import json
 
 import pytest
 from openai.types import Model
+from starlette.requests import Request
 
 from actors.errors import DrainTimeout
 from actors.protocol import ReplicaState, SleepCommand, SleepMode
+from serve_app.health import Health
+from serve_app.served import ServedModels
 from tests.fakes import FakeModel
-from tests.unit.ingress.front import CHAT, CHAT_BODY, conforms, is_error, serving
+from tests.unit.ingress.front import CHAT, CHAT_BODY, conforms, is_error, scope_of, serving
 
 
 def test_models(client):
@@ -265,24 +269,71 @@ def test_replicas_tells_what_is_wanted_and_what_there_is():
 
 
 @pytest.mark.parametrize(
-    ("states", "status"),
+    ("states", "state", "status"),
     [
-        ([S.AWAKE], 200),
-        ([S.ASLEEP], 200),
-        ([S.WAKING], 200),
-        ([S.FAILED, S.ASLEEP], 200),
-        ([], 200),
-        ([S.FAILED], 503),
-        ([S.FAILED, S.FAILED], 503),
+        ([S.AWAKE], "awake", 200),
+        ([S.ASLEEP], "asleep", 200),
+        ([S.WAKING], "waking", 200),
+        ([S.FAILED, S.ASLEEP], "asleep", 200),
+        ([], "starting", 200),
+        ([S.FAILED], "failed", 503),
+        ([S.FAILED, S.FAILED], "failed", 503),
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-@pytest.mark.parametrize("path", ["/health", "/ping"])
-def test_health(states, status, method, path):
+def test_health_of_one_model_and_of_all(states, state, status, method):
+    """A broken model fails its own readiness, and not that of the others."""
     with serving(FakeModel("ok"), FakeModel("fake", states=states)) as client:
-        response = client.request(method, path)
-    assert response.status_code == status
-    assert response.json()["failed"] == (["fake"] if status == 503 else [])
+        both = client.request(method, "/health")
+        one = client.request(method, "/health?model=fake")
+        is_error(client.request(method, "/health?model=other"), 404, "model_not_found", "model")
+        is_error(client.request(method, "/health?modle=a"), 400, "invalid_request_error", "modle")
+    assert both.status_code == 200
+    assert both.json() == {
+        "status": "degraded" if status == 503 else "healthy",
+        "serving": 1 if status == 503 else 2,
+        "failed": 1 if status == 503 else 0,
+        "models": {"ok": "awake", "fake": state},
+    }
+    assert one.status_code == status
+    assert one.json()["models"] == {"fake": state}
+    with serving(FakeModel(states=states)) as client:
+        assert client.request(method, "/health").status_code == status
+
+
+def test_health_is_asked_of_replicas_once_a_second_and_of_no_device():
+    model = FakeModel()
+    with serving(model) as client:
+        for _ in range(20):
+            assert client.get("/health").status_code == 200
+    assert model.asked_for_states == 1
+    assert not model.asked_for_status
+
+
+def test_health_that_many_ask_for_at_once_is_asked_for_once():
+    async def scenario() -> None:
+        model, now_s = FakeModel(), 0.0
+        model.hang_status = True
+        served = ServedModels({"fake": model}, status_timeout_s=0.05)
+        health = Health(served, lambda: True, lambda: now_s)
+        request = Request(scope_of("/health", "GET"))
+        for state in ("unknown", "awake"):
+            model.asked_for_states = 0
+            answers = await asyncio.gather(*(health.ready(request) for _ in range(50)))
+            assert {json.loads(answer.body)["models"]["fake"] for answer in answers} == {state}
+            assert model.asked_for_states == 1
+            model.hang_status = False
+            now_s += 2.0
+
+    asyncio.run(scenario())
+
+
+def test_ping_says_that_this_process_answers_whatever_the_models_do():
+    model = FakeModel(states=[S.FAILED])
+    model.hang_status = True
+    with serving(model) as client:
+        assert client.get("/ping").json() == {"status": "alive"}
+    assert model.asked_for_states == 0
 
 
 def test_version(client):
@@ -290,3 +341,39 @@ def test_version(client):
     assert client.get("/").json()["version"] == version
     fingerprint = client.post(CHAT, json=CHAT_BODY).json()["system_fingerprint"]
     assert fingerprint == f"sleepserve-{version}"
+
+
+# --- typing errors ---
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "key", "hint"),
+    [
+        ("POST", "/sleep?modell=a", None, "modell", "; did you mean model?"),
+        ("POST", "/sleep", {"modell": "a"}, "modell", "; did you mean model?"),
+        ("POST", "/sleep", {"modell": None}, "modell", "; did you mean model?"),
+        ("POST", "/sleep?hold=true&lvl=2", None, "lvl", "; did you mean level?"),
+        ("POST", "/wake_up?tag=weights", None, "tag", "; did you mean tags?"),
+        ("POST", "/wakeup?x=1", None, "x", "; known are model, tags"),
+        ("POST", "/scaleout?replica=3", None, "replica", "; did you mean replicas?"),
+        ("POST", "/scalein", {"replicaz": 0}, "replicaz", "; did you mean replicas?"),
+        ("GET", "/is_sleeping?modle=a", None, "modle", "; did you mean model?"),
+        ("GET", "/replicas?modle=a", None, "modle", "; did you mean model?"),
+        ("GET", "/tokenizer_info?modle=a", None, "modle", "; did you mean model?"),
+    ],
+)
+def test_unknown_key_of_an_order_is_no_order_to_everybody(
+    client, model, method, path, body, key, hint
+):
+    error = is_error(client.request(method, path, json=body), 400, "invalid_request_error", key)
+    assert error["message"] == f"{key} is unknown here{hint}"
+    assert model.orders == []
+    assert model.scaler.written == []
+
+
+def test_scale_order_is_bounded_by_a_setting_that_is_named(client, model):
+    error = is_error(
+        client.post("/scaleout?replicas=100000000"), 400, "invalid_request_error", "replicas"
+    )
+    assert "more than 4, the most (autoscaling.max_replicas)" in error["message"]
+    assert model.scaler.written == []
