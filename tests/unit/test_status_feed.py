@@ -87,7 +87,12 @@ async def test_snapshot_without_watchers_asks_once_and_keeps_no_history() -> Non
     shown = await feed.snapshot()
     assert model.asked == 1
     assert states(shown) == ["awake"]
-    assert shown["models"]["fake"]["scale"] == {"target": 1, "least": 1, "most": 4}
+    assert shown["models"]["fake"]["scale"] == {
+        "target": 1,
+        "least": 1,
+        "most": 4,
+        "most_setting": "autoscaling.max_replicas",
+    }
     assert shown["history"] == {}
     assert shown["watched_since"] is None
     assert json.loads(json.dumps(shown)) == shown
