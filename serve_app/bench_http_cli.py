@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -150,9 +150,11 @@ def http(
     one token go ahead; they wake the model and tell how long prompts must be. Requests that find the model asleep
     (see --idle-every, --sleep-every) are cold, and are shown apart from the warm ones.
     """
+    from serve_app.bench.figures import environment
     from serve_app.bench.http import Target
 
     with _usage_errors():
+        client = environment()
         gap = _gap(idle_every, idle_s, sleep_every)
         loads = _loads(concurrency or [], request_rate or [], requests, duration, gap)
         target = Target.parse(url, api_key, timeout_s, admin_key)
@@ -169,7 +171,7 @@ def http(
         check_report(report_dir)
     started_at = time.time()
     bench, error, exit_code = _run(target, workload, loads, workers, quiet=quiet)
-    _report(bench, started_at, error, json_file, sqlite_file, report_dir)
+    _report(bench, client, started_at, error, json_file, sqlite_file, report_dir)
     if error is not None:
         _say(f"error: {error}" if exit_code == EXIT_FAILED else error)
     if exit_code:
@@ -205,6 +207,7 @@ def _run(
 
 def _report(
     bench: "HttpBench",
+    client: Mapping[str, Any],
     started_at: float,
     ended: str | None,
     json_file: Path | None,
@@ -217,6 +220,8 @@ def _report(
     report = Report(
         url=bench.target.url,
         workload=bench.workload,
+        client=client,
+        server_version=bench.server_version,
         started_at=started_at,
         rounds=[(r, summarize(r.load, r.records, r.lags_s)) for r in bench.rounds if r.records],
         database=sqlite_file,

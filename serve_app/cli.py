@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from serve_app import __version__
 from serve_app.bench_cli import bench
 from serve_app.doctor_cli import doctor
 from serve_app.download_cli import download
@@ -121,7 +121,7 @@ def settings() -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    print(metadata.version("sleepserve"))
+    print(__version__)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -27,6 +26,7 @@ from actors.protocol import (
     ReplicaStatus,
     TokenEvent,
 )
+from serve_app import __version__
 from serve_app.answers import ChatAnswer, CompletionAnswer
 from serve_app.bodies import Bodies
 from serve_app.browsers import Browsers
@@ -215,7 +215,7 @@ class Ingress:
             settings.max_share_per_key,
         )
         self._bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, body_bytes)
-        self._version = _version()
+        self._version = __version__
         self._status = StatusRoutes(self._models, self.banner, self._version, read_images)
 
     def app(self, send_request_id: bool) -> Starlette:
@@ -400,10 +400,3 @@ def _status_value(replicas: Sequence[ReplicaStatus] | None) -> str:
     if ReplicaState.WAKING in states:
         return "loading"
     return "sleeping" if ReplicaState.ASLEEP in states else "unloaded"
-
-
-def _version() -> str:
-    try:
-        return version("sleepserve")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"

@@ -11,17 +11,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-_PACKAGES = ("sleepserve", "torch", "transformers", "accelerate", "ray", "triton")
+from serve_app.bench.provenance import provenance
+
+_PACKAGES = ("torch", "transformers", "accelerate", "ray", "triton")
 
 
-def environment() -> dict[str, str | int | None]:
-    """Hardware, versions and command."""
+def environment() -> dict[str, str | int | bool | None]:
+    """Hardware, versions, commit and command."""
     device, _, driver = _card().partition(", ")
     return {
         "device": device,
         "driver": driver,
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
+        **provenance(),
         **{name: _version(name) for name in _PACKAGES},
         "command": shlex.join(["sleepserve", *sys.argv[1:]]),
     }

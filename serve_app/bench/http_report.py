@@ -29,14 +29,18 @@ class Report:
     """One run, as far as it went.
 
     Attributes:
+        client: `figures.environment` of the process that sent.
         started_at: seconds since the epoch.
+        server_version: what `/version` answered, of servers that have it.
         ended: why the run is not complete, if it is not.
     """
 
     url: str
     workload: Workload
+    client: Mapping[str, Any]
     started_at: float
     rounds: Sequence[tuple[Round, Summary]]
+    server_version: str | None = None
     database: Path | None = None
     ended: str | None = None
 
@@ -226,6 +230,8 @@ def as_json(report: Report) -> dict[str, Any]:
     workload["prompt_tokens"] = str(report.workload.prompt_tokens)
     return {
         "url": report.url,
+        "server_version": report.server_version,
+        "client": dict(report.client),
         "started_at": datetime.fromtimestamp(report.started_at).astimezone().isoformat(),
         "ended": report.ended,
         "workload": workload,
@@ -265,6 +271,10 @@ _COLUMNS = {
     "status": "INTEGER",
     "error": "TEXT",
     "message": "TEXT",
+    "sleepserve": "TEXT",
+    "commit_hash": "TEXT",
+    "clean": "INTEGER",
+    "server_version": "TEXT",
 }
 
 
@@ -289,8 +299,14 @@ def append_rows(file: Path, report: Report) -> None:
     """One row for each request; rows of earlier runs stay."""
     run = datetime.fromtimestamp(report.started_at).astimezone().isoformat()
     epoch_s = time.time() - time.monotonic()
+    code = {
+        "sleepserve": report.client["sleepserve"],
+        "commit_hash": report.client["commit"],
+        "clean": report.client["clean"],
+        "server_version": report.server_version,
+    }
     rows = (
-        {"run": run, "load": current.load.label, **_row(report.workload, record, epoch_s)}
+        {"run": run, "load": current.load.label, **_row(report.workload, record, epoch_s), **code}
         for current, _ in report.rounds
         for record in current.records
     )

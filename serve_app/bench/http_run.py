@@ -88,6 +88,7 @@ class HttpBench:
         self.target = target
         self.workload = workload
         self.rounds: list[Round] = []
+        self.server_version: str | None = None  # as `/version` tells, where there is one
         self._processes = processes
         self._wanted = workers
         self._on_progress = on_progress
@@ -101,6 +102,7 @@ class HttpBench:
             if not self.workload.model:
                 self.workload = replace(self.workload, model=await self._only_model())
             self.workload = replace(self.workload, scale=await self._scale())
+            self.server_version = await self._version()
             await asyncio.gather(*(worker.ready() for worker in self._workers))
             for number, load in enumerate(loads):
                 await self._run_round(number, load)
@@ -144,6 +146,11 @@ class HttpBench:
                 f"{record.error_class}: {record.message}{_REMEDIES.get(record.status, '')}"
             )
         return record.prompt_tokens or 0
+
+    async def _version(self) -> str | None:
+        status, answer = await self._client.call("GET", "/version")
+        value: Any = answer.get("version") if isinstance(answer, dict) else None
+        return value if status == 200 and isinstance(value, str) else None
 
     # --- one load ---
 

@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, BLACK = "#CC79A7", "#56B4E9", "#F0E442", "#000000"
 CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW)
+_SOFT = "#777777"
 _WIDTH_IN, _DPI = 8.0, 150
 STYLE: dict[Any, Any] = {
     "font.size": 11.5,
@@ -100,7 +101,13 @@ def new_figure(
     return figure, list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
 
 
-def png_of(figure: Figure) -> bytes:
+def png_of(figure: Figure, source: str) -> bytes:
+    """The picture as a file.
+
+    Args:
+        source: what was drawn comes from; stands in small print at its foot, and in the file's metadata.
+    """
+    figure.supxlabel(source, x=0.995, ha="right", fontsize=8, color=_SOFT)
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
+    figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None, "Source": source})
     return file.getvalue()

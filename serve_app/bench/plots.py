@@ -40,6 +40,7 @@ from serve_app.bench.plot_parts import (
     png_of,
     spread_out,
 )
+from serve_app.bench.provenance import source_of
 
 _ROWS_NAMED = 12  # of a timeline; of more segments, every so many has its name
 
@@ -58,7 +59,7 @@ def draw(name: str, result: dict[str, Any]) -> bytes:
         "http-ttft": _http_ttft,
     }
     with mpl.rc_context(STYLE):
-        return png_of(drawings[name](result))
+        return png_of(drawings[name](result), source_of(result))
 
 
 # --- a wake ---
@@ -139,7 +140,7 @@ def _ttft(result: dict[str, Any]) -> Figure:
         entries.append(("median", BLACK))
     if link_s:
         entries.append(("the link's own time for the bytes", GREEN))
-    legend_of(figure, entries, "outside lower center")
+    legend_of(figure, entries, "outside upper center")
     if below:
         _strips(below[0], result, rows)
     return figure

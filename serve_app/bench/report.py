@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench import eval_report
+from serve_app.bench import eval_report, provenance
 from serve_app.bench.figures import Table, facts
 from serve_app.bench.findings import FINDINGS
 from serve_app.bench.verdict import Report
@@ -39,7 +39,7 @@ _NAMES = {
     "serve": "Behind serve run",
     "eval": "Before and after a sleep",
 }
-_VERSIONS = ("sleepserve", "torch", "transformers", "ray", "triton")
+_VERSIONS = ("torch", "transformers", "ray", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,11 @@ def sections_of(
         ]
         tables = [table for table in _tables(kind, result) if table.rows]
         title = f"{_NAMES[kind]}: {_subject(result)}" + (f" ({name})" if name else "")
-        told = result.get("environment", result)  # `eval` has it there, a bench beside its figures
-        found.append(Section(title, _machine(told), _about(kind, told), tables, plots))
+        # `eval` has it there, a bench beside its figures; where the server of `bench http` runs, nobody knows.
+        facts_of = result.get("environment", result)
+        machine = "" if kind == "http" else _machine(facts_of)
+        about = _about(kind, result, facts_of)
+        found.append(Section(title, machine, about, tables, plots))
     return found
 
 
@@ -152,14 +155,19 @@ def _machine(result: Result) -> str:
         return ""
     driver = f", driver {result['driver']}" if result.get("driver") else ""
     versions = [f"{name} {result[name]}" for name in _VERSIONS if result.get(name)]
-    told = [f"Python {result['python']}", *versions]
-    return f"{result['device']}{driver}, {result['cpus']} CPUs; {', '.join(told)}"
+    software = ", ".join([provenance.source_of(result), f"Python {result['python']}", *versions])
+    return f"{result['device']}{driver}, {result['cpus']} CPUs; {software}"
 
 
-def _about(kind: str, result: Result) -> Table:
+def _about(kind: str, result: Result, told: Result) -> Table:
+    """What was run.
+
+    Args:
+        told: of `result`, the part with hardware, versions and command.
+    """
     rows = []
-    if result.get("command"):
-        rows.append(("command", result["command"]))
+    if told.get("command"):
+        rows.append(("command", told["command"]))
     sizes = result.get("start", result)  # a server tells them when it has started
     if "weights_bytes" in sizes:
         rows.append(("weights", f"{sizes['weights_bytes'] / 2**30:.3f} GiB"))
@@ -171,7 +179,12 @@ def _about(kind: str, result: Result) -> Table:
         workload = result["workload"]
         sent = f"{workload['endpoint']}{', streamed' if workload['stream'] else ''}, "
         sent += f"{workload['prompt_tokens']} tokens in, {workload['max_tokens']} out"
-        rows += [("server", result["url"]), ("started", result["started_at"]), ("sent", sent)]
+        version = result.get("server_version")
+        server = result["url"] + (f", which tells version {version}" if version else "")
+        rows += [("server", server), ("started", result["started_at"]), ("sent", sent)]
+        if client := result.get("client"):
+            rows.append(("sent from", _machine(client)))
+            rows.append(("command", client["command"]))
         if result["ended"]:
             rows.append(("broken off", result["ended"]))
     return facts(rows)

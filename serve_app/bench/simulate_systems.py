@@ -9,7 +9,7 @@ from actors.protocol import ReplicaState
 from serve_app.autoscaling import PolicyState, Why, decide
 from serve_app.autoscaling_config import AutoscalingConfig
 from serve_app.autoscaling_fleet import Fleet, ReplicaReport
-from serve_app.bench.figures import quantile
+from serve_app.bench.figures import environment, quantile
 from serve_app.bench.simulate import (
     Outcome,
     Policy,
@@ -236,6 +236,7 @@ def compare(seed: int = 0, replica: ReplicaModel | None = None) -> list[Row]:
 def as_json(rows: Sequence[Row], seed: int) -> dict[str, Any]:
     """Everything that the figures follow from, and the figures."""
     return {
+        **environment(),
         "seed": seed,
         "late_s": LATE_S,
         "very_late_s": VERY_LATE_S,

@@ -25,6 +25,7 @@ from serve_app.bench.local import (
     build_model,
     load_of,
 )
+from serve_app.bench.provenance import source_of
 
 _PROFILED_STEPS = 20
 _KERNELS = 15  # lines of a profile
@@ -100,7 +101,8 @@ class ThroughputBench:
         found = {name: spread([r[name] for r in rounds]) for name in rounds[0]}
         self._found["concurrency"][str(concurrency)] = found
         if self._plan.profiles is not None:
-            text = await load.profile(concurrency, found["tpot_p50_s"]["median"])
+            text = f"{source_of(self._environment)}\n"
+            text += await load.profile(concurrency, found["tpot_p50_s"]["median"])
             file = self._plan.profiles / f"profile_{concurrency}.txt"
             await asyncio.to_thread(file.write_text, text, encoding="utf-8")
 

@@ -56,6 +56,7 @@ class FakeOpenAI:
     tells_usage: bool = True
     can_sleep: bool = True
     asleep: bool = False
+    version: str | None = None
     model_ids: tuple[str, ...] = ("fake",)
     on_request: Callable[[int], None] = lambda number: None
     hold_from: int | None = None
@@ -94,6 +95,7 @@ class FakeOpenAI:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/sleep", self._sleep)
         app.router.add_get("/is_sleeping", self._is_sleeping)
+        app.router.add_get("/version", self._version)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -117,6 +119,11 @@ class FakeOpenAI:
         if not self.can_sleep:
             raise web.HTTPNotFound
         return web.json_response({"is_sleeping": self.asleep})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        if self.version is None:
+            raise web.HTTPNotFound
+        return web.json_response({"version": self.version})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -16,6 +16,8 @@ MACHINE = {
     "cpus": 16,
     "python": "3.12.3",
     "sleepserve": "0.1.0",
+    "commit": "0123456789abcdef0123456789abcdef01234567",
+    "clean": True,
     "torch": "2.11.0",
     "transformers": "5.23.0",
     "accelerate": "1.15.0",
