@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from serve_app.bench.local import LESSEE, Progress, Subject
 
 STAGES = ("process start", "imports", "join Ray", "module", "bytes", "warm-up", "first token")
 _STARTED = 3  # the stages before a process is up
+# What stands between the files and the bytes on the device; of the copy, the device's own time.
+TO_DEVICE = ("read and pack", "attach and check digests", "pin", "copy")
 _NAMESPACE = "bench"
 _HOLDER = "holder"
 _FREED_WITHIN_S = 30.0
@@ -38,20 +41,38 @@ class InstanceFailed(Exception):
     """A process did not get to its first token; the text is the end of what it said."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What a holder has loaded so far, and its process read from storage."""
+
+    count: int
+    storage_bytes: int
+    seconds: float
+
+    def since(self, before: "Loads") -> "Loads":
+        return Loads(
+            self.count - before.count,
+            self.storage_bytes - before.storage_bytes,
+            self.seconds - before.seconds,
+        )
+
+
 class CountingHolder(WeightHolder):
-    """Counts what it loads, and what storage delivered for it."""
+    """Counts what it loads, what storage delivered for it, and how long it took."""
 
     def __init__(self) -> None:
         super().__init__()
         self._loads = 0
+        self._seconds = 0.0
 
-    async def loads(self) -> tuple[int, int]:
-        """Loads so far, and bytes read from storage by this process."""
-        return self._loads, read_from_disk()
+    async def loads(self) -> Loads:
+        return Loads(self._loads, read_from_disk(), self._seconds)
 
     def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> Published:
+        grant, segments = super()._publish(model_id, checkpoint, key)
         self._loads += 1
-        return super()._publish(model_id, checkpoint, key)
+        self._seconds += grant.load_s
+        return grant, segments
 
 
 class LoadBench:
@@ -119,38 +140,37 @@ class LoadBench:
         self._holder = (
             ray.remote(CountingHolder).options(name=_HOLDER, namespace=_NAMESPACE).remote()
         )
-        _, read_before = await self._holder.loads.remote()
-        found = await self._instance(with_holder=True)
-        loads, read_after = await self._holder.loads.remote()
-        found |= {"loads": loads, "storage_bytes": read_after - read_before}
-        self._take("first", found)
+        await self._from_holder("first")
 
     async def _second(self) -> None:
-        loads_before, read_before = await self._holder.loads.remote()
+        await self._from_holder("second")
+
+    async def _from_holder(self, name: str) -> None:
+        before = await self._holder.loads.remote()
         found = await self._instance(with_holder=True)
-        loads, read_after = await self._holder.loads.remote()
-        found |= {"loads": loads - loads_before, "storage_bytes": read_after - read_before}
-        self._take("second", found)
+        loads = (await self._holder.loads.remote()).since(before)
+        self._take(name, found, loads)
 
     async def _alone(self) -> None:
         """As where there is no holder: the instance packs its own copy."""
         self._drop_page_cache()
         found = await self._instance(with_holder=False)
-        self._take("without holder", found | {"loads": 1, "storage_bytes": found["read_bytes"]})
+        # It has nothing to attach: it reads into its own memory, and packs there.
+        self._take("without holder", found, Loads(1, found["read_bytes"], found["stages"]["bytes"]))
 
     async def _at_once(self) -> None:
         """Several cold starts share one load."""
         await self._forget_image()
         self._drop_page_cache()
-        loads_before, read_before = await self._holder.loads.remote()
+        before = await self._holder.loads.remote()
         started_s = time.monotonic()
         found = await asyncio.gather(*(self._instance(True) for _ in range(self._replicas)))
         seconds = time.monotonic() - started_s
-        loads, read_after = await self._holder.loads.remote()
+        loads = (await self._holder.loads.remote()).since(before)
         self._concurrent = {
             "replicas": len(found),
-            "loads": loads - loads_before,
-            "storage_bytes": read_after - read_before,
+            "loads": loads.count,
+            "storage_bytes": loads.storage_bytes,
             "instances_storage_bytes": sum(each["read_bytes"] for each in found),
             "seconds": seconds,
             "first_token_s": spread([sum(each["stages"].values()) for each in found]),
@@ -165,7 +185,11 @@ class LoadBench:
         assert await self._holder.release.remote(key, LESSEE), "somebody else looks at the image"
         await asyncio.to_thread(_wait_for_room, self._subject.file_bytes)
 
-    def _take(self, name: str, found: Instance) -> None:
+    def _take(self, name: str, found: Instance, loads: Loads) -> None:
+        found |= {"loads": loads.count, "storage_bytes": loads.storage_bytes}
+        attach_s = found["stages"]["bytes"] - loads.seconds
+        parts = (loads.seconds, attach_s, found["pin_s"], found["link_s"])
+        found["to_device"] = dict(zip(TO_DEVICE, parts, strict=True))
         found["cold"] = found["storage_bytes"] > _COLD_SHARE * self._subject.file_bytes
         found["seconds"] = sum(found["stages"].values())
         found["up_seconds"] = sum(found["stages"][stage] for stage in STAGES[_STARTED:])
@@ -219,8 +243,9 @@ def _wait_for_room(size: int) -> None:
 def ratios(instances: Mapping[str, Instance]) -> dict[str, float]:
     """How many times longer the first takes, and one without a holder, than the second.
 
-    "loading" is what openYuanrong's 15.8 s and 1.5 s are: the weights alone. "first token" is from a
-    process that is up, with its imports done.
+    "to the device" is until the bytes are there. openYuanrong's 15.8 s and 1.5 s end there, too; it pins
+    nothing meanwhile, so "unpinned" leaves that out. "first token" is from a process that is up, with its
+    imports done.
     """
     found: dict[str, float] = {}
     second = instances.get("second")
@@ -229,11 +254,19 @@ def ratios(instances: Mapping[str, Instance]) -> dict[str, float]:
     for name in ("first", "without holder"):
         if name in instances:
             other = instances[name]
-            loading = other["stages"]["bytes"] / second["stages"]["bytes"]
-            found[f"{name}, loading"] = loading
+            for what, pinned in (("to the device", True), ("to the device, unpinned", False)):
+                found[f"{name}, {what}"] = seconds_to_device(other, pinned) / seconds_to_device(
+                    second, pinned
+                )
             found[f"{name}, first token"] = other["up_seconds"] / second["up_seconds"]
             found[f"{name}, whole start"] = other["seconds"] / second["seconds"]
     return found
+
+
+def seconds_to_device(instance: Instance, pinned: bool) -> float:
+    """From nothing to the bytes on the device, with or without the time to pin them on the host."""
+    parts: dict[str, float] = instance["to_device"]
+    return sum(seconds for name, seconds in parts.items() if pinned or name != "pin")
 
 
 def report(result: dict[str, Any]) -> list[str]:
@@ -255,9 +288,10 @@ def tables(result: dict[str, Any]) -> list[Table]:
         delivered = (f"{i['storage_bytes'] / 1e9:.2f} GB" for i in instances.values())
         rows.append(["came from storage", *delivered])
         found.append(Table(("seconds", *instances), rows))
+    found += _to_device(instances)
     told = [(f"{name} / second", f"{value:.1f} x") for name, value in result["ratios"].items()]
     if told:
-        told.append(("openYuanrong's own, loading", "10.5 x: 15.8 s and 1.5 s, Qwen2.5-7B"))
+        told.append(("openYuanrong's own, to the device", "10.5 x: 15.8 s and 1.5 s, Qwen2.5-7B"))
     for name, instance in instances.items():
         if name != "second" and not instance["cold"]:
             read = f"{instance['storage_bytes'] / 1e9:.2f} of {result['file_bytes'] / 1e9:.2f} GB"
@@ -273,6 +307,18 @@ def tables(result: dict[str, Any]) -> list[Table]:
     if not result["complete"]:
         told.append(("broken off", "this is what was measured"))
     return [*found, facts(told)]
+
+
+def _to_device(instances: Mapping[str, Instance]) -> list[Table]:
+    """None of results that were written before this was measured."""
+    if not instances or not all("to_device" in each for each in instances.values()):
+        return []
+    rows = [
+        [part, *(f"{i['to_device'][part]:.2f}" for i in instances.values())] for part in TO_DEVICE
+    ]
+    for name, pinned in (("together", True), ("without pin", False)):
+        rows.append([name, *(f"{seconds_to_device(i, pinned):.2f}" for i in instances.values())])
+    return [Table(("seconds until the bytes are on the device", *instances), rows)]
 
 
 def _origin(instance: Instance) -> str:

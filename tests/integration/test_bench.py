@@ -192,7 +192,16 @@ def test_second_instance_loads_nothing(ray_store: int, subject: Subject) -> None
         assert list(found["stages"]) == list(STAGES)
         assert found["seconds"] == pytest.approx(sum(found["stages"].values()))
         assert found["up_seconds"] < found["seconds"]
+        to_device = found["to_device"]
+        obtained_s = to_device["read and pack"] + to_device["attach and check digests"]
+        assert obtained_s == pytest.approx(found["stages"]["bytes"])
+        assert min(to_device.values()) >= 0
+        assert to_device["pin"] < found["stages"]["warm-up"]
+        assert to_device["copy"] > 0
     assert second["stages"]["bytes"] < first["stages"]["bytes"]
+    assert first["to_device"]["read and pack"] > 0
+    assert second["to_device"]["read and pack"] == 0
+    assert alone["to_device"]["attach and check digests"] == 0
     concurrent = result["concurrent"]
     assert (concurrent["replicas"], concurrent["loads"]) == (2, 1)
     assert concurrent["instances_storage_bytes"] <= 0.5 * result["file_bytes"]
