@@ -1,4 +1,4 @@
-"""`sleepserve bench wake | load | throughput | soak`: one model on this machine, without a server.
+"""`sleepserve bench wake | load | throughput | pages | soak`: one model on this machine, without a server.
 
 Figures on stdout, progress on stderr, everything as JSON in a file on request. Exit codes: 0 measured;
 1 something failed, an answer was wrong, or a limit of --assert was passed; 2 usage; 130 interrupted. What
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from serve_app.bench.local import Subject
 
 # For a directory, which has no settings of its own; a file of configs/ has.
-_SMALL_ENGINE = {"num_blocks": 64, "max_requests_per_batch": 64, "max_batch_tokens": 2048}
-_LARGE_ENGINE = {"num_blocks": 2048, "max_requests_per_batch": 256, "max_batch_tokens": 8192}
+_SMALL_ENGINE = {"max_requests_per_batch": 64, "max_batch_tokens": 2048}
+_SMALL_CACHE_TOKENS = 2**14
+_LARGE_ENGINE = {"max_requests_per_batch": 256, "max_batch_tokens": 8192}
+_LARGE_CACHE_TOKENS = 2**19
 
 Target = Annotated[
     Path,
@@ -59,7 +61,7 @@ JsonFile = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `sleepserve bench`."""
-    for command in (wake, load, throughput, soak):
+    for command in (wake, load, throughput, pages, soak):
         app.command(cls=ManyValues)(command)
 
 
@@ -133,7 +135,7 @@ def wake(
             pause_s=pause_s,
             limit_s=limit_s,
         )
-        subject = _subject(target, _SMALL_ENGINE, engine)
+        subject = _small(target, engine)
         bench = WakeBench(subject, plan)
     from serve_app.bench.wake_report import judge, report
 
@@ -172,7 +174,7 @@ def load(
         _prepare_imports()
         from serve_app.bench.load import LoadBench, report
 
-        subject = _subject(target, _SMALL_ENGINE, engine)
+        subject = _small(target, engine)
         bench = LoadBench(subject, replicas, limit_s)
     code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
@@ -215,8 +217,56 @@ def throughput(
             profiles=profiles,
             limit_s=limit_s,
         )
-        bench = ThroughputBench(_subject(target, _LARGE_ENGINE, engine), plan)
+        bench = ThroughputBench(_large(target, engine), plan)
     code = run(bench, nullcontext(), json_file)
+    result = bench.result()
+    tell(result, report(result), json_file, report_dir)
+    raise typer.Exit(code)
+
+
+def pages(
+    target: Target,
+    page_sizes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N...", help="Tokens in a page; 16 32 64 256 when absent."),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, metavar="N...", help="Requests at once, of 128 + 128 tokens; 64 256 when absent."
+        ),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, metavar="N", help="At once, of each shape whose waste is told.")
+    ] = 64,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of which a rate is the median.")
+    ] = 5,
+    engine: Engine = None,
+    store_gib: StoreGib = None,
+    json_file: JsonFile = None,
+    report_dir: ReportDir = None,
+) -> None:
+    """Page sizes of the KV cache beside each other: what of it holds no token, and tokens per second.
+
+    The waste is that of 21 + 50, 40 + 168 and 128 + 128 tokens, as the cache's own block tables have it: at a
+    sequence's end, and over its life. Each size has a process of its own, and room for as many tokens.
+    """
+    with usage_errors():
+        check_writable(json_file)
+        check_report(report_dir)
+        _prepare_imports()
+        from serve_app.bench.pages import PagesBench, Plan, report
+
+        plan = Plan(
+            page_sizes=tuple(page_sizes or Plan().page_sizes),
+            concurrency=tuple(concurrency or Plan().concurrency),
+            requests=requests,
+            rounds=rounds,
+        )
+        subject = _large(target, engine)
+        bench = PagesBench(subject, plan)
+    code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
     tell(result, report(result), json_file, report_dir)
     raise typer.Exit(code)
@@ -251,7 +301,7 @@ def soak(
         _prepare_imports()
         from serve_app.bench.soak import Plan, SoakBench, report, write_csv
 
-        subject = _subject(target, _SMALL_ENGINE, engine)
+        subject = _small(target, engine)
         bench = SoakBench(subject, Plan(cycles, requests, limit_s))
     code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
@@ -272,12 +322,23 @@ def _prepare_imports() -> None:
     say("importing torch")
 
 
+def _small(target: Path, changes: Sequence[str] | None) -> "Subject":
+    return _subject(target, _SMALL_ENGINE, _SMALL_CACHE_TOKENS, changes)
+
+
+def _large(target: Path, changes: Sequence[str] | None) -> "Subject":
+    return _subject(target, _LARGE_ENGINE, _LARGE_CACHE_TOKENS, changes)
+
+
 def _subject(
-    target: Path, defaults: Mapping[str, object], changes: Sequence[str] | None
+    target: Path, defaults: Mapping[str, object], tokens: int, changes: Sequence[str] | None
 ) -> "Subject":
+    from actors.engine.config import EngineConfig
     from serve_app.bench.local import subject_of
 
-    return subject_of(target, defaults, engine_keys(changes))
+    keys = engine_keys(changes)
+    pages = EngineConfig.model_validate({k: v for k, v in keys.items() if k == "page_size"})
+    return subject_of(target, {**defaults, "num_blocks": -(-tokens // pages.page_size)}, keys)
 
 
 def engine_keys(changes: Sequence[str] | None) -> dict[str, object]:

@@ -4,6 +4,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# bench pages: what of the KV cache holds no token, and what it costs
+DEFAULT_PAGE_SIZE = 256
+
 
 class EngineConfig(BaseModel):
     """What one replica's engine may use.
@@ -24,7 +27,9 @@ class EngineConfig(BaseModel):
         "KV cache holds, whichever is smaller, when absent. Of a model with LongRoPE it says which "
         "frequencies hold, for all sequences: those for long ones if it is more than the length of training.",
     )
-    page_size: int = Field(default=256, gt=0, description="Tokens in a page of the KV cache.")
+    page_size: int = Field(
+        default=DEFAULT_PAGE_SIZE, gt=0, description="Tokens in a page of the KV cache."
+    )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,
@@ -38,7 +43,7 @@ class EngineConfig(BaseModel):
         gt=0,
         description="Blocks in the KV cache; a block is one page in every layer. When absent, what "
         "gpu_memory_utilization has room for, but no more than max_requests_per_batch sequences of "
-        "full length need; 64 on CPU.",
+        "full length need; room for 16384 tokens on CPU.",
     )
     max_batch_tokens: int | None = Field(
         default=None,

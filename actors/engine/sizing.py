@@ -16,7 +16,7 @@ from actors.engine.logits import Param
 from actors.memory.driver import gib
 
 # Without a card: cheap, and the same on every machine.
-_CPU_BLOCKS = 64
+_CPU_CACHE_TOKENS = 16384
 _CPU_BATCH_TOKENS = 2048
 _CPU_REQUESTS = 32
 
@@ -108,7 +108,7 @@ def plan_limits(
 
 
 def _fixed_limits(config: EngineConfig, shape: CacheShape) -> Limits:
-    num_blocks = config.num_blocks or _CPU_BLOCKS
+    num_blocks = config.num_blocks or -(-_CPU_CACHE_TOKENS // shape.page_size)
     requests, tokens = _largest_step(config, _CPU_REQUESTS, _CPU_BATCH_TOKENS)
     return Limits(
         num_blocks,

@@ -8,15 +8,17 @@ Prints one JSON object. Imports stand inside `main`, because they are one of the
 import asyncio
 import json
 import os
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from serve_app.bench.local import Subject
+    from serve_app.bench.local import HolderActor, Subject
 
 T = TypeVar("T")
 
@@ -34,6 +36,31 @@ class InstanceRequest:
     namespace: str
     holder: str  # the actor's name
     started_s: float  # when its process was asked for, by the machine's monotonic clock
+
+    def subject(self) -> "Subject":
+        from actors.engine.config import EngineConfig
+        from actors.weights.source import ModelSource
+        from serve_app.bench.local import Subject
+
+        engine = EngineConfig.model_validate(self.engine)
+        return Subject(Path(self.checkpoint), ModelSource(**self.source), self.dtype, engine)
+
+
+def holder_of(request: InstanceRequest) -> "HolderActor | None":
+    """Joins the Ray that the request names."""
+    import ray
+
+    from serve_app.bench.local import HolderActor
+
+    if request.ray_address is None:
+        return None
+    ray.init(
+        address=request.ray_address,
+        namespace=request.namespace,
+        _node_ip_address=request.node_address,
+        log_to_driver=False,
+    )
+    return HolderActor(ray.get_actor(request.holder))
 
 
 class Stages:
@@ -77,30 +104,18 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     from serve_app.heap import uncollected
 
     with uncollected():  # as a replica does
-        import ray
+        import ray  # noqa: F401
 
-        from actors.engine.config import EngineConfig
         from actors.lifecycle import SleepConfig
         from actors.model_memory import ModelMemory
         from actors.runtime import build_module, build_runtime
-        from actors.weights.source import ModelSource
-        from serve_app.bench.local import HolderActor, LocalModel, Subject, load_of
+        from serve_app.bench.local import LocalModel, load_of
 
     stages.mark("imports")
-    checkpoint = Path(request.checkpoint)
-    engine = EngineConfig.model_validate(request.engine)
-    subject = Subject(checkpoint, ModelSource(**request.source), request.dtype, engine)
-    holder = None
-    if request.ray_address is not None:
-        ray.init(
-            address=request.ray_address,
-            namespace=request.namespace,
-            _node_ip_address=request.node_address,
-            log_to_driver=False,
-        )
-        holder = HolderActor(ray.get_actor(request.holder))
+    subject = request.subject()
+    holder = holder_of(request)
     stages.mark("join Ray")
-    module = build_module(checkpoint, request.dtype)
+    module = build_module(subject.checkpoint, subject.dtype)
     stages.mark("module")
     load = load_of(subject, holder)
     read_before = read_from_disk()
@@ -110,7 +125,7 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     # Somewhere in the warm-up; who serves has no use for how long it takes.
     pin = Timed(ModelMemory.open_link)
     ModelMemory.open_link = lambda memory: pin(memory)  # type: ignore[assignment, method-assign]
-    runtime = await build_runtime(module, image, load, engine, SleepConfig())
+    runtime = await build_runtime(module, image, load, subject.engine, SleepConfig())
     stages.mark("warm-up")
     model = LocalModel(runtime)
     await runtime.wake()
@@ -158,6 +173,37 @@ def request_for(
 
 def command_of(request: InstanceRequest) -> list[str]:
     return [sys.executable, "-m", __name__, json.dumps(asdict(request))]
+
+
+class InstanceFailed(Exception):
+    """A process did not get to its end; the text is the end of what it said."""
+
+
+async def finished(command: Sequence[str]) -> dict[str, Any]:
+    """What a process prints as its last line, once it has ended. Cancelled, it takes the process with it.
+
+    Raises:
+        InstanceFailed: it ended with another exit code than 0.
+    """
+    with tempfile.TemporaryFile() as log:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # a Ctrl-C is ours to answer
+        )
+        try:
+            out, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if process.returncode != 0:
+            log.seek(0)
+            text = log.read().decode(errors="replace")[-2000:]
+            raise InstanceFailed(f"an instance ended with {process.returncode}: ...{text}")
+    found: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":

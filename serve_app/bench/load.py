@@ -5,10 +5,7 @@ storage really delivered is counted by the process that read, so that a result s
 """
 
 import asyncio
-import json
 import os
-import signal
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ from actors.weights.layout import ImageKey
 from actors.weights.packer import checkpoint_dtype, image_key
 from actors.weights.plasma import store_room
 from serve_app.bench.figures import Table, as_text, environment, facts, spread
-from serve_app.bench.instance import command_of, read_from_disk, request_for
+from serve_app.bench.instance import command_of, finished, read_from_disk, request_for
 from serve_app.bench.local import LESSEE, Progress, Subject
 
 STAGES = ("process start", "imports", "join Ray", "module", "bytes", "warm-up", "first token")
@@ -35,10 +32,6 @@ _FREED_WITHIN_S = 30.0
 _COLD_SHARE = 0.9  # of the files' bytes, from storage: the page cache had none of them to speak of
 
 Instance = dict[str, Any]
-
-
-class InstanceFailed(Exception):
-    """A process did not get to its first token; the text is the end of what it said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,25 +192,7 @@ class LoadBench:
         address = ray.get_runtime_context().gcs_address if with_holder else None
         node = ray.util.get_node_ip_address()
         request = request_for(self._subject, address, node, _NAMESPACE, _HOLDER)
-        with tempfile.TemporaryFile() as log:
-            process = await asyncio.create_subprocess_exec(
-                *command_of(request),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # a Ctrl-C is ours to answer
-            )
-            try:
-                out, _ = await process.communicate()
-            finally:
-                if process.returncode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    await process.wait()
-            if process.returncode != 0:
-                log.seek(0)
-                text = log.read().decode(errors="replace")[-2000:]
-                raise InstanceFailed(f"an instance ended with {process.returncode}: ...{text}")
-        found: Instance = json.loads(out.decode().splitlines()[-1])
-        return found
+        return await finished(command_of(request))
 
     def _drop_page_cache(self) -> None:
         """Ask the kernel to forget the files; it keeps what is mapped, and some file systems all.

@@ -24,6 +24,7 @@ _TITLE = "Measurements"
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "wake": ("rows", "asleep_parts"),
     "throughput": ("concurrency", "answer_tokens"),
+    "pages": ("pages", "shapes"),
     "load": ("instances", "ratios"),
     "soak": ("cycles", "compared", "wrong"),
     "http": ("rounds", "workload"),
@@ -33,6 +34,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
 _NAMES = {
     "wake": "Waking",
     "throughput": "Throughput",
+    "pages": "Page sizes",
     "load": "New instances",
     "soak": "Many sleeps and wakes",
     "http": "Over HTTP",
@@ -198,6 +200,8 @@ def _tables(kind: str, result: Result) -> list[Table]:
         return [*tables(result), _verdicts(result)]
     if kind == "throughput":
         from serve_app.bench.throughput import tables
+    elif kind == "pages":
+        from serve_app.bench.pages import tables
     elif kind == "load":
         from serve_app.bench.load import tables
     elif kind == "soak":

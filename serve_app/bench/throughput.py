@@ -114,11 +114,15 @@ def rounds_of(concurrency: int) -> int:
 class Load:
     """Rounds of random prompts, never the same twice."""
 
-    def __init__(self, model: LocalModel, prompt_tokens: int, answer_tokens: int) -> None:
+    def __init__(
+        self, model: LocalModel, prompt_tokens: int, answer_tokens: int, alike: int = 0
+    ) -> None:
+        """Prompts whose first `alike` tokens are the same in all of them, as a system prompt is."""
         self._model = model
         self._random = random.Random(0)
         self._prompt_tokens = prompt_tokens
         self._answer_tokens = answer_tokens
+        self._alike = model.prompt(0, alike)
 
     async def round(self, concurrency: int) -> dict[str, float]:
         started_s = time.perf_counter()
@@ -150,7 +154,8 @@ class Load:
 
     def _prompt(self) -> Prompt:
         ids = range(5, self._model.vocab_size // 2)
-        return tuple(self._random.choices(ids, k=self._prompt_tokens))
+        own = self._random.choices(ids, k=self._prompt_tokens - len(self._alike))
+        return (*self._alike, *own)
 
 
 def profile_text(profiler: profile, concurrency: int) -> str:

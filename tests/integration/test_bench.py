@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from serve_app.bench import baselines
 from serve_app.bench.baselines import BASELINES, Make
 from serve_app.bench.load import STAGES, LoadBench
 from serve_app.bench.local import LinkProbe, Subject, subject_of
+from serve_app.bench.pages import PagesBench
+from serve_app.bench.pages import Plan as PagesPlan
+from serve_app.bench.pages import report as pages_report
 from serve_app.bench.report import write
 from serve_app.bench.soak import Plan as SoakPlan
 from serve_app.bench.soak import SoakBench, write_csv
@@ -207,6 +211,44 @@ def test_second_instance_loads_nothing(ray_store: int, subject: Subject) -> None
     assert concurrent["instances_storage_bytes"] <= 0.5 * result["file_bytes"]
     assert concurrent["image_from"] == ["image"]
     assert concurrent["same_token"]
+
+
+@STORE
+def test_pages_tell_waste_of_the_cache_and_rates(ray_store: int, subject: Subject) -> None:
+    """The waste is what follows from whole pages; the last token of an answer is never stored."""
+    roomy = subject.with_page_size(64)
+    assert roomy.engine.num_blocks == 16
+    plan = PagesPlan(
+        page_sizes=(16, 64),
+        shapes=((21, 50), (16, 17)),
+        requests=3,
+        concurrency=(2,),
+        prompt_tokens=40,
+        answer_tokens=8,
+        alike=32,
+        rounds=1,
+    )
+    bench = PagesBench(subject, plan)
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert result["complete"]
+    for size, found in result["pages"].items():
+        page = int(size)
+        assert found["num_blocks"] * page == 32 * 32
+        for prompt, answer in plan.shapes:
+            stored, waste = prompt + answer - 1, found["waste"][f"{prompt} + {answer}"]
+            room = -(-stored // page) * page
+            assert waste["sequences"] == 3
+            assert (waste["allocated_slots"], waste["filled_slots"]) == (3 * room, 3 * stored)
+            lengths = range(prompt, stored + 1)  # at the prompt's step, and each later one
+            rooms = sum(-(-length // page) * page for length in lengths)
+            assert waste["waste_at_the_end"] == pytest.approx(1 - stored / room)
+            assert waste["waste_over_its_life"] == pytest.approx(1 - sum(lengths) / rooms)
+        assert list(found["tokens_per_s"]) == ["2", "2, 32 alike"]
+    text = "\n".join(pages_report(result))
+    assert re.search("greedy answers that differ +none", text)
+    (row,) = (line for line in text.splitlines() if line.startswith("64 "))
+    assert row.split()[1:3] == ["16", f"{1 - 70 / 128:.1%}"]
 
 
 def test_throughput_has_a_row_for_each_concurrency(subject: Subject) -> None:

@@ -126,7 +126,9 @@ def test_first_batch_after_a_wake_does_not_queue_behind_the_weights(use_async: b
 
 def test_prompts_of_many_lengths_in_one_batch() -> None:
     """Prefills that are replayed, padded, and those that are too long for it."""
-    limits = EngineConfig(num_blocks=64, max_batch_tokens=4096, max_requests_per_batch=16)
+    limits = EngineConfig(
+        page_size=256, num_blocks=64, max_batch_tokens=4096, max_requests_per_batch=16
+    )
     longest = PREFILL_SIZES[-1]
     lengths_of_batches: list[tuple[int, ...]] = [(1,), (15,), (16,), (17,), (3, 4, 5), (100, 156)]
     lengths_of_batches += [(256,), (257,), (900,), (1000, 900), (longest,), (longest + 1,)]
@@ -148,7 +150,9 @@ def test_prompts_of_many_lengths_in_one_batch() -> None:
 
 
 def test_bfloat16_and_large_pages() -> None:
-    limits = EngineConfig(num_blocks=16, max_batch_tokens=512, max_requests_per_batch=8)
+    limits = EngineConfig(
+        page_size=256, num_blocks=16, max_batch_tokens=512, max_requests_per_batch=8
+    )
     with running(MODELS["qwen2, 64"](), limits, torch.bfloat16) as h:
         come_and_go(h)
         names = list(h.tokens)
