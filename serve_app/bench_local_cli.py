@@ -72,7 +72,7 @@ def wake(
         typer.Option(
             metavar="NAME,...",
             help="Ours: pipelined, serial, unpinned, kept, kept-N[-middle|-last], kept-sweep (several "
-            "N from 0 to all layers). Others: to, "
+            "N from 0 to all layers). Others: to, to-pinned, "
             "dispatch-auto, dispatch-balanced, dispatch-balanced_low_0, fresh-load, memory-saver, memory-saver-retained. "
             "`all`, `ours` and `others` stand for their kind.",
         ),

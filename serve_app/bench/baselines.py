@@ -63,6 +63,27 @@ class ToHost(_Module):
         _finish(self._device)
 
 
+class ToPinnedHost(ToHost):
+    """`model.to("cpu")`, then a pinned copy of each tensor, made anew in every sleep; back with `.to`.
+
+    As KTSE does it (https://github.com/Ksuserkqy/dcu-q3, ktse.py at 141f186: sleep, wake), but for
+    tensors that several modules share: they stay one.
+    """
+
+    def sleep(self) -> None:
+        self._model.to("cpu")
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            tensor.data = tensor.data.pin_memory()
+        _trim(self._device)
+
+    def close(self) -> None:
+        super().close()
+        if self._device.type == "cuda":
+            # torch keeps freed pinned memory for later; public since 2.13.
+            public = getattr(torch.accelerator, "empty_host_cache", None)
+            (public or torch._C._host_emptyCache)()
+
+
 class Dispatched(_Module):
     """`model.to("cpu")`, and back with accelerate's `dispatch_model` and the map that it makes.
 
@@ -176,6 +197,7 @@ def _saved(retain: bool) -> Make:
 
 BASELINES: Mapping[str, Make] = {
     "to": ToHost,
+    "to-pinned": ToPinnedHost,
     "dispatch-auto": _dispatched("auto"),
     "dispatch-balanced": _dispatched("balanced"),
     "dispatch-balanced_low_0": _dispatched("balanced_low_0"),
