@@ -1,39 +1,62 @@
 #!/usr/bin/env bash
-# The figures of one GPU host, as JSON files in a directory:
+# The figures of one GPU host, in parts of less than nine minutes each, the most important first:
 #
-#   bash docs/results/measure.sh DIR                      # everything, about 30 minutes
-#   bash docs/results/measure.sh DIR wake throughput      # some steps, in this order
+#   bash docs/results/measure.sh DIR wake       # writes DIR/wake.tar.gz; then serve, pages, others, soak
+#   bash docs/results/measure.sh DIR            # all of them, half an hour
 #
-# Several GPUs: one call for each, at once, with its own CUDA_VISIBLE_DEVICES and steps. Those whose times are
-# to be compared with the link's (wake, wake_default, kept, others) want a host that does nothing else.
+#   part     steps                                         about, on an H200
+#   wake     wake, wake_default, throughput                7 min: 2:45, 1:20, 1:45, and 1 min for the checkpoint
+#   serve    serve, http, load                             7 min: 3:00, 2:40, 1:35
+#   pages    pages, kept, eval                             6 min: 3:10, 1:50, 1:00
+#   others   others                                        5 min
+#   soak     soak                                          5 min: 600 cycles of 0.38 s
 #
-#   python docs/results/table.py                          # then: the README's table
-#   sleepserve bench report DIR/*.json --report DIR       # and the page with plots
+# Each part can run alone, on a bare machine: it makes the checkpoint where there is none. A step's name is a
+# part, too. A part ends after LIMIT_S, with what there is; its archive is written anew after each step, and
+# holds the JSON files, what was printed, and the logs. Where the code is a copy without git, say of which
+# commit: SLEEPSERVE_COMMIT=$(git describe --always --abbrev=40 --dirty '--exclude=*').
 #
-# CHECKPOINT is where the checkpoint is, or is made; PY the interpreter. Each step has a time limit, and one
-# that fails does not keep the others back. BLOCKS: a KV cache of 8.2 GiB, so that runs can be compared.
+# Times that are compared with the link's (wake, kept, others) want a host that does nothing else.
+#
+#   for part in DIR/*.tar.gz; do tar -C docs/results/DATE_HOST --wildcards -xzf $part '*.json'; done
+#   python docs/results/table.py                              # the README's table, of the newest folder
+#   sleepserve bench report docs/results/DATE_HOST/*.json --report DIR            # tables and plots
+#
+# CHECKPOINT is where the checkpoint is, or is made; PY the interpreter. CACHE_TOKENS: a KV cache of 8.2 GiB, so
+# that runs can be compared.
 set -u
 
 out=$(mkdir -p "$1" && cd "$1" && pwd); shift
 project=$(cd "$(dirname "$0")/../.." && pwd)
 checkpoint=${CHECKPOINT:-/tmp/deepseek-r1-distill-qwen-7b}
-demo=${DEMO:-/tmp/demo-bfloat16}
-blocks="num_blocks=${BLOCKS:-600}"
+shape=${SHAPE:-deepseek-r1-distill-qwen-7b}
 config=${CONFIG:-configs/deepseek-r1-distill-qwen-7b_h200.yaml}
 port=${PORT:-8321}
 export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 PYTHONUNBUFFERED=1
 cd "$project" || exit 1
+page=$("${PY:-python3}" -c 'from actors.engine.config import DEFAULT_PAGE_SIZE; print(DEFAULT_PAGE_SIZE)') || exit 1
+blocks="num_blocks=$((${CACHE_TOKENS:-153600} / page))"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 
-run() {  # NAME SECONDS ARGUMENT...
+run() {  # NAME SECONDS ARGUMENT...: sleepserve, for no longer than the part has
     local name=$1 seconds=$2 began=$SECONDS
     shift 2
-    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m serve_app.cli "$@" > "$out/$name.txt" 2> "$out/$name.log"
+    if ((ends - SECONDS < seconds)); then seconds=$((ends - SECONDS)); fi
+    if ((seconds < 20)); then echo "$name: left out, the part's time is up"; return; fi
+    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m serve_app.cli "$@" > "$work/$name.txt" 2> "$work/$name.log"
     echo "$name: exit code $?, $((SECONDS - began)) s"
+    pack
+}
+
+pack() {
+    tar -C "$work" -czf "$archive.new" .
+    [ $? -le 1 ] && mv "$archive.new" "$archive"  # 1: a log grew meanwhile
 }
 
 serve() {  # COMMAND...: while a server runs whose model falls asleep after 2 s without requests
     local server ask=(curl -sf -m 60 "127.0.0.1:$port/v1/completions" -H 'Content-Type: application/json' -d '{"prompt": "Hi", "max_tokens": 4}')
-    "${PY:-python3}" - "$config" "$checkpoint" "$port" > "$out/serve_config.yaml" << 'PYTHON'
+    "${PY:-python3}" - "$config" "$checkpoint" "$port" > "$work/serve_config.yaml" << 'PYTHON'
 import sys
 import yaml
 settings, checkpoint, port = sys.argv[1:]
@@ -46,50 +69,60 @@ for application in config["applications"]:
 yaml.safe_dump(config, sys.stdout)
 PYTHON
     set -m  # a job that bash does not control ignores SIGINT
-    RAY_SERVE_PROXY_USE_GRPC=1 "${PY:-python3}" -m ray.serve.scripts run "$out/serve_config.yaml" > "$out/serve_many.log" 2>&1 &
+    RAY_SERVE_PROXY_USE_GRPC=1 "${PY:-python3}" -m ray.serve.scripts run "$work/serve_config.yaml" > "$work/serve_many.log" 2>&1 &
     server=$!
     set +m
-    for _ in $(seq 120); do "${ask[@]}" > "$out/ready.txt" && break; sleep 1; done
-    for _ in $(seq "${COMPILES_S:-60}"); do grep -q 'decoder layers run compiled' "$out/serve_many.log" && break; sleep 1; done
+    for _ in $(seq 120); do ((SECONDS < ends)) && ! "${ask[@]}" > "$work/ready.txt" || break; sleep 1; done
+    for _ in $(seq "${COMPILES_S:-60}"); do grep -q 'decoder layers run compiled' "$work/serve_many.log" && break; sleep 1; done
     "$@"
     kill -INT "$server"
+    for _ in $(seq 60); do kill -0 "$server" 2> /dev/null || break; sleep 1; done
+    kill -KILL "$server" 2> /dev/null
     wait "$server"
 }
 
 http() {
     local url="http://127.0.0.1:$port"
-    run http_closed 120 bench http --url "$url" --endpoint completions --concurrency 1 16 64 256 --json "$out/http_closed.json"
-    run http_open 120 bench http --url "$url" --endpoint completions --request-rate 10 40 80 --duration 10 --json "$out/http_open.json"
-    run http_cold 120 bench http --url "$url" --endpoint completions --concurrency 4 --requests 80 --idle-every 8 --idle-s 3 --max-tokens 32 --json "$out/http_cold.json"
+    run http_closed 120 bench http --url "$url" --endpoint completions --concurrency 1 16 64 256 --json "$work/http_closed.json"
+    run http_open 120 bench http --url "$url" --endpoint completions --request-rate 10 40 80 --duration 10 --json "$work/http_open.json"
+    run http_cold 120 bench http --url "$url" --endpoint completions --concurrency 4 --requests 80 --idle-every 8 --idle-s 3 --max-tokens 32 --json "$work/http_cold.json"
 }
 
 step() {
     case $1 in
-    checkpoint)
-        [ -e "$checkpoint/config.json" ] ||
-            run checkpoint 180 make-checkpoint "$checkpoint" --shape deepseek-r1-distill-qwen-7b
-        [ -e "$demo/config.json" ] || run demo 60 make-checkpoint "$demo" --shape demo --dtype bfloat16 ;;
     wake) run wake 240 bench wake "$checkpoint" --variants pipelined,serial,unpinned,kept-sweep \
-        --cycles 20 --limit-s 110 --assert goals --engine "$blocks" --json "$out/wake.json" ;;
+        --cycles 20 --limit-s 110 --assert goals --engine "$blocks" --json "$work/wake.json" ;;
     wake_default) run wake_default 150 bench wake "$checkpoint" --variants pipelined --cycles 20 --limit-s 45 \
-        --engine num_blocks=null max_batch_tokens=8192 max_requests_per_batch=256 --json "$out/wake_default.json" ;;
-    kept) run kept 200 bench wake "$checkpoint" --variants pipelined,kept-8,kept-8-middle,kept-8-last \
-        --prompt-tokens 7 2048 --cycles 10 --requests 0 --limit-s 70 --engine "$blocks" --json "$out/kept.json" ;;
-    others) run others 480 bench wake "$checkpoint" --variants others --cycles 3 --other-cycles 2 \
-        --requests 0 --limit-s 420 --engine "$blocks" --json "$out/others.json" ;;
-    throughput) mkdir -p "$out/profile"
-        run throughput 200 bench throughput "$checkpoint" --engine "$blocks" --profile "$out/profile" --json "$out/throughput.json" ;;
+        --engine num_blocks=null max_batch_tokens=8192 max_requests_per_batch=256 --json "$work/wake_default.json" ;;
+    throughput) run throughput 200 bench throughput "$checkpoint" --engine "$blocks" --profile "$work/profile" --json "$work/throughput.json" ;;
     serve) run serve 420 bench serve "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
-        --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$out/serve.json" --log "$out/serve_run.log" ;;
+        --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$work/serve.json" --log "$work/serve_run.log" ;;
     http) serve http ;;
-    load) run load 300 bench load "$checkpoint" --engine "$blocks" --json "$out/load.json" ;;
-    eval) run eval 180 eval "$checkpoint" --cycles 3 --assert-ttft 5 --json "$out/eval.json" ;;
-    soak) run soak 540 bench soak "$checkpoint" --cycles 1000 --limit-s 440 --engine "$blocks" --json "$out/soak.json" ;;
-    soak-demo) run soak-demo 120 bench soak "$demo" --cycles 1000 --limit-s 60 --json "$out/soak_demo.json" ;;
-    *) echo "no step $1" >&2; exit 2 ;;
+    load) run load 300 bench load "$checkpoint" --engine "$blocks" --json "$work/load.json" ;;
+    pages) run pages 300 bench pages "$checkpoint" --json "$work/pages.json" ;;
+    kept) run kept 200 bench wake "$checkpoint" --variants pipelined,kept-8,kept-8-middle,kept-8-last \
+        --prompt-tokens 7 2048 --cycles 10 --requests 0 --limit-s 70 --engine "$blocks" --json "$work/kept.json" ;;
+    eval) run eval 180 eval "$checkpoint" --cycles 3 --assert-ttft 5 --json "$work/eval.json" ;;
+    others) run others 500 bench wake "$checkpoint" --variants pipelined,to,to-pinned,memory-saver-retained,memory-saver,dispatch-auto,fresh-load \
+        --cycles 3 --other-cycles 2 --requests 0 --limit-s 400 --engine "$blocks" --json "$work/others.json" ;;
+    soak) run soak 500 bench soak "$checkpoint" --cycles 600 --limit-s 400 --engine "$blocks" --json "$work/soak.json" ;;
+    *) echo "no part or step $1" >&2; exit 2 ;;
     esac
 }
 
-for name in "${@:-checkpoint wake wake_default kept others throughput serve http load eval soak}"; do
-    for each in $name; do step "$each"; done
-done
+part() {  # NAME
+    local steps=$1 each
+    case $1 in
+    wake) steps='wake wake_default throughput' ;;
+    serve) steps='serve http load' ;;
+    pages) steps='pages kept eval' ;;
+    esac
+    archive=$out/$1.tar.gz
+    ends=$((SECONDS + ${LIMIT_S:-530}))
+    rm -rf "${work:?}"/*
+    [ -e "$checkpoint/config.json" ] || run checkpoint 180 make-checkpoint "$checkpoint" --shape "$shape"
+    for each in $steps; do step "$each"; done
+    pack  # also what the server said that ran beside the last step
+}
+
+for name in ${*:-wake serve pages others soak}; do part "$name"; done

@@ -14,7 +14,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent
 README = RESULTS.parents[1] / "README.md"
-FOLDER = RESULTS / "2026-11-23_h200"
+FOLDER = max(RESULTS.glob("20??-??-??_*"))  # the newest
 _BLOCK = re.compile(r"(<!-- measured: .*? -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 Result = dict[str, Any]
