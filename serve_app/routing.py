@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from actors.protocol import ChatPrompt, Prompt, ReplicaState
 from serve_app.reports import RoutingReport
 
-# Prefixes are shared in whole pages of the KV cache, 256 tokens by default; shorter ones bring nothing.
+# What `engine.min_shared_prefix_tokens` is by default; shorter prefixes are computed again.
 _PREFIX_TOKENS = 256
 _PREFIX_CHARS = 4 * _PREFIX_TOKENS
 

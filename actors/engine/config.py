@@ -30,6 +30,13 @@ class EngineConfig(BaseModel):
     page_size: int = Field(
         default=DEFAULT_PAGE_SIZE, gt=0, description="Tokens in a page of the KV cache."
     )
+    min_shared_prefix_tokens: int = Field(
+        default=256,
+        gt=0,
+        description="Tokens that a prompt must have in common with what earlier ones left in the KV cache, "
+        "for it to share them, in full pages, instead of computing them again. For fewer, reading the cache "
+        "takes longer; with more than max_model_len nothing is shared.",
+    )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,

@@ -31,6 +31,7 @@ from actors.engine.config import EngineConfig
 from actors.engine.graphs import GraphRunner, forget_newest_tokens
 from actors.engine.kv_growth import GrowingPool, kv_parts
 from actors.engine.pipeline import PipelinedManager
+from actors.engine.prefixes import share_from
 from actors.engine.rotation import settle_rotation
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
 from actors.engine.scheduling import NAME as TURNS
@@ -263,6 +264,7 @@ class TransformersEngine:
             self._processor.model_runner = self._runner = GraphRunner(self._processor, layers, pool)
             self._manager.complete_batch = self._runner.complete_batch
         self._cache: PagedAttentionCache = self._processor.cache
+        share_from(self._cache, config.min_shared_prefix_tokens)
         self.max_model_len = _resolve_max_model_len(model, config, self._cache)
         settle_rotation(model, self.max_model_len)
         parts = kv_parts(shape, limits.num_blocks, self.max_model_len)
