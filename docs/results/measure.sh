@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # The figures of one GPU host, in parts of less than nine minutes each, the most important first:
 #
-#   bash docs/results/measure.sh DIR wake       # writes DIR/wake.tar.gz; then serve, pages, others, soak
+#   bash docs/results/measure.sh DIR pages      # writes DIR/pages.tar.gz; then wake, serve, soak, others
 #   bash docs/results/measure.sh DIR            # all of them, half an hour
 #
 #   part     steps                                         about, on an H200
-#   wake     wake, wake_default, throughput                7 min: 2:45, 1:20, 1:45, and 1 min for the checkpoint
+#   pages    pages                                         4 min: 3:10, and 1 min for the checkpoint
+#   wake     wake, wake_default, throughput                6 min: 2:45, 1:20, 1:45
 #   serve    serve, http, load                             7 min: 3:00, 2:40, 1:35
-#   pages    pages, kept, eval                             6 min: 3:10, 1:50, 1:00
-#   others   others                                        5 min
-#   soak     soak                                          5 min: 600 cycles of 0.38 s
+#   soak     soak, eval                                    4 min: 400 cycles of 0.38 s (SOAK_CYCLES), 1:00
+#   others   others, kept                                  6 min: 4:10, 1:50
+#
+# pages goes first: what it says of the default page size holds for all others. The README's table is made of
+# wake, serve and soak.
 #
 # Each part can run alone, on a bare machine: it makes the checkpoint where there is none. A step's name is a
 # part, too. A part ends after LIMIT_S, with what there is; its archive is written anew after each step, and
@@ -105,7 +108,7 @@ step() {
     eval) run eval 180 eval "$checkpoint" --cycles 3 --assert-ttft 5 --json "$work/eval.json" ;;
     others) run others 500 bench wake "$checkpoint" --variants pipelined,to,to-pinned,memory-saver-retained,memory-saver,dispatch-auto,fresh-load \
         --cycles 3 --other-cycles 2 --requests 0 --limit-s 400 --engine "$blocks" --json "$work/others.json" ;;
-    soak) run soak 500 bench soak "$checkpoint" --cycles 600 --limit-s 400 --engine "$blocks" --json "$work/soak.json" ;;
+    soak) run soak 500 bench soak "$checkpoint" --cycles "${SOAK_CYCLES:-400}" --limit-s 400 --engine "$blocks" --json "$work/soak.json" ;;
     *) echo "no part or step $1" >&2; exit 2 ;;
     esac
 }
@@ -115,7 +118,8 @@ part() {  # NAME
     case $1 in
     wake) steps='wake wake_default throughput' ;;
     serve) steps='serve http load' ;;
-    pages) steps='pages kept eval' ;;
+    soak) steps='soak eval' ;;
+    others) steps='others kept' ;;
     esac
     archive=$out/$1.tar.gz
     ends=$((SECONDS + ${LIMIT_S:-530}))
@@ -125,4 +129,4 @@ part() {  # NAME
     pack  # also what the server said that ran beside the last step
 }
 
-for name in ${*:-wake serve pages others soak}; do part "$name"; done
+for name in ${*:-pages wake serve soak others}; do part "$name"; done
