@@ -128,7 +128,7 @@ class Effects(Protocol):
 class Lifecycle:
     """Decides, alone, when this replica sleeps and wakes. Starts asleep.
 
-    `on_change` is called after each change of the state; it must neither raise nor take long.
+    `on_change` is called after each change of the state; it must not take long.
     """
 
     def __init__(
@@ -417,7 +417,10 @@ class Lifecycle:
     ) -> None:
         """The one writer of the state, and the one place of its log line."""
         before, self._state, self.reason = self._state, state, reason
-        self._on_change()
+        try:
+            self._on_change()
+        except Exception:
+            logger.exception("%s: not everybody was told that it is %s", self._name, state)
         self._limit_frozen()
         if change is None or seconds is None:
             level = logging.ERROR if state is ReplicaState.FAILED else logging.INFO

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from actors.errors import ServingError
+
 
 class ReplicaState(StrEnum):
     """Where a replica is in its sleep/wake cycle."""
@@ -107,6 +109,15 @@ class GenerateRequest:
     stream: bool = True  # False: one event per continuation, at its end
     # Those that the tokenizer adds by itself, as BOS. None: to text, not to messages.
     add_special_tokens: bool | None = None
+    avoid: frozenset[str] = frozenset()  # replicas that could not serve it; others are asked first
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Instead of events, or behind them: why a replica does not answer, or not to the end."""
+
+    error: ServingError
+    replica_id: str
 
 
 @dataclass(frozen=True, slots=True)

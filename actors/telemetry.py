@@ -3,6 +3,7 @@
 Times are those of `time.perf_counter` where nothing else is said.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from actors.protocol import WakeReport
 
 if TYPE_CHECKING:
     from actors.engine.engine import EngineOutput
+
+logger = logging.getLogger(__name__)
 
 
 class WakeCause(StrEnum):
@@ -100,6 +103,52 @@ class Observer:
 
     def ended(self, course: Course, ending: Ending, now_s: float) -> None:
         """A sequence is over."""
+
+
+class GuardedObserver(Observer):
+    """Hands on what it is told, and keeps from who tells what went wrong in the counting.
+
+    A wake must not fail because a histogram did. The first error of each kind of event is logged.
+    """
+
+    def __init__(self, inner: Observer) -> None:
+        self._inner = inner
+        self._failed: set[str] = set()
+
+    def waited(self, seconds: float) -> None:
+        self._tell(self._inner.waited, seconds)
+
+    def woke(self, cause: WakeCause, result: WakeResult, seconds: float) -> None:
+        self._tell(self._inner.woke, cause, result, seconds)
+
+    def slept(
+        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+    ) -> None:
+        self._tell(self._inner.slept, cause, level, seconds, released_bytes)
+
+    def wake_phase(self, phase: WakePhase, seconds: float) -> None:
+        self._tell(self._inner.wake_phase, phase, seconds)
+
+    def restored(self, report: WakeReport) -> None:
+        self._tell(self._inner.restored, report)
+
+    def first_token(self, seconds: float) -> None:
+        self._tell(self._inner.first_token, seconds)
+
+    def stepped(self, prompt_tokens: int, tokens: int, gaps: Sequence[tuple[float, int]]) -> None:
+        self._tell(self._inner.stepped, prompt_tokens, tokens, gaps)
+
+    def ended(self, course: Course, ending: Ending, now_s: float) -> None:
+        self._tell(self._inner.ended, course, ending, now_s)
+
+    def _tell(self, method: Callable[..., None], *args: object) -> None:
+        try:
+            method(*args)
+        except Exception:
+            name = method.__name__
+            if name not in self._failed:
+                logger.exception("telemetry: %s failed; later failures of it are not logged", name)
+            self._failed.add(name)
 
 
 class EngineMeter:

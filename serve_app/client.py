@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -11,9 +12,16 @@ from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.errors import DrainTimeout, QueueFull, ReplicaFailed, ServingError, Unavailable
+from actors.errors import (
+    DeviceMemoryShort,
+    DrainTimeout,
+    QueueFull,
+    ReplicaFailed,
+    Unavailable,
+)
 from actors.protocol import (
     GenerateRequest,
+    Refusal,
     ReplicaState,
     ReplicaStatus,
     SleepCommand,
@@ -28,7 +36,9 @@ from serve_app.wanted import WantedStore, hold, release
 logger = logging.getLogger(__name__)
 
 _LOST = (ActorDiedError, ActorUnavailableError)
-_ATTEMPTS = 3  # of a request whose replica died before its first token
+# Of a request whose replicas died or failed before its first token. It may be what kills them.
+_ATTEMPTS = 3
+_NEWS_DUE_S = 0.2  # by then routers know that a replica has failed
 _RETRY_AFTER_S = 5.0
 
 
@@ -71,7 +81,7 @@ class HandleClient:
         return self._scaler
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
-        """One replica's events; another replica is asked if it dies before it gave anything.
+        """One replica's events; another is asked if it fails, or finds no memory, before it gave anything.
 
         One task reads them from the first to the last.
 
@@ -79,7 +89,7 @@ class HandleClient:
             InvalidRequest, Unavailable: the replica's refusal.
             QueueFull: as many requests wait as the configuration allows.
             Unavailable: there is no replica, or none gave a token in time.
-            ReplicaFailed: the replica died in mid-answer.
+            ReplicaFailed: the replica died or failed in mid-answer.
         """
         async with self._patience.waiting() as first, aclosing(self._events(request)) as events:
             async for event in events:
@@ -87,18 +97,26 @@ class HandleClient:
                 yield event
 
     async def _events(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
-        for attempt in range(1, _ATTEMPTS + 1):
+        died = 0
+        while True:
             response = self._streams.generate.remote(request)
             assert isinstance(response, DeploymentResponseGenerator)
             begun = finished = False
             try:
                 async for event in response:
-                    if isinstance(event, ServingError):
-                        raise event
+                    if isinstance(event, Refusal):
+                        if begun or not _another_may_do(event, request):
+                            raise event.error
+                        break
                     begun = begun or bool(event.text or event.token_ids or event.finish_reason)
                     yield event
-                finished = True
-                return
+                else:
+                    finished = True
+                    return
+                finished = True  # the refusal was its last word
+                if event.replica_id in request.avoid:
+                    await asyncio.sleep(_NEWS_DUE_S)
+                request = replace(request, avoid=request.avoid | {event.replica_id})
             except BackPressureError as exc:
                 # No replica has it. `cancel` would raise this once more (ray/serve/handle.py, 2.60),
                 # and Serve would answer in our place, in plain text and without Retry-After.
@@ -108,7 +126,8 @@ class HandleClient:
                 finished = True  # likewise
                 raise Unavailable(f"no replica of {self._info.model_id}", _RETRY_AFTER_S) from exc
             except _LOST as exc:
-                if begun or attempt == _ATTEMPTS:
+                died += 1
+                if begun or died == _ATTEMPTS:
                     raise ReplicaFailed(f"a replica of {self._info.model_id} died") from exc
             finally:
                 if not finished:  # the client left, or the replica raised
@@ -196,6 +215,19 @@ class HandleClient:
             if isinstance(answer, BaseException):
                 raise answer
         return answers
+
+
+def _another_may_do(refusal: Refusal, request: GenerateRequest) -> bool:
+    """Whether to ask once more.
+
+    A card that is full says nothing of another replica's; if it is the same replica again, there is no
+    other. A failed one that is asked again is not known to be failed yet; routers then wait for what comes in
+    its place.
+    """
+    if refusal.replica_id in request.avoid:
+        return isinstance(refusal.error, ReplicaFailed)
+    may_be_elsewhere = isinstance(refusal.error, DeviceMemoryShort | ReplicaFailed)
+    return may_be_elsewhere and len(request.avoid) + 1 < _ATTEMPTS
 
 
 async def _outcome(result: ReplicaResult) -> object:

@@ -119,7 +119,11 @@ class ModelConfig(BaseModel):
         description="Requests that may wait for a replica until more are refused; -1: no limit.",
     )
     num_cpus: float = Field(default=1.0, ge=0, description="CPU cores Ray sets aside per replica.")
-    num_gpus: float = Field(default=0.0, ge=0, description="GPUs Ray gives each replica.")
+    num_gpus: float = Field(
+        default=0.0,
+        ge=0,
+        description="GPUs Ray reserves for each replica: 1, a share of one, or 0, which serves on the CPU.",
+    )
 
     @field_validator("autoscaling", mode="before")
     @classmethod
@@ -145,7 +149,17 @@ class ModelConfig(BaseModel):
         if self.engine.device == "cuda" and self.num_gpus == 0:
             text = "0, but engine.device is cuda; set num_gpus: 1"
             raise ConfigError([Problem(text, ("num_gpus",))])
+        if self.num_gpus > 1:
+            text = f"{self.num_gpus:g}, but a replica computes on one GPU; set 1, and more replicas"
+            raise ConfigError([Problem(text, ("num_gpus",))])
         return self
+
+    @property
+    def engine_of_replica(self) -> EngineConfig:
+        """`engine`, its device decided: a card that Ray did not reserve is not taken."""
+        if self.engine.device == "auto" and self.num_gpus == 0:
+            return self.engine.model_copy(update={"device": "cpu"})
+        return self.engine
 
     @property
     def image_ttl_s(self) -> float | None:

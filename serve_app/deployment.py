@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,13 @@ from actors.protocol import (
     ChatPrompt,
     DeviceMemoryStatus,
     GenerateRequest,
+    Refusal,
     ReplicaState,
     ReplicaStatus,
     SleepCommand,
     TokenEvent,
 )
-from actors.telemetry import WakeCause
+from actors.telemetry import GuardedObserver, WakeCause
 from serve_app.config import ModelConfig
 from serve_app.heap import give_back, set_aside, uncollected
 from serve_app.holders import HolderOfThisNode
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 _LONG_PROMPT = 16_384  # characters; of them 15 ms are spent on a tokenizer
 _READERS = 2  # of long prompts at a time; the CPUs are for those who are served
 _MIRROR_INTERVAL_S = 5.0  # of gauges; Ray reports every 10 s
+_WATCH_AGAIN_S = 1.0
 
 
 class _Announcer:
@@ -79,6 +81,21 @@ class _Announcer:
                     "%s: the routers cannot be told at once", self._replica_id, exc_info=True
                 )
             self._failed = True
+
+
+async def kept_running(name: str, watch: Callable[[], Awaitable[None]]) -> None:
+    """Run a replica's watch to its end, again whenever it fails.
+
+    Nobody awaits it: one that died in silence left a replica that never sleeps, or obeys nobody.
+    """
+    while True:
+        try:
+            await watch()
+        except Exception:
+            logger.exception("%s: the watch failed; it begins again in %g s", name, _WATCH_AGAIN_S)
+            await asyncio.sleep(_WATCH_AGAIN_S)
+        else:
+            return
 
 
 class ModelReplica:
@@ -124,7 +141,8 @@ class ModelReplica:
         module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
         defaults = sampling_defaults(checkpoint) if config.generation_config == "auto" else None
         image = await load.obtain()
-        settings = config.engine, config.sleep, config.chat, self._instruments, defaults
+        observer = GuardedObserver(self._instruments)
+        settings = config.engine_of_replica, config.sleep, config.chat, observer, defaults
         self._runtime = await build_runtime(module, image, load, *settings, config.watchdog)
         follower = Follower(ClusterStore(context.app_name, config.model_id))
         wanted = await follower.at_start()
@@ -135,7 +153,7 @@ class ModelReplica:
             f"{config.model_id}/{self._replica_id}",
             self._changed,
             held=wanted is not None and wanted.held,
-            observer=self._instruments,
+            observer=observer,
         )
         loop, lifecycle = asyncio.get_running_loop(), self._lifecycle
         self._runtime.failed.add_done_callback(
@@ -146,32 +164,30 @@ class ModelReplica:
             await self._lifecycle.wake_up("start", WakeCause.START)
         set_aside()
         self._watches = [
-            asyncio.create_task(self._lifecycle.sleep_when_idle()),
-            asyncio.create_task(follower.follow(self._obey)),
-            asyncio.create_task(self._mirror_gauges()),
-            asyncio.create_task(self._set_compiled_aside()),
+            asyncio.create_task(kept_running(name, watch))
+            for name, watch in {
+                "the idle clock": self._lifecycle.sleep_when_idle,
+                "what operators want": lambda: follower.follow(self._obey),
+                "gauges for Ray": self._mirror_gauges,
+                "memory behind the compiler": self._set_compiled_aside,
+            }.items()
         ]
 
-    async def generate(
-        self, request: GenerateRequest
-    ) -> AsyncIterator[TokenEvent | InvalidRequest | Unavailable]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent | Refusal]:
         """Events of one request, waking the replica first if need be.
 
-        A refusal comes as the only item instead of being raised: Serve logs what a replica raises
+        A refusal comes as the last item instead of being raised: Serve logs what a replica raises
         with a traceback, so that anybody could flood the log with bad requests.
-
-        Raises:
-            ReplicaFailed: this replica cannot serve any more.
         """
         try:
             prepared = await self._prepare(request)
             async with self._lifecycle.serving(request.request_id):
                 async for event in self._runtime.generate(prepared):
                     yield event
-        except (InvalidRequest, Unavailable) as refusal:
+        except (InvalidRequest, Unavailable, ReplicaFailed) as refusal:
             logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
             self._instruments.refused(refusal)
-            yield refusal
+            yield Refusal(refusal, self._replica_id)
 
     async def _prepare(self, request: GenerateRequest) -> "Prepared":
         """On a thread, if it may take its time: everybody else's tokens go through this event loop."""

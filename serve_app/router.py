@@ -61,8 +61,10 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         # Serve keeps them in the order in which they started: the oldest first.
         candidates = [self._candidate(replica) for replica in candidate_replicas]
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        favourite = self._prefixes.who_served(_key_of(pending_request))
-        order = rank(candidates, self._packed_requests, favourite)
+        request = _request_of(pending_request)
+        favourite = self._prefixes.who_served(_key_of(request))
+        avoid = request.avoid if request is not None else ()
+        order = rank(candidates, self._packed_requests, favourite, avoid)
         if pending_request is not None and order and len(order[0]) == 1:
             self._chosen_at_s[by_id[order[0][0]].replica_id].append(self._get_curr_time_s())
         return [[by_id[name] for name in names] for names in order]
@@ -82,7 +84,7 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
     ) -> None:
         """Called by Serve when the replica has taken it; not for broadcasts, which go to all."""
         self._sent_at_s[replica_id] = self._get_curr_time_s()
-        key = _key_of(pending_request)
+        key = _key_of(_request_of(pending_request))
         if key is not None:
             self._prefixes.remember(key, replica_id.unique_id)
 
@@ -110,8 +112,11 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         )
 
 
-def _key_of(pending_request: PendingRequest | None) -> int | None:
-    """Of the prompt of a GenerateRequest, the first argument of `ModelReplica.generate`."""
+def _request_of(pending_request: PendingRequest | None) -> GenerateRequest | None:
+    """The first argument of `ModelReplica.generate`, if that is what is called."""
     args: list[Any] = pending_request.args if pending_request is not None else []
-    request = args[0] if args else None
-    return prefix_key(request.prompt) if isinstance(request, GenerateRequest) else None
+    return args[0] if args and isinstance(args[0], GenerateRequest) else None
+
+
+def _key_of(request: GenerateRequest | None) -> int | None:
+    return None if request is None else prefix_key(request.prompt)

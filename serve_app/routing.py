@@ -5,7 +5,7 @@ sleep wakes, one that turns out to be full says so, and the next in the order is
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from actors.protocol import ChatPrompt, Prompt, ReplicaState
@@ -46,13 +46,17 @@ class Candidate:
 
 
 def rank(
-    candidates: Sequence[Candidate], packed_requests: float = 0.0, favourite: str | None = None
+    candidates: Sequence[Candidate],
+    packed_requests: float = 0.0,
+    favourite: str | None = None,
+    avoid: Collection[str] = (),
 ) -> list[list[str]]:
     """Whom to ask, best first; of several in one rank, whoever has room.
 
     Awake before waking before asleep. Those of a kind that have room come one by one, then, as one
     rank, those that are full as far as we know: to ask them again is cheaper than a wake.
-    Nobody is asked who would refuse (held asleep, failed) while somebody else may have room later.
+    Nobody is asked who has failed: another one comes in its place. Nor is who would refuse (held asleep), or
+    did refuse this request, while somebody else may have room later.
 
     Args:
         candidates: the oldest first. Of equals the oldest is taken, so that the newest, whom Serve
@@ -60,8 +64,11 @@ def rank(
         packed_requests: up to so many requests in flight awake replicas count as equals. It is the
             policy's target: it counts on few requests keeping few replicas busy.
         favourite: who served the same prefix last.
+        avoid: who could not serve this request.
     """
-    usable = [c for c in candidates if not _refuses(c)] or list(candidates)
+    alive = [c for c in candidates if not _has_failed(c)]
+    willing = [c for c in alive if not _is_held(c)] or alive
+    usable = [c for c in willing if c.replica_id not in avoid] or willing
     kinds = sorted({_kind(c) for c in usable})
     order: list[list[str]] = []
     for kind in kinds:
@@ -75,13 +82,12 @@ def rank(
     return order
 
 
-_AWAKE, _UNKNOWN, _WAKING, _ASLEEP, _DRAINING, _FAILED = range(6)
+_AWAKE, _UNKNOWN, _WAKING, _ASLEEP, _DRAINING = range(5)
 _KINDS = {
     ReplicaState.AWAKE: _AWAKE,
     ReplicaState.WAKING: _WAKING,
     ReplicaState.ASLEEP: _ASLEEP,
     ReplicaState.DRAINING: _DRAINING,  # it serves again only after it has slept
-    ReplicaState.FAILED: _FAILED,
 }
 
 
@@ -92,9 +98,12 @@ def _kind(candidate: Candidate) -> int:
     return _WAKING if kind == _ASLEEP and candidate.just_sent else kind
 
 
-def _refuses(candidate: Candidate) -> bool:
-    report = candidate.report
-    return report is not None and (report.held or report.state is ReplicaState.FAILED)
+def _has_failed(candidate: Candidate) -> bool:
+    return candidate.report is not None and candidate.report.state is ReplicaState.FAILED
+
+
+def _is_held(candidate: Candidate) -> bool:
+    return candidate.report is not None and candidate.report.held
 
 
 def _cost(candidate: Candidate, packed: float, favourite: str | None) -> tuple[int, bool, bool]:

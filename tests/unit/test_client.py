@@ -9,8 +9,18 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentResponseGenerator
 
-from actors.errors import DrainTimeout, InvalidRequest, QueueFull, ReplicaFailed, Unavailable
-from actors.protocol import GenerateRequest, SamplingParams, SleepCommand, TokenEvent
+from actors.errors import (
+    DeviceMemoryShort,
+    DrainTimeout,
+    EngineDied,
+    HeldAsleep,
+    InvalidRequest,
+    QueueFull,
+    ReplicaFailed,
+    ServingError,
+    Unavailable,
+)
+from actors.protocol import GenerateRequest, Refusal, SamplingParams, SleepCommand, TokenEvent
 from serve_app.client import HandleClient
 from serve_app.model_client import ModelInfo
 from serve_app.patience import Patience
@@ -19,6 +29,10 @@ from tests.fakes import FakeScaler, FakeTokenizer
 
 REQUEST = GenerateRequest("r", "Hello", SamplingParams())
 DEAD = ActorDiedError()
+
+
+def refusal(error: ServingError, replica_id: str = "a") -> Refusal:
+    return Refusal(error, replica_id)
 
 
 def event(text: str) -> TokenEvent:
@@ -60,6 +74,7 @@ class Handle:
     def __init__(self, *answers: Sequence[object], replicas: Sequence[object] = ()) -> None:
         self.responses = [Response(answer) for answer in answers]
         self.asked = 0
+        self.requests: list[GenerateRequest] = []
         self.replicas = list(replicas)
         self.broadcasts: list[tuple[object, ...]] = []
         self.generate = self
@@ -69,6 +84,7 @@ class Handle:
 
     def remote(self, request: GenerateRequest) -> Response:
         self.asked += 1
+        self.requests.append(request)
         return self.responses[self.asked - 1]
 
     def broadcast(self, method: str, *args: object) -> "Handle":
@@ -165,9 +181,63 @@ def test_a_replica_that_dies_in_the_middle_fails_the_request_and_none_is_asked_a
 def test_refusals_are_raised() -> None:
     async def scenario() -> None:
         with pytest.raises(InvalidRequest, match="too long"):
-            await texts(client(Handle([InvalidRequest("too long", "prompt")])))
+            await texts(client(Handle([refusal(InvalidRequest("too long", "prompt"))])))
+        with pytest.raises(HeldAsleep):
+            await texts(client(Handle([refusal(HeldAsleep("held"))])))
         with pytest.raises(Unavailable, match="no replica"):
             await texts(client(Handle([DeploymentUnavailableError(None)])))  # type: ignore[arg-type]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "error", [EngineDied("CUDA error"), DeviceMemoryShort("a neighbour has it")]
+)
+def test_what_one_replica_cannot_do_another_is_asked_for(error: ServingError) -> None:
+    async def scenario() -> None:
+        begun = TokenEvent(0, "", (), 1)
+        handle = Handle([refusal(error, "a")], [begun, refusal(error, "b")], [event("x")])
+        assert await texts(client(handle)) == ["", "x"]
+        assert [request.avoid for request in handle.requests] == [set(), {"a"}, {"a", "b"}]
+        handle = Handle([event("x"), refusal(error, "a")], [event("never")])
+        with pytest.raises(type(error)):
+            await texts(client(handle))
+        assert handle.asked == 1
+
+    run(scenario)
+
+
+def test_request_that_may_be_what_kills_replicas_is_not_passed_on_for_ever() -> None:
+    async def scenario() -> None:
+        answers = [[refusal(EngineDied("CUDA error"), name)] for name in "abcd"]
+        handle = Handle(*answers)
+        with pytest.raises(EngineDied):
+            await texts(client(handle))
+        assert handle.asked == 3
+
+    run(scenario)
+
+
+def test_only_card_that_is_full_is_told_at_once() -> None:
+    async def scenario() -> None:
+        full = [refusal(DeviceMemoryShort("a neighbour has it", 5.0), "a")]
+        handle = Handle(full, full)
+        with pytest.raises(DeviceMemoryShort, match="neighbour"):
+            await texts(client(handle))
+        assert handle.asked == 2
+
+    run(scenario)
+
+
+def test_failed_replica_that_is_asked_again_is_waited_for_until_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_app.client._NEWS_DUE_S", 0.001)
+
+    async def scenario() -> None:
+        failed = [refusal(EngineDied("CUDA error"), "a")]
+        handle = Handle(failed, failed, failed, failed, [event("x")])
+        assert await texts(client(handle)) == ["x"]
 
     run(scenario)
 

@@ -217,6 +217,10 @@ def test_model_in_place_is_the_same_as_in_a_file(folder: Path) -> None:
             MODEL + "engine: {device: cuda}",
             "num_gpus: 0, but engine.device is cuda; set num_gpus: 1",
         ),
+        (
+            MODEL + "num_gpus: 2",
+            "num_gpus: 2, but a replica computes on one GPU; set 1, and more replicas",
+        ),
         (MODEL + "engine: [", "line 3: expected the node content, but found '<stream end>'"),
         ("- model_id", "expected a mapping, found ['model_id']"),
         (
@@ -384,3 +388,27 @@ def test_check_of_missing_file_says_so_and_exits_2(folder: Path) -> None:
     result = CliRunner().invoke(app, ["check", "serve.yaml"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "serve.yaml: no such file\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "decided"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 0.5, "auto"),
+        ("auto", 1, "auto"),
+        ("cuda", 1, "cuda"),
+        ("cpu", 0, "cpu"),
+    ],
+)
+def test_card_that_ray_has_not_reserved_is_not_taken(
+    device: str, num_gpus: float, decided: str
+) -> None:
+    model = ModelConfig.model_validate(
+        {
+            "model_id": "m",
+            "source": {"id": "/m"},
+            "engine": {"device": device},
+            "num_gpus": num_gpus,
+        }
+    )
+    assert model.engine_of_replica.device == decided

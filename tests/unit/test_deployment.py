@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams
-from serve_app.deployment import ModelReplica
+from actors.telemetry import GuardedObserver, Observer
+from serve_app import deployment
+from serve_app.deployment import ModelReplica, kept_running
 
 
 class Runtime:
@@ -34,3 +36,64 @@ def test_long_prompts_are_read_beside_the_event_loop(prompt: Prompt, thread: str
     replica: Any = SimpleNamespace(_runtime=Runtime(), _reading=reading)
     request = GenerateRequest("r", prompt, SamplingParams())
     assert str(asyncio.run(ModelReplica._prepare(replica, request))).startswith(thread)
+
+
+def test_watch_that_fails_is_told_and_begins_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deployment, "_WATCH_AGAIN_S", 0.001)
+    runs = []
+
+    async def watch() -> None:
+        runs.append(1)
+        if len(runs) < 3:
+            raise RuntimeError("Set changed size during iteration")
+
+    asyncio.run(kept_running("the idle clock", watch))
+    assert len(runs) == 3
+    assert caplog.text.count("the idle clock: the watch failed") == 2
+    assert "Set changed size" in caplog.text
+
+
+def test_cancelled_watch_is_over() -> None:
+    async def scenario() -> None:
+        task = asyncio.create_task(kept_running("for ever", asyncio.Event().wait))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+
+
+def test_telemetry_that_fails_fails_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Observer):
+        def waited(self, seconds: float) -> None:
+            raise ValueError("a counter only grows")
+
+    observer = GuardedObserver(Broken())
+    for _ in range(3):
+        observer.waited(1.0)
+    observer.first_token(1.0)
+    assert caplog.text.count("telemetry: waited failed") == 1
+    assert "a counter only grows" in caplog.text
+
+
+def test_guard_hands_on_everything_that_there_is_to_tell() -> None:
+    told = []
+
+    class Everything(Observer):
+        def __getattribute__(self, name: str) -> Any:
+            def note(*args: object) -> None:
+                told.append((name, *args))
+
+            note.__name__ = name
+            return note
+
+    observer = GuardedObserver(Everything())
+    methods = [name for name in vars(Observer) if not name.startswith("_")]
+    for name in methods:
+        method = getattr(observer, name)
+        method(*range(method.__code__.co_argcount - 1))
+    assert [each[0] for each in told] == methods
+    assert all(each[1:] == tuple(range(len(each) - 1)) for each in told)

@@ -707,3 +707,16 @@ def test_every_change_is_told_after_it_was_made() -> None:
         assert told == [WAKING, AWAKE, DRAINING, ASLEEP]
 
     asyncio.run(scenario())
+
+
+def test_whoever_is_told_of_changes_cannot_fail_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        def fail() -> None:
+            raise RuntimeError("Set changed size during iteration")
+
+        lifecycle = Lifecycle(GatedEffects(), SleepConfig(), Clock(), "test", fail)
+        await lifecycle.wake_up()
+        assert lifecycle.state is AWAKE
+
+    asyncio.run(scenario())
+    assert "not everybody was told that it is awake" in caplog.text

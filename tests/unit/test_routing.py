@@ -97,13 +97,34 @@ def replica(
         ),
         pytest.param(
             [replica("a", FAILED), replica("b", ASLEEP, held=True)],
-            [["b"], ["a"]],
+            [["b"]],
             id="if all would refuse, the client learns why",
+        ),
+        pytest.param(
+            [replica("a", FAILED), replica("b", FAILED)],
+            [],
+            id="a failed one is not asked: what comes in its place is waited for",
         ),
     ],
 )
 def test_order(candidates: list[Candidate], order: list[list[str]]) -> None:
     assert rank(candidates) == order
+
+
+@pytest.mark.parametrize(
+    ("states", "avoid", "order"),
+    [
+        ([AWAKE, ASLEEP], {"0"}, [["1"]]),  # another card's replica wakes
+        ([ASLEEP, ASLEEP], {"0"}, [["1"]]),
+        ([AWAKE, FAILED], {"0"}, [["0"]]),  # there is no other
+        ([ASLEEP], {"0"}, [["0"]]),
+    ],
+)
+def test_who_could_not_serve_a_request_is_avoided_while_there_is_another(
+    states: list[ReplicaState], avoid: set[str], order: list[list[str]]
+) -> None:
+    candidates = [replica(str(i), state) for i, state in enumerate(states)]
+    assert rank(candidates, avoid=avoid) == order
 
 
 def test_few_requests_stay_with_the_oldest_up_to_what_it_is_meant_to_have() -> None:
