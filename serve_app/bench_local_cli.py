@@ -190,6 +190,15 @@ def throughput(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a prompt.")] = 128,
     answer_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Of an answer.")] = 128,
+    sampling: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Also compare sampling settings (top_p, repetition_penalty, 300 biased tokens, ...) "
+            "with plain greedy answers, N requests at once.",
+        ),
+    ] = None,
     profiles: Annotated[
         Path | None,
         typer.Option(
@@ -214,6 +223,7 @@ def throughput(
             concurrency=tuple(concurrency or Plan().concurrency),
             prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens,
+            sampling=sampling,
             profiles=profiles,
             limit_s=limit_s,
         )

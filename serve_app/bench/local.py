@@ -29,6 +29,7 @@ from serve_app.heap import set_aside
 PROMPT_TOKENS = 7  # "The future of artificial intelligence is", as real tokenizers cut it
 ANSWER_TOKENS = 50
 WARM_REQUESTS = 20
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0)
 LESSEE = "bench"  # what every model here is to a holder
 
 Prompt = tuple[int, ...]
@@ -165,8 +166,8 @@ class LocalModel:
         half = self.vocab_size // 2
         return tuple((7919 * (i + 31 * number)) % half + 5 for i in range(1, tokens + 1))
 
-    async def ask(self, prompt: Prompt, count: int) -> Answer:
-        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+    async def ask(self, prompt: Prompt, count: int, params: SamplingParams = GREEDY) -> Answer:
+        params = replace(params, max_tokens=count, ignore_eos=True)
         started_s = time.perf_counter()
         prepared = self.runtime.prepare(GenerateRequest("m", prompt, params))
         tokens: list[int] = []

@@ -7,15 +7,18 @@ import asyncio
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from actors.protocol import SamplingParams
 from serve_app.bench.figures import Table, as_text, environment, facts, ms, spread
 from serve_app.bench.local import (
+    GREEDY,
     WARM_REQUESTS,
     Answer,
     LocalModel,
@@ -29,6 +32,16 @@ from serve_app.bench.provenance import source_of
 
 _PROFILED_STEPS = 20
 _KERNELS = 15  # lines of a profile
+_SAMPLING_ROUNDS = 3
+# What requests ask for beside plain greedy answers. All in one go: rates of different runs differ.
+SAMPLING: Mapping[str, SamplingParams] = {
+    "plain": GREEDY,
+    "temperature": replace(GREEDY, temperature=0.8, top_p=1.0, top_k=0, min_p=0.0),
+    "top_p": replace(GREEDY, temperature=0.8, top_p=0.95, top_k=0, min_p=0.0),
+    "top_k": replace(GREEDY, temperature=0.7, top_p=0.8, top_k=20, min_p=0.0),
+    "repetition_penalty": replace(GREEDY, repetition_penalty=1.05),
+    "logit_bias": replace(GREEDY, logit_bias={5 + i: i % 9 - 4.0 for i in range(300)}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,7 @@ class Plan:
     """What to measure.
 
     Attributes:
+        sampling: requests at once with which the settings of `SAMPLING` are compared; None for not.
         profiles: directory for what the device does in some decode steps at each concurrency.
         limit_s: for the rounds; what has begun is finished.
     """
@@ -43,6 +57,7 @@ class Plan:
     concurrency: tuple[int, ...] = (1, 16, 64, 256)
     prompt_tokens: int = 128
     answer_tokens: int = 128
+    sampling: int | None = None
     profiles: Path | None = None
     limit_s: float | None = None
 
@@ -79,6 +94,8 @@ class ThroughputBench:
                 if plan.limit_s is not None and time.monotonic() - began_s > plan.limit_s:
                     return
                 await self._at(load, concurrency)
+            if plan.sampling is not None:
+                await self._compare_sampling(load, plan.sampling, progress)
             progress("done", len(plan.concurrency), len(plan.concurrency))
             self.complete = True
         finally:
@@ -106,6 +123,25 @@ class ThroughputBench:
             file = self._plan.profiles / f"profile_{concurrency}.txt"
             await asyncio.to_thread(file.write_text, text, encoding="utf-8")
 
+    async def _compare_sampling(self, load: "Load", concurrency: int, progress: Progress) -> None:
+        """Settings take turns, so that what drifts drifts for all of them."""
+        rates: dict[str, list[float]] = {name: [] for name in SAMPLING}
+        for number in range(1 + _SAMPLING_ROUNDS):
+            for name, params in SAMPLING.items():
+                progress(f"{name}, {concurrency} requests", number, 1 + _SAMPLING_ROUNDS)
+                found = await load.round(concurrency, params)
+                if number > 0:  # the first is for warming up
+                    rates[name].append(found["tokens_per_s"])
+        plain = statistics.median(rates["plain"])
+        self._found["sampling"] = {
+            name: {
+                "concurrency": concurrency,
+                "tokens_per_s": spread(each),
+                "of_plain": statistics.median(each) / plain,
+            }
+            for name, each in rates.items()
+        }
+
 
 def rounds_of(concurrency: int) -> int:
     return 2 if concurrency > 64 else 3
@@ -124,9 +160,9 @@ class Load:
         self._answer_tokens = answer_tokens
         self._alike = model.prompt(0, alike)
 
-    async def round(self, concurrency: int) -> dict[str, float]:
+    async def round(self, concurrency: int, params: SamplingParams = GREEDY) -> dict[str, float]:
         started_s = time.perf_counter()
-        answers = await self._answers(concurrency, self._answer_tokens)
+        answers = await self._answers(concurrency, self._answer_tokens, params)
         seconds = time.perf_counter() - started_s
         return {
             "tokens_per_s": sum(len(a.token_ids) for a in answers) / seconds,
@@ -148,9 +184,11 @@ class Load:
         await asyncio.wait([work])
         return profile_text(profiler, concurrency)
 
-    async def _answers(self, concurrency: int, count: int) -> list[Answer]:
+    async def _answers(
+        self, concurrency: int, count: int, params: SamplingParams = GREEDY
+    ) -> list[Answer]:
         prompts = [self._prompt() for _ in range(concurrency)]
-        return await asyncio.gather(*(self._model.ask(prompt, count) for prompt in prompts))
+        return await asyncio.gather(*(self._model.ask(prompt, count, params) for prompt in prompts))
 
     def _prompt(self) -> Prompt:
         ids = range(5, self._model.vocab_size // 2)
@@ -204,4 +242,13 @@ def tables(result: dict[str, Any]) -> list[Table]:
             found[name]["median"] for name in ("tokens_per_s", "ttft_p50_s", "tpot_p50_s")
         )
         rows.append((count, f"{rate:.0f}", f"{1e3 * ttft:.1f}", f"{1e3 * tpot:.2f}"))
-    return [Table(("requests", "tokens/s", "TTFT ms", "TPOT ms"), rows), facts(told)]
+    sampling = [
+        (name, f"{found['tokens_per_s']['median']:.0f}", f"{found['of_plain']:.3f}")
+        for name, found in result.get("sampling", {}).items()
+    ]
+    told_of = [Table(("sampling", "tokens/s", "of plain"), sampling)] if sampling else []
+    return [
+        Table(("requests", "tokens/s", "TTFT ms", "TPOT ms"), rows),
+        *told_of,
+        facts(told),
+    ]

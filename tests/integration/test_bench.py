@@ -26,8 +26,8 @@ from serve_app.bench.report import write
 from serve_app.bench.soak import Plan as SoakPlan
 from serve_app.bench.soak import SoakBench, write_csv
 from serve_app.bench.soak import report as soak_report
+from serve_app.bench.throughput import SAMPLING, ThroughputBench
 from serve_app.bench.throughput import Plan as ThroughputPlan
-from serve_app.bench.throughput import ThroughputBench
 from serve_app.bench.throughput import report as throughput_report
 from serve_app.bench.wake import Plan, WakeBench
 from serve_app.bench.wake_report import report
@@ -261,6 +261,21 @@ def test_throughput_has_a_row_for_each_concurrency(subject: Subject) -> None:
     rows = [line.split() for line in throughput_report(result)]
     assert [cells[0] for cells in rows[1:3]] == ["1", "4"]
     assert rows[2][1] == f"{result['concurrency']['4']['tokens_per_s']['median']:.0f}"
+
+
+def test_throughput_compares_sampling_settings(subject: Subject) -> None:
+    plan = ThroughputPlan(concurrency=(1,), prompt_tokens=8, answer_tokens=4, sampling=2)
+    bench = ThroughputBench(subject, plan)
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert set(result["sampling"]) == set(SAMPLING)
+    assert result["sampling"]["plain"]["of_plain"] == 1
+    rows = {cells[0]: cells for line in throughput_report(result) if (cells := line.split())}
+    found = result["sampling"]["top_p"]
+    assert rows["top_p"][1:] == [
+        f"{found['tokens_per_s']['median']:.0f}",
+        f"{found['of_plain']:.3f}",
+    ]
 
 
 @pytest.mark.parametrize("name", ["to", "dispatch-auto", "dispatch-balanced_low_0", "fresh-load"])
