@@ -22,10 +22,10 @@ from transformers.generation.continuous_batching.utils import (
 
 from actors.engine.attention import decodes_in_pages, wants_mask
 
-# Bytes per logit in float32 while top_k, top_p or min_p sort them: the logits, their adjusted copy
-# and the scores (logits.py: perturb; 4 each), sorted values and indices (12), and the sort's own two
-# copies of (segment, index) with radix sort's buffers (32; aten/src/ATen/native/cuda/SortStable.cu:
-# segmented_sort_pairs_by_full_sort). The float64 sums afterwards and Gumbel noise stay below that.
+# Bytes per logit while sampling, more than it takes: 24 at the peak, which is a grammar's on every row
+# (logits.py: forbid). The logits, the penalties' counts, the adjusted logits and their restricted copy (4
+# each), rows and masked rows (8); noise with filters and log-probabilities stay below. The rest is what a
+# sort of the logits took, and stays reserved until a card has been seen to do without.
 _SAMPLING_BYTES_PER_LOGIT = 56
 
 

@@ -243,11 +243,11 @@ class TransformersEngine:
         """
         self._model = model
         self._vocab_size = int(model.config.get_text_config().vocab_size)
-        self._sampler = BatchSampler()
         choose_attention(model, config.page_size)
         shape = cache_shape(model, config.page_size)
         limits = plan_limits(config, shape, card, weights_bytes)
         logger.info("%s", limits.describe())
+        self._sampler = BatchSampler(limits.max_requests_per_batch)
         self._manager = _make_manager(model, config, limits, self._sampler)
         self._manager.output_router = _StepRouter(sink)  # type: ignore[assignment]  # the same duck
         if watch is not None:
@@ -337,6 +337,7 @@ class TransformersEngine:
     def drop_kv(self) -> None:
         assert self._pause is not None, "not paused"
         self._start_over()
+        self._sampler.free()
 
     def _start_over(self) -> None:
         scheduler = self._processor.scheduler
@@ -372,6 +373,7 @@ class TransformersEngine:
         self.extend_kv()
         if self._runner is not None:
             self._runner.capture(self._model)
+            self._sampler.warm_up(self._model.device, self._vocab_size)
 
     @property
     def compiles(self) -> bool:

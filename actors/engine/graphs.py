@@ -311,8 +311,8 @@ class GraphRunner(ModelRunner):
         B = logits_BV.shape[0]
         input_ids_B = batch_data["input_ids"][0, batch_data["logits_indices"][:B]]
         args_PB = batch_data["logits_processor_args"][:, :B]
-        scores_BV = self.logit_processor(input_ids_B, logits_BV.float(), args_PB)
-        output_ids[0, :B].copy_(scores_BV.argmax(-1))
+        sampler: Any = self.logit_processor  # a BatchSampler
+        output_ids[0, :B].copy_(sampler.sample(input_ids_B, logits_BV.float(), args_PB))
 
     @property
     def _io(self) -> ContinuousBatchingIOs:

@@ -1,11 +1,12 @@
 """Arithmetic on a batch of logits: filters, penalties, log-probabilities. No state.
 
-Rows never look at each other.
+Rows never look at each other. `perturb` and `adjust` are for CPUs, and say what their counterparts in
+`actors.engine.sampling_kernels` compute on a GPU.
 """
 
-# B sequences, P parameters, V vocabulary, N adjusted logits, R rows that want log-probabilities
+# B sequences, P parameters, V vocabulary, N adjusted logits, R some of the rows, S places in a table,
+# W entries of a place
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -24,6 +25,11 @@ class Param(IntEnum):
     SEED_LOW = 4
     SEED_HIGH = 5
     POSITION = 6  # tokens generated before this one
+    REPETITION = 7  # bits, of the penalties
+    PRESENCE = 8  # bits
+    FREQUENCY = 9  # bits
+    COUNTS = 10  # 1 + row in the table of counts; 0 is none
+    BIAS = 11  # 1 + row in the table of biased tokens; 0 is none
 
 
 def perturb(logits_BV: Tensor, params_PB: Tensor, *, filters: bool) -> Tensor:
@@ -34,8 +40,7 @@ def perturb(logits_BV: Tensor, params_PB: Tensor, *, filters: bool) -> Tensor:
     processors, then top-k, then top-p of what top-k left), and get Gumbel noise. Tokens that tie
     with the last one kept are kept.
 
-    All parameters come from `params_PB`, nothing synchronises with the host and no shape depends on
-    data, so this may be captured in a CUDA graph. Any bits in a padding row are harmless.
+    All parameters come from `params_PB`. Any bits in a padding row are harmless.
 
     `filters` says whether any row may have top_k, top_p or min_p set; without them there is no sort.
     """
@@ -90,69 +95,86 @@ def forbid(logits_BV: Tensor, rows_R: Tensor, allowed_RW: Tensor) -> Tensor:
     return logits_BV
 
 
-@dataclass(frozen=True, slots=True)
-class Adjustments:
-    """What the host knows about the logits of one step, [N] each; empty where nothing is asked.
-
-    `history_*` list every distinct token that penalties look at, once per sequence, without the
-    newest output: with asynchronous batching the host does not know it yet. The step's own input
-    ids supply it.
-    """
-
-    bias_rows: Tensor
-    bias_tokens: Tensor
-    bias: Tensor  # -inf forbids
-    history_rows: Tensor
-    history_tokens: Tensor
-    history_counts: Tensor  # occurrences in the output so far, without the newest
-    newest_rows: Tensor  # rows whose input token is an output that counts
-    penalties: Tensor  # [3, B] repetition, presence, frequency
-
-    def to(self, device: torch.device) -> "Adjustments":
-        """The same on a device, without waiting for the copies."""
-        fields = (getattr(self, name).to(device, non_blocking=True) for name in self.__slots__)
-        return Adjustments(*fields)
-
-
-def adjust(logits_BV: Tensor, input_ids_B: Tensor, adjustments: Adjustments) -> Tensor:
-    """A copy of the logits with bias added and penalties applied.
+def adjust(
+    logits_BV: Tensor,
+    input_ids_B: Tensor,
+    params_PB: Tensor,
+    counts_SV: Tensor | None,
+    bias_S3W: Tensor | None,
+) -> Tensor:
+    """A copy of the logits with bias added and penalties applied; counts each row's newest token.
 
     Penalties are vLLM's (vllm/model_executor/layers/utils.py: apply_penalties): repetition divides
     positive and multiplies negative logits of every token of prompt or output; frequency subtracts
-    per occurrence in the output, presence once. `input_ids_B` are the tokens that the rows were
-    computed from; everything is on the same device.
+    per occurrence in the output, presence once.
+
+    Args:
+        input_ids_B: the tokens that the rows were computed from. With asynchronous batching the host
+            does not know them yet, so they are not among the counts.
+        params_PB: `Param.COUNTS` and `Param.BIAS` say where in the tables each row finds its own; what
+            lies outside of them is nothing.
+        counts_SV: int32, twice a token's occurrences in the output so far, and 1 more if the prompt has
+            it; None when no row has penalties. Written.
+        bias_S3W: int32, distinct tokens, what is added to them (bits of a float32), and the position
+            from which they are allowed; a place is filled up with an entry of its own. None when no row
+            has a bias.
     """
-    a = adjustments
-    logits_BV = logits_BV.clone()
-    logits_BV.index_put_((a.bias_rows, a.bias_tokens), a.bias, accumulate=True)
-    input_ids_B = input_ids_B.long()
-    # A newest token that the history lists as well gets two entries, with the same count.
-    again_N = a.history_tokens == input_ids_B[a.history_rows]
-    is_newest_B = torch.zeros_like(input_ids_B).index_fill_(0, a.newest_rows, 1)
-    again_N = again_N * is_newest_B[a.history_rows]
-    earlier_B = torch.zeros_like(input_ids_B)
-    earlier_B.index_add_(0, a.history_rows, again_N * a.history_counts)
-    rows_N = torch.cat((a.history_rows, a.newest_rows))
-    tokens_N = torch.cat((a.history_tokens, input_ids_B[a.newest_rows]))
-    counts_N = torch.cat((a.history_counts + again_N, earlier_B[a.newest_rows] + 1))
-    repetition_N, presence_N, frequency_N = a.penalties[:, rows_N]
-    values_N = logits_BV[rows_N, tokens_N]
-    values_N = torch.where(values_N > 0, values_N / repetition_N, values_N * repetition_N)
-    values_N -= counts_N * frequency_N + (counts_N > 0) * presence_N
-    return logits_BV.index_put_((rows_N, tokens_N), values_N)
+    adjusted_BV = logits_BV.clone()
+    position_B = params_PB[Param.POSITION]
+    if counts_SV is not None:
+        rows_R, places_R = _placed(params_PB[Param.COUNTS], counts_SV)
+        newest_R = input_ids_B[rows_R].long()
+        counts_SV[places_R, newest_R] += 2 * (position_B[rows_R] > 0).int()
+        tokens = [counts_SV[place].nonzero()[:, 0] for place in places_R.tolist()]
+        each_R = torch.tensor([len(found) for found in tokens], device=rows_R.device)
+        tokens_N = torch.cat([*tokens, rows_R[:0]])
+        rows_N, places_N = rows_R.repeat_interleave(each_R), places_R.repeat_interleave(each_R)
+        values_N, counts_N = logits_BV[rows_N, tokens_N], counts_SV[places_N, tokens_N]
+        adjusted_BV[rows_N, tokens_N] = _penalised(values_N, counts_N, params_PB[:, rows_N])
+    if bias_S3W is not None:
+        rows_R, places_R = _placed(params_PB[Param.BIAS], bias_S3W)
+        tokens_RW, bias_RW, until_RW = bias_S3W[places_R].unbind(1)
+        rows_R1, tokens_RW = rows_R[:, None], tokens_RW.long()
+        values_RW = logits_BV[rows_R1, tokens_RW] + bias_RW.view(torch.float32)
+        values_RW.masked_fill_(position_B[rows_R1] < until_RW, -torch.inf)
+        if counts_SV is not None:
+            places_R = params_PB[Param.COUNTS][rows_R].long() - 1
+            counted_R1 = ((places_R >= 0) & (places_R < len(counts_SV)))[:, None]
+            counts_RW = counts_SV[places_R.where(counted_R1[:, 0], 0)[:, None], tokens_RW]
+            counts_RW = counts_RW.where(counted_R1, 0)
+            values_RW = _penalised(values_RW, counts_RW, params_PB[:, rows_R, None])
+        adjusted_BV[rows_R1, tokens_RW] = values_RW
+    return adjusted_BV
+
+
+def _placed(places_B: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that have a place in a table, and their places."""
+    rows_R = ((places_B > 0) & (places_B <= len(table))).nonzero()[:, 0]
+    return rows_R, places_B[rows_R].long() - 1
+
+
+def _penalised(values: Tensor, counts: Tensor, params: Tensor) -> Tensor:
+    repetition, presence, frequency = (
+        params[param].view(torch.float32)
+        for param in (Param.REPETITION, Param.PRESENCE, Param.FREQUENCY)
+    )
+    scaled = torch.where(values > 0, values / repetition, values * repetition)
+    occurrences = counts >> 1
+    values = torch.where(counts > 0, scaled, values)
+    return values - (occurrences * frequency + (occurrences > 0) * presence)
 
 
 def logprobs(
-    logits_BV: Tensor, scores_BV: Tensor, rows_R: Tensor, top: int
+    logits_BV: Tensor, chosen_B: Tensor, rows_R: Tensor, top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-softmax of the model's own logits, float32.
 
     Returns:
-        The chosen tokens [R] (argmax of the scores), their log-probabilities [R], and the `top`
+        The chosen tokens [R], their log-probabilities [R], and the `top`
         likeliest tokens and their log-probabilities, both [R, top], likeliest first.
     """
     logprobs_RV = logits_BV[rows_R].log_softmax(-1)
-    chosen_R = scores_BV[rows_R].argmax(-1)
+    chosen_R = chosen_B[rows_R]
     chosen_logprob_R = logprobs_RV.gather(1, chosen_R[:, None])[:, 0]
     top_logprobs, top_ids = logprobs_RV.topk(min(top, logprobs_RV.size(1)), -1)
     return chosen_R, chosen_logprob_R, top_ids, top_logprobs

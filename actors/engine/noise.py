@@ -16,9 +16,9 @@ int64 stands for the reference's uint64: sums and products wrap alike, shifts ne
 import torch
 from torch import Tensor
 
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 
 def gumbel(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
@@ -39,14 +39,14 @@ def gumbel(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
     # u from the upper 32 bits. An event of probability p is an exponential -log(1 - u) below about
     # p, and float32 is finest there; the other end only has to stay below 1.
     u_BV = ((bits_BV >> 32) & 0xFFFFFFFF).to(torch.float32)
-    u_BV.add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
+    u_BV.add_(0.5).mul_(2.0**-32).clamp_(max=LARGEST_BELOW_ONE)
     return u_BV.neg_().log1p_().neg_().log_().neg_()
 
 
 def splitmix64(seed: Tensor, index: Tensor) -> Tensor:
     """Output `index` of the SplitMix64 stream `seed`; int64, broadcast over both."""
-    x = seed + (index + 1) * _GAMMA
-    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+    x = seed + (index + 1) * GAMMA
+    for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
         x.bitwise_xor_(_shift_right(x, shift)).mul_(multiplier)
     return x.bitwise_xor_(_shift_right(x, 31))
 

@@ -9,8 +9,7 @@ argmax, which is the sample (`actors.engine.logits.perturb`).
 
 import math
 import struct
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +17,10 @@ import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
+from actors.engine import logits as on_cpu
+from actors.engine.adjustments import BiasTable, CountTable, Place
 from actors.engine.grammar import SequenceGrammar, allowed_tokens
-from actors.engine.logits import Adjustments, Param, adjust, forbid, logprobs, perturb
+from actors.engine.logits import Param, forbid, logprobs, perturb
 from actors.engine.sampling_defaults import ResolvedSampling
 from actors.engine.validation import MAX_LOGPROBS
 
@@ -49,24 +50,48 @@ class SequenceSampling:
     output_ids: list[int] = field(default_factory=list)  # the engine appends after every step
     grammar: SequenceGrammar | None = None  # its end is among `stop_ids`
     _pending: dict[int, tuple["_StepLogprobs", int]] = field(default_factory=dict, init=False)
-    _counts: Counter[int] = field(default_factory=Counter, init=False)
-    _counted: int = field(default=0, init=False)
+    counted_prompt: Tensor | None = field(default=None, init=False)  # see `Adjusted`
+    biased: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         p = self.params
-        self.packed = (  # in the order of Param, without the position
+        # In the order of Param, which goes on with what differs from step to step.
+        self.packed = (
             _float_bits(p.temperature),
             min(p.top_k, _INT32_MAX) if p.top_k > 0 else _INT32_MAX,
             _float_bits(p.top_p),
             _float_bits(p.min_p),
             *struct.unpack("<ii", struct.pack("<q", self.seed)),
         )
+        self.penalties = tuple(
+            map(_float_bits, (p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
+        )
         self.is_filtered = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         self.is_penalised = (
             p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         )
         if p.repetition_penalty != 1:  # the only one that looks at the prompt
-            self._counts.update(dict.fromkeys(self.prompt_ids, 0))
+            self.counted_prompt = torch.tensor(self.prompt_ids, dtype=torch.int64)
+        # With a grammar the end is withheld by that.
+        forbidden = self.stop_ids if p.min_tokens > 0 and self.grammar is None else frozenset()
+        if p.logit_bias or forbidden:
+            self.biased = torch.tensor(
+                [
+                    (
+                        token,
+                        _float_bits(p.logit_bias.get(token, 0.0)),
+                        min(p.min_tokens, _INT32_MAX) if token in forbidden else 0,
+                    )
+                    for token in sorted({*p.logit_bias, *forbidden})
+                ],
+                dtype=torch.int32,
+            ).T.contiguous()
+
+    def is_biased(self, generated: int) -> bool:
+        """Whether `biased` changes anything, after `generated` tokens."""
+        if self.params.logit_bias:
+            return True
+        return self.biased is not None and generated < self.params.min_tokens
 
     def withheld(self, generated: int) -> frozenset[int]:
         """Tokens that its grammar must do without, after `generated` tokens."""
@@ -74,13 +99,6 @@ class SequenceSampling:
         if generated < self.params.min_tokens:
             return self.stop_ids
         return self.grammar.end_ids if self.params.ignore_eos else frozenset()
-
-    def history(self, length: int) -> Counter[int]:
-        """Distinct tokens that penalties look at, with their counts in the first `length` outputs."""
-        assert self._counted <= length <= len(self.output_ids), "outputs only grow"
-        self._counts.update(self.output_ids[self._counted : length])
-        self._counted = length
-        return self._counts
 
     def take_logprobs(self, count: int) -> tuple[RawLogprob, ...] | None:
         """Those of the newest `count` tokens in `output_ids`; None if the request wants none.
@@ -115,9 +133,17 @@ class BatchSampler:
     do_processing = True
     tensors_required = len(Param)
 
-    def __init__(self) -> None:
+    def __init__(self, max_sequences: int = 256) -> None:
+        """Make a sampler.
+
+        Args:
+            max_sequences: in a batch.
+        """
+        self._counts = CountTable(max_sequences)
+        self._bias = BiasTable(max_sequences)
         self._samples = self._filters = False
-        self._adjustments: Adjustments | None = None
+        self._counted_rows: list[tuple[Place, SequenceSampling, int]] = []
+        self._biased_rows: list[tuple[Place, SequenceSampling]] = []
         self._logprob_rows: list[tuple[int, SequenceSampling, int]] = []
         self._grammar_rows: list[tuple[int, SequenceSampling, int]] = []
 
@@ -125,6 +151,25 @@ class BatchSampler:
     def needs_results(self) -> bool:
         """Whether the batch after the one prepared last depends on this one's tokens."""
         return bool(self._grammar_rows)
+
+    def free(self) -> None:
+        """Give the device's memory back, for a sleep; sequences go on right all the same."""
+        self._counts.free()
+        self._bias.free()
+
+    def warm_up(self, device: torch.device, vocab_size: int) -> None:
+        """Compile the kernels, so that no request has to wait for it. Waits for the device."""
+        from actors.engine.sampling_kernels import adjust, sample
+
+        logits_BV = torch.zeros((1, vocab_size), device=device)
+        params_PB = torch.ones((len(Param), 1), dtype=torch.int32, device=device)
+        ids_B = torch.zeros(1, dtype=torch.int32, device=device)
+        counts_SV = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)
+        bias_S3W = torch.zeros((1, 3, 1), dtype=torch.int32, device=device)
+        adjust(logits_BV, ids_B, params_PB, counts_SV, bias_S3W)
+        for filters in (False, True):
+            sample(logits_BV, params_PB, filters=filters)
+        torch.cuda.synchronize(device)
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
         int32_tensor.zero_()  # greedy
@@ -142,18 +187,29 @@ class BatchSampler:
         states = [request.state for request in requests_in_batch if request.has_new_token]
         batch: list[tuple[int, SequenceSampling, int]] = []  # row, sequence, tokens generated
         packed = [_GREEDY] * len(states)
+        self._counted_rows, self._biased_rows = [], []
+        self._counts.places.begin_step()
+        self._bias.places.begin_step()
         for row, state in enumerate(states):
             sequence: SequenceSampling | None = getattr(state, "sampling", None)
             if sequence is not None:
                 generated = state.position_offset - len(sequence.prompt_ids)
                 batch.append((row, sequence, generated))
-                packed[row] = (*sequence.packed, generated)
+                counts = bias = 0
+                if sequence.is_penalised:
+                    place = self._counts.places.of(sequence)
+                    self._counted_rows.append((place, sequence, generated))
+                    counts = 1 + place.number
+                if sequence.is_biased(generated):
+                    place = self._bias.places.of(sequence)
+                    self._biased_rows.append((place, sequence))
+                    bias = 1 + place.number
+                packed[row] = (*sequence.packed, generated, *sequence.penalties, counts, bias)
         if packed:
             params_PB = torch.tensor(packed, dtype=torch.int32).T
             arg_storage[: len(Param), : len(packed)] = params_PB.to(arg_storage.device)
         self._samples = any(sequence.params.temperature > 0 for _, sequence, _ in batch)
         self._filters = any(sequence.is_filtered for _, sequence, _ in batch)
-        self._adjustments = _make_adjustments(batch, len(packed))
         self._logprob_rows = [entry for entry in batch if entry[1].params.logprobs is not None]
         self._grammar_rows = [entry for entry in batch if entry[1].grammar is not None]
         return arg_storage
@@ -166,20 +222,47 @@ class BatchSampler:
             scores: the model's logits [B, V], float32; left as they are.
             logits_processor_args: [P, B], rows as in `Param`. Rows of B beyond the batch are padding.
         """
-        result, forms = scores, None
-        if self._adjustments is not None:
-            result = adjust(result, input_ids, self._adjustments.to(scores.device))
-        if self._grammar_rows:
-            # Only now, while the device computes the logits. What is forbidden stays so whatever the
-            # adjustments were.
-            forms = self._follow_grammars(scores)
-            result = forbid(result, *forms)
+        allowed, result = self._restrict(input_ids, scores, logits_processor_args)
         if self._samples:
             result = perturb(result, logits_processor_args, filters=self._filters)
         if self._logprob_rows:
-            logits = scores if forms is None else forbid(scores, *forms)
-            self._keep_logprobs(logits, result)
+            self._keep_logprobs(scores, allowed, result.argmax(-1))
         return result
+
+    def sample(self, input_ids: Tensor, logits_BV: Tensor, params_PB: Tensor) -> Tensor:
+        """Each sequence's next token [B], the argmax of what a call gives; on CUDA, by kernels.
+
+        Takes what a call takes. Nothing waits for the device.
+        """
+        from actors.engine import sampling_kernels as on_cuda
+
+        allowed, result = self._restrict(input_ids, logits_BV, params_PB)
+        if self._samples:
+            chosen_B = on_cuda.sample(result, params_PB, filters=self._filters)
+        else:
+            chosen_B = result.argmax(-1)
+        if self._logprob_rows:
+            self._keep_logprobs(logits_BV, allowed, chosen_B)
+        return chosen_B
+
+    def _restrict(
+        self, input_ids: Tensor, logits_BV: Tensor, params_PB: Tensor
+    ) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
+        """What grammars allow, as `forbid` takes it; and the logits after all but temperature and filters."""
+        result, device = logits_BV, logits_BV.device
+        if self._counted_rows or self._biased_rows:
+            counts_SV = bias_S3W = None
+            if self._counted_rows:
+                counts_SV = self._counts.prepare(self._counted_rows, logits_BV.size(1), device)
+            if self._biased_rows:
+                bias_S3W = self._bias.prepare(self._biased_rows, device)
+            result = _adjust_on(device)(logits_BV, input_ids, params_PB, counts_SV, bias_S3W)
+        if not self._grammar_rows:
+            return None, result
+        # Only now, while the device computes the logits. What is forbidden stays so whatever the
+        # adjustments were.
+        allowed = self._follow_grammars(logits_BV)
+        return allowed, forbid(result, *allowed)
 
     def _follow_grammars(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
         """Rows with a grammar, and the tokens that it allows, as `forbid` takes them."""
@@ -194,12 +277,16 @@ class BatchSampler:
         device = logits_BV.device
         return rows_R.to(device, non_blocking=True), allowed_RW.to(device, non_blocking=True)
 
-    def _keep_logprobs(self, logits_BV: Tensor, scores_BV: Tensor) -> None:
+    def _keep_logprobs(
+        self, logits_BV: Tensor, allowed: tuple[Tensor, Tensor] | None, chosen_B: Tensor
+    ) -> None:
+        if allowed is not None:
+            logits_BV = forbid(logits_BV, *allowed)
         rows_R = torch.tensor([row for row, _, _ in self._logprob_rows])
         rows_R = rows_R.to(logits_BV.device, non_blocking=True)
         # Always the most, so that how many a neighbour wants cannot change which of two tokens with
         # the same logit is listed.
-        step = _StepLogprobs(logprobs(logits_BV, scores_BV, rows_R, MAX_LOGPROBS))
+        step = _StepLogprobs(logprobs(logits_BV, chosen_B, rows_R, MAX_LOGPROBS))
         for i, (_, sequence, generated) in enumerate(self._logprob_rows):
             sequence._pending[generated] = (step, i)
 
@@ -220,39 +307,12 @@ class _StepLogprobs:
         return RawLogprob(token_id, logprob, tuple(likeliest[:top]))
 
 
-def _make_adjustments(
-    batch: Sequence[tuple[int, SequenceSampling, int]], num_rows: int
-) -> Adjustments | None:
-    """Bias, forbidden tokens and penalties of a batch; None when nobody asks for any."""
-    bias: list[tuple[int, int, float]] = []
-    history: list[tuple[int, int, int]] = []
-    newest: list[int] = []
-    penalties = [(1.0, 0.0, 0.0)] * num_rows
-    for row, sequence, generated in batch:
-        p = sequence.params
-        bias += ((row, token, value) for token, value in p.logit_bias.items())
-        if generated < p.min_tokens and sequence.grammar is None:  # see SequenceSampling.withheld
-            bias += ((row, token, -math.inf) for token in sequence.stop_ids)
-        if sequence.is_penalised:
-            penalties[row] = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-            known = sequence.history(max(generated - 1, 0))
-            history += ((row, token, count) for token, count in known.items())
-            if generated > 0:
-                newest.append(row)
-    if not (bias or history or newest):
-        return None
-    bias_rows, bias_tokens, bias_values = zip(*bias, strict=True) if bias else ((), (), ())
-    rows, tokens, counts = zip(*history, strict=True) if history else ((), (), ())
-    return Adjustments(
-        bias_rows=torch.tensor(bias_rows, dtype=torch.int64),
-        bias_tokens=torch.tensor(bias_tokens, dtype=torch.int64),
-        bias=torch.tensor(bias_values, dtype=torch.float32),
-        history_rows=torch.tensor(rows, dtype=torch.int64),
-        history_tokens=torch.tensor(tokens, dtype=torch.int64),
-        history_counts=torch.tensor(counts, dtype=torch.int64),
-        newest_rows=torch.tensor(newest, dtype=torch.int64),
-        penalties=torch.tensor(penalties, dtype=torch.float32).T,
-    )
+def _adjust_on(device: torch.device) -> Callable[..., Tensor]:
+    if device.type != "cuda":
+        return on_cpu.adjust
+    from actors.engine import sampling_kernels
+
+    return sampling_kernels.adjust
 
 
 def _float_bits(value: float) -> int:
@@ -261,4 +321,4 @@ def _float_bits(value: float) -> int:
     return bits
 
 
-_GREEDY = (0, _INT32_MAX, _float_bits(1.0), 0, 0, 0, 0)
+_GREEDY = (0, _INT32_MAX, _float_bits(1.0), 0, 0, 0, 0, 0, 0, 0, 0, 0)

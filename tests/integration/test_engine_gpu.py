@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from actors.engine import graphs
+from actors.engine import graphs, sampling_kernels
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput
 from actors.engine.sizing import PREFILL_SIZES
@@ -71,6 +71,8 @@ WISHES: list[dict[str, object]] = [
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
     {"logprobs": 2},
     {"frequency_penalty": 1.5, "logit_bias": {77: 5.0}},
+    {"repetition_penalty": 1.05, "presence_penalty": 0.5, "temperature": 0.7, "min_p": 0.05},
+    {"logit_bias": dict.fromkeys(range(3, 150), 0.5), "temperature": 1.0},
 ]
 
 
@@ -389,3 +391,69 @@ def test_batch_with_wishes_of_every_kind(use_async: bool) -> None:
                 scores[row, earlier] -= 1.5
             behind = float(scores[row].max() - scores[row, token])
             assert behind < 0.05 * float(scores[row].std()), row
+
+
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_penalties_know_what_came_before_a_sleep(use_async: bool) -> None:
+    """The tables on the device are gone then; sequences come and go meanwhile."""
+    limits = LIMITS.model_copy(update={"use_async_batching": use_async})
+    with running(MODELS["qwen2, 64"](), limits) as h:
+        penalties: dict[str, object] = {
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.8,
+            "presence_penalty": 0.3,
+        }
+        names = []
+        for number in range(4):
+            wishes = penalties | {"logit_bias": {9: 2.0, 10: -3.0}}
+            names += [h.submit(prompt, 60, **wishes) for prompt in prompts(number, (9, 40))]
+            for _ in range(31):
+                h.step()
+            if number == 2:
+                h.cancel(next(iter(h.running)))
+            h.lose_and_restore()
+        h.finish()
+        for name in names:
+            scores = h.scores(name)
+            spread = float(scores.std())
+            scores[:, 9] += 2.0
+            scores[:, 10] -= 3.0
+            for row, token in enumerate(h.tokens[name]):
+                output = torch.tensor(h.tokens[name][:row], dtype=torch.int64, device="cuda")
+                seen = torch.unique(torch.cat((torch.tensor(h.prompts[name]).cuda(), output)))
+                known = scores[row, seen]
+                scores[row, seen] = torch.where(known > 0, known / 1.2, known * 1.2)
+                counts = output.bincount(minlength=scores.size(1))
+                scores[row] -= 0.8 * counts + 0.3 * (counts > 0)
+                behind = float(scores[row].max() - scores[row, token])
+                assert behind < 0.05 * spread, (name, row)
+
+
+def test_asleep_there_are_no_tables() -> None:
+    with running(MODELS["qwen2, 64"](), LIMITS) as h:
+        h.submit((5, 6, 7), 200, repetition_penalty=1.1, logit_bias={9: 1.0})
+        h.step()
+        before = torch.cuda.memory_allocated()
+        h.engine.pause()
+        h.engine.drop_kv()
+        assert torch.cuda.memory_allocated() < before
+        assert h.engine._sampler._counts.counts_SV is None
+        assert h.engine._sampler._bias.bias_S3W is None
+        h.engine.prepare_wake()
+        h.engine.resume()
+        h.finish()
+
+
+def test_nothing_is_compiled_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling's kernels are there before the first request that needs them."""
+    with running(MODELS["qwen2, 64"](), LIMITS) as h:
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise AssertionError("a kernel was compiled in the middle of serving")
+
+        for name in ("_perturb", "_choose", "_penalise", "_add_bias"):
+            monkeypatch.setattr(getattr(sampling_kernels, name), "_do_compile", refuse)
+        for wishes in WISHES:
+            for prompt in prompts(4, (9, 30)):
+                h.submit(prompt, 8, **wishes)
+            h.finish()

@@ -15,11 +15,11 @@ from transformers import (
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestState
 
-from actors.engine.logits import Param, perturb
+from actors.engine.logits import Param
 from actors.engine.noise import gumbel, splitmix64
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
 from actors.engine.sampling_defaults import ResolvedSampling
-from actors.engine.validation import validate
+from actors.engine.validation import MAX_LOGIT_BIAS, validate
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import SamplingParams
 
@@ -501,40 +501,17 @@ def test_values_out_of_range_are_refused(param: str, value: Any) -> None:
     assert (type(caught.value) is UnsupportedParameter) == (value == 21)
 
 
+def test_more_biased_or_stop_tokens_than_allowed_are_refused() -> None:
+    many = range(MAX_LOGIT_BIAS + 1)
+    validate(SamplingParams(logit_bias=dict.fromkeys(many[1:], 1.0)), 2000)
+    for param, value in (("logit_bias", dict.fromkeys(many, 1.0)), ("stop_token_ids", (*many,))):
+        with pytest.raises(InvalidRequest, match=f"{param} has 1025 tokens; the limit is 1024"):
+            validate(SamplingParams(**{param: value}), 2000)  # type: ignore[arg-type]
+
+
 def test_min_tokens_above_max_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"min_tokens is 5.*max_tokens \(4\)"):
         validate(SamplingParams(max_tokens=4, min_tokens=5), V)
-
-
-# On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("filters", [False, True])
-def test_captured_graph_reads_its_parameters_at_replay(filters: bool) -> None:
-    def packed(step: int) -> Tensor:
-        rows = [
-            (*sequence(temperature=0.4 * row, seed=row, top_p=0.9, top_k=50).packed, step)
-            for row in range(6)
-        ]
-        return torch.tensor(rows, dtype=torch.int32).T.contiguous()
-
-    logits = torch.randn(6, 50_000, generator=torch.Generator().manual_seed(0)) * 3
-    params, on_device = packed(0).cuda(), logits.cuda()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        perturb(on_device, params, filters=filters)
-    stream.synchronize()
-    with torch.cuda.graph(graph):
-        captured = perturb(on_device, params, filters=filters)
-    for step in (1, 2):
-        params.copy_(packed(step))
-        graph.replay()
-        assert torch.equal(captured, perturb(on_device, params, filters=filters))
-        # The noise is the CPU's up to the last bit of a logarithm.
-        on_cpu = perturb(logits, packed(step), filters=filters)
-        assert torch.equal(captured.argmax(-1).cpu(), on_cpu.argmax(-1))
 
 
 # Inside transformers' continuous batching
