@@ -126,19 +126,19 @@ def adjust(
 
 @triton.jit
 def _perturb(
-    logits, peaks, params, floors, noisy, best, places, masses, V: tl.constexpr, N: tl.constexpr,
+    logits, peaks, parameters, floors, noisy, best, places, masses, V: tl.constexpr, N: tl.constexpr,
     FILTERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Logits with noise, and of each tile the largest, its token, and the mass that min_p leaves."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    temperature = _float(params, row, _TEMPERATURE)
+    temperature = _float(parameters, row, _TEMPERATURE)
     token = tile * TILE + tl.arange(0, TILE)
     inside = token < V
     noisy_T = tl.load(logits + row * V + token, mask=inside, other=float("-inf"))
     if temperature > 0:
         score_T = tl.div_rn(noisy_T - tl.load(peaks + row), temperature)
-        noisy_T = score_T + _gumbel(params, row, token)
+        noisy_T = score_T + _gumbel(parameters, row, token)
         if FILTERS:
             alive = score_T >= tl.load(floors + row)
             noisy_T = tl.where(alive, noisy_T, float("-inf"))
@@ -153,7 +153,7 @@ def _perturb(
 
 @triton.jit
 def _choose(
-    logits, peaks, params, floors, noisy, best, places, masses, chosen, V: tl.constexpr,
+    logits, peaks, parameters, floors, noisy, best, places, masses, chosen, V: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, FILTERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The token with the largest noise among those that the filters keep."""
@@ -163,12 +163,12 @@ def _choose(
     place_N = tl.load(places + row * N + part, mask=part < N, other=V)
     choice = tl.min(tl.where(best_N == tl.max(best_N, 0), place_N, V), 0)
     if FILTERS:
-        temperature = _float(params, row, _TEMPERATURE)
+        temperature = _float(parameters, row, _TEMPERATURE)
         if temperature > 0:
             peak = tl.load(peaks + row)
             floor = tl.load(floors + row)
-            top_p = _float(params, row, _TOP_P)
-            top_k = tl.minimum(tl.maximum(tl.load(params + row * _P + _TOP_K), 1), V)
+            top_p = _float(parameters, row, _TOP_P)
+            top_k = tl.minimum(tl.maximum(tl.load(parameters + row * _P + _TOP_K), 1), V)
             total = tl.sum(tl.load(masses + row * N + part, mask=part < N, other=0.0), 0)
             if top_k < V:
                 floor = tl.maximum(
@@ -253,33 +253,35 @@ def _kth(logits, row, peak, temperature, floor, k, V: tl.constexpr, TILE: tl.con
 
 
 @triton.jit(do_not_specialize=["S"])
-def _penalise(logits, params, input_ids, counts, adjusted, S, V: tl.constexpr, TILE: tl.constexpr):
+def _penalise(
+    logits, parameters, input_ids, counts, adjusted, S, V: tl.constexpr, TILE: tl.constexpr
+):
     """Copy a tile with penalties; the newest token, which came from the device, is counted first."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = token < V
     logit_T = tl.load(logits + row * V + token, mask=inside)
-    place = tl.load(params + row * _P + _COUNTS) - 1
+    place = tl.load(parameters + row * _P + _COUNTS) - 1
     if (place >= 0) & (place < S):
         at = counts + place.to(tl.int64) * V + token
         count_T = tl.load(at, mask=inside, other=0)
-        if tl.load(params + row * _P + _POSITION) > 0:
+        if tl.load(parameters + row * _P + _POSITION) > 0:
             newest = inside & (token == tl.load(input_ids + row))
             count_T += tl.where(newest, 2, 0)
             tl.store(at, count_T, mask=newest)
-        logit_T = _penalised(logit_T, count_T, params, row)
+        logit_T = _penalised(logit_T, count_T, parameters, row)
     tl.store(adjusted + row * V + token, logit_T, mask=inside)
 
 
 @triton.jit(do_not_specialize=["S", "num_biased", "W"])
 def _add_bias(
-    logits, params, counts, bias, adjusted, S, num_biased, W, V: tl.constexpr, TILE: tl.constexpr
+    logits, parameters, counts, bias, adjusted, S, num_biased, W, V: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Write biased logits, penalties included, over those without bias."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(params + row * _P + _BIAS) - 1
-    counted = tl.load(params + row * _P + _COUNTS) - 1
-    position = tl.load(params + row * _P + _POSITION)
+    place = tl.load(parameters + row * _P + _BIAS) - 1
+    counted = tl.load(parameters + row * _P + _COUNTS) - 1
+    position = tl.load(parameters + row * _P + _POSITION)
     if (place >= 0) & (place < num_biased):
         for start in range(0, W, TILE):
             lane = start + tl.arange(0, TILE)
@@ -292,18 +294,18 @@ def _add_bias(
             logit_T = tl.where(position < until_T, float("-inf"), logit_T)
             if (counted >= 0) & (counted < S):
                 count_T = tl.load(counts + counted.to(tl.int64) * V + token, mask=inside, other=0)
-                logit_T = _penalised(logit_T, count_T, params, row)
+                logit_T = _penalised(logit_T, count_T, parameters, row)
             tl.store(adjusted + row * V + token, logit_T, mask=inside)
 
 
 @triton.jit
-def _penalised(logit_T, count_T, params, row):
-    repetition = _float(params, row, _REPETITION)
+def _penalised(logit_T, count_T, parameters, row):
+    repetition = _float(parameters, row, _REPETITION)
     scaled_T = tl.where(logit_T > 0, tl.div_rn(logit_T, repetition), logit_T * repetition)
     occurrences_T = count_T >> 1
     logit_T = tl.where(count_T > 0, scaled_T, logit_T)
-    frequency_T = occurrences_T.to(tl.float32) * _float(params, row, _FREQUENCY)
-    presence_T = tl.where(occurrences_T > 0, _float(params, row, _PRESENCE), 0.0)
+    frequency_T = occurrences_T.to(tl.float32) * _float(parameters, row, _FREQUENCY)
+    presence_T = tl.where(occurrences_T > 0, _float(parameters, row, _PRESENCE), 0.0)
     return logit_T - (frequency_T + presence_T)
 
 
@@ -314,16 +316,16 @@ def _scores(logits, row, token, inside, peak, temperature, V: tl.constexpr):
 
 
 @triton.jit
-def _float(params, row, param: tl.constexpr):
-    return tl.load(params + row * _P + param).to(tl.float32, bitcast=True)
+def _float(parameters, row, param: tl.constexpr):
+    return tl.load(parameters + row * _P + param).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _gumbel(params, row, token):
+def _gumbel(parameters, row, token):
     """See `actors.engine.noise.gumbel`."""
-    low = tl.load(params + row * _P + _SEED_LOW).to(tl.int64)
-    high = tl.load(params + row * _P + _SEED_HIGH).to(tl.int64)
-    position = tl.load(params + row * _P + _POSITION).to(tl.int64)
+    low = tl.load(parameters + row * _P + _SEED_LOW).to(tl.int64)
+    high = tl.load(parameters + row * _P + _SEED_HIGH).to(tl.int64)
+    position = tl.load(parameters + row * _P + _POSITION).to(tl.int64)
     key = _splitmix64(_splitmix64((high << 32) | (low & 0xFFFFFFFF), low * 0), position)
     bits = _splitmix64(key, token.to(tl.int64))
     u = ((bits >> 32) & 0xFFFFFFFF).to(tl.float32)

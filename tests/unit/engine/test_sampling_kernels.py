@@ -161,7 +161,7 @@ from triton.compiler import ASTSource
 from actors.engine import sampling_kernels as k
 
 types = dict.fromkeys(("logits", "peaks", "floors", "noisy", "best", "adjusted"), "*fp32")
-types |= dict.fromkeys(("params", "places", "input_ids", "counts", "bias"), "*i32")
+types |= dict.fromkeys(("parameters", "places", "input_ids", "counts", "bias"), "*i32")
 types |= {"masses": "*fp64", "chosen": "*i64", "S": "i32", "num_biased": "i32", "W": "i32"}
 for kernel, tile, warps in (
     (k._perturb, k._TILE, 8),
@@ -227,3 +227,19 @@ def test_captured_graph_reads_its_parameters_at_replay(filters: bool) -> None:
         params_PB.copy_(at(position))
         graph.replay()
         assert torch.equal(captured, kernels.sample(logits_BV, params_PB, filters=filters))
+
+
+def test_no_kernel_has_an_argument_that_triton_s_launcher_overwrites() -> None:
+    """It makes a function of a kernel's arguments, with locals of its own (triton/runtime/jit.py, 3.6)."""
+    from actors.engine import fetch, paged_decode, sampling_kernels
+    from actors.weights import checksum_kernel
+
+    kernels = [
+        found
+        for module in (fetch, paged_decode, sampling_kernels, checksum_kernel)
+        for found in vars(module).values()
+        if hasattr(found, "arg_names")
+    ]
+    assert len(kernels) > 8
+    taken = {"params", "specialization", "options"}
+    assert not [kernel for kernel in kernels if taken & set(kernel.arg_names)]
