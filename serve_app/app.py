@@ -23,7 +23,9 @@ from serve_app.keys import read_keys
 from serve_app.logs import adopt_serve_handlers
 from serve_app.model_client import ModelInfo
 from serve_app.patience import Patience
+from serve_app.peers import Account, Everybody, News
 from serve_app.routing import CONTROL_ROOM
+from serve_app.serve_peers import ServePeers
 from serve_app.serve_scaler import ServeScaler
 from serve_app.status.images import held_images
 from serve_app.tokenizer import LocalTokenizer
@@ -58,6 +60,18 @@ class Ingress:
         self._settings = settings
         # Here, so that a server whose keys cannot be read does not come up, and never comes up open.
         self._keys = read_keys(settings.api_keys_file, settings.admin_keys_file, os.environ)
+        self._own = serve.get_replica_context().replica_id.unique_id
+        self._account = Account(model.model_id for model in models)
+
+    # --- for the other replicas of the ingress ---
+
+    async def tell_load(self) -> tuple[str, int]:
+        """Who answers, and how many requests it has in flight."""
+        return self._own, self._account.in_flight
+
+    async def exchange(self, news: dict[str, News]) -> tuple[str, dict[str, News]]:
+        """Who answers, and what it knows beyond that news."""
+        return self._own, self._account.answer(news)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Serve asks for the app once the constructor is through."""
@@ -85,6 +99,7 @@ class Ingress:
             send_request_id=False,
             read_images=held_images,
             keys=self._keys,
+            everybody=Everybody(self._account, ServePeers()),
         )
         set_aside()
         return app

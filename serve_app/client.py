@@ -163,34 +163,18 @@ class HandleClient:
         return await self._broadcast("state")
 
     async def metrics(self, within_s: float) -> Scrape:
-        """What the replicas tell in time; those that died are left out.
-
-        A broadcast as a whole is as slow as its slowest replica, so each answer is awaited by itself.
-        """
+        """What the replicas tell in time; those that died are left out."""
         deadline_s = asyncio.get_running_loop().time() + within_s
         try:
-            async with asyncio.timeout_at(deadline_s):
-                response = self._handle.broadcast("metrics")
-                # What `results_async` does before it gathers (ray/serve/handle.py, 2.60).
-                asked = await response._fetch_replica_results_async()
+            outcomes, silent = await outcomes_within(self._handle, deadline_s, "metrics")
         except (DeploymentUnavailableError, TimeoutError):
             return Scrape()
-        asks = [asyncio.ensure_future(_outcome(result)) for result in asked]
-        if not asks:
-            return Scrape()
-        left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
-        answered, silent = await asyncio.wait(asks, timeout=left_s)
-        for ask in silent:
-            ask.cancel()
-        outcomes = [ask.result() for ask in answered]
         failed = [each for each in outcomes if isinstance(each, Exception)]
         broken = [failure for failure in failed if not isinstance(failure, _LOST)]
         for failure in broken:
             logger.warning("a replica of %s gave no metrics: %s", self._info.model_id, failure)
         snapshots = [each for each in outcomes if isinstance(each, Snapshot)]
-        return Scrape(
-            sorted(snapshots, key=lambda each: each.replica_id), len(silent) + len(broken)
-        )
+        return Scrape(sorted(snapshots, key=lambda each: each.replica_id), silent + len(broken))
 
     async def _statuses(self, method: str, *args: object) -> Sequence[ReplicaStatus]:
         answers: list[ReplicaStatus] = await self._broadcast(method, *args)
@@ -228,6 +212,33 @@ def _another_may_do(refusal: Refusal, request: GenerateRequest) -> bool:
         return isinstance(refusal.error, ReplicaFailed)
     may_be_elsewhere = isinstance(refusal.error, DeviceMemoryShort | ReplicaFailed)
     return may_be_elsewhere and len(request.avoid) + 1 < _ATTEMPTS
+
+
+async def outcomes_within(
+    handle: "DeploymentHandle[Any]", deadline_s: float, method: str, *args: object
+) -> tuple[list[object], int]:
+    """What every running replica answered or raised until then, and how many did neither.
+
+    A broadcast as a whole is as slow as its slowest replica, so each answer is awaited by itself.
+
+    Args:
+        deadline_s: by the loop's clock.
+
+    Raises:
+        DeploymentUnavailableError, TimeoutError: nobody could be asked.
+    """
+    async with asyncio.timeout_at(deadline_s):
+        response = handle.broadcast(method, *args)
+        # What `results_async` does before it gathers (ray/serve/handle.py, 2.60).
+        asked = await response._fetch_replica_results_async()
+    asks = [asyncio.ensure_future(_outcome(result)) for result in asked]
+    if not asks:
+        return [], 0
+    left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+    answered, silent = await asyncio.wait(asks, timeout=left_s)
+    for ask in silent:
+        ask.cancel()
+    return [ask.result() for ask in answered], len(silent)
 
 
 async def _outcome(result: ReplicaResult) -> object:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
@@ -16,50 +16,32 @@ from starlette.responses import Response
 from serve_app.http_errors import unwrap
 from serve_app.metrics import EXPORTED, REPLICAS, SILENT_REPLICAS, Kind, Metric
 from serve_app.model_client import ModelClient, Scrape
-from serve_app.tally import Distribution, Key, Snapshot, Sums
+from serve_app.peers import Everybody
+from serve_app.tally import Distribution, Key, Sums
 
 logger = logging.getLogger(__name__)
 
 _REPLICAS_ANSWER_WITHIN_S = 0.7
 _ALL_WITHIN_S = 0.9  # Prometheus gives up after a time of its own; ours is a second
-_GONE_KEPT = 200  # replicas whose last word is kept apart, in case they were only silent
 _ALL_ENGINES = "all"
-
-
-class Totals:
-    """Sums over all replicas of one model that ever answered here; they never fall.
-
-    A replica that is gone counts with what it told last. What it counted after that is lost, and a new
-    process of the ingress begins without those that were gone before it came.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[str, Snapshot] = {}  # by replica; who answered last is at the end
-        self._gone = Sums()
-
-    def update(self, snapshots: Iterable[Snapshot]) -> Sums:
-        """Take what replicas tell, in any order, and give the sums over all there ever were."""
-        answered = 0
-        for snapshot in snapshots:
-            answered += 1
-            known = self._last.pop(snapshot.replica_id, snapshot)
-            self._last[snapshot.replica_id] = max(snapshot, known, key=lambda each: each.number)
-        while len(self._last) - answered > _GONE_KEPT:
-            self._gone += self._last.pop(next(iter(self._last))).sums
-        return sum((snapshot.sums for snapshot in self._last.values()), self._gone)
 
 
 class Exposition:
     """Answers `GET /metrics`. Wakes no model, and waits for no replica that is stuck."""
 
-    def __init__(self, models: Mapping[str, ModelClient]) -> None:
+    def __init__(self, models: Mapping[str, ModelClient], everybody: Everybody) -> None:
         self._models = models
-        self._totals = {model_id: Totals() for model_id in models}
+        self._everybody = everybody
 
     async def respond(self, request: Request) -> Response:
         scrapes = await asyncio.gather(*(self._scrape(model) for model in self._models.values()))
+        told = {
+            model_id: scrape.snapshots
+            for model_id, scrape in zip(self._models, scrapes, strict=True)
+        }
+        sums = await self._everybody.share(told)
         found = [
-            ModelMetrics(model_id, self._totals[model_id].update(scrape.snapshots), scrape)
+            ModelMetrics(model_id, sums[model_id], scrape)
             for model_id, scrape in zip(self._models, scrapes, strict=True)
         ]
         return Response(render(found), media_type=CONTENT_TYPE_PLAIN_0_0_4)

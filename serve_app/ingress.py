@@ -38,6 +38,7 @@ from serve_app.http_errors import Edge, http_exception
 from serve_app.keys import Access, KeyRing, KeysFile, refuse_keys
 from serve_app.model_client import ModelClient
 from serve_app.openapi import document
+from serve_app.peers import Account, Alone, Everybody
 from serve_app.schemas import (
     Ask,
     parse_chat,
@@ -173,6 +174,7 @@ def build_asgi(
     send_request_id: bool = True,
     read_images: ReadImages | None = None,
     keys: KeyRing | None = None,
+    everybody: Everybody | None = None,
 ) -> Starlette:
     """The HTTP application for `models`.
 
@@ -183,8 +185,11 @@ def build_asgi(
             adds one to every response (ray/serve/_private/http_util.py, RequestIdMiddleware, 2.60).
         read_images: asks the weight holder, for the status page.
         keys: what `read_keys` read; None: everything is open.
+        everybody: this process and the others that serve the same; None: it is alone.
     """
-    return Ingress(models, settings, read_images, keys or KeyRing()).app(send_request_id)
+    everybody = everybody or Everybody(Account(models), Alone())
+    ingress = Ingress(models, settings, read_images, keys or KeyRing(), everybody)
+    return ingress.app(send_request_id)
 
 
 class Ingress:
@@ -196,12 +201,13 @@ class Ingress:
         settings: HttpSettings,
         read_images: ReadImages | None,
         keys: KeyRing,
+        everybody: Everybody,
     ) -> None:
         self._models = ServedModels(models, settings.status_timeout_s)
         self._settings = settings
         self._keys = keys
-        self._exposition = Exposition(models)
-        self._load = Load()
+        self._exposition = Exposition(models, everybody)
+        self._everybody = everybody
         self._continuations = Budget(
             "continuations",
             "max_continuations_in_flight",
@@ -219,7 +225,7 @@ class Ingress:
         self._status = StatusRoutes(self._models, self.banner, self._version, read_images)
 
     def app(self, send_request_id: bool) -> Starlette:
-        counted = [Middleware(self._load.wrap)]
+        counted = [Middleware(self._count_in)]
         routes = [
             *self._status.routes(),
             Route("/v1/models", self.list_models, methods=["GET"]),
@@ -367,27 +373,23 @@ class Ingress:
         return JSONResponse({"version": self._version})
 
     async def show_load(self, request: Request) -> Response:
-        return JSONResponse({"server_load": self._load.in_flight})
+        return JSONResponse({"server_load": await self._everybody.load()})
 
-    async def show_openapi(self, request: Request) -> Response:
-        return JSONResponse(document(self._version, list(self._models.all), self._keys))
+    def _count_in(self, app: ASGIApp) -> ASGIApp:
+        """`app`, its requests counted while they are being answered."""
+        account = self._everybody.account
 
-
-class Load:
-    """Counts the requests that are being answered."""
-
-    def __init__(self) -> None:
-        self.in_flight = 0
-
-    def wrap(self, app: ASGIApp) -> ASGIApp:
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-            self.in_flight += 1
+            account.in_flight += 1
             try:
                 await app(scope, receive, send)
             finally:
-                self.in_flight -= 1
+                account.in_flight -= 1
 
         return counted
+
+    async def show_openapi(self, request: Request) -> Response:
+        return JSONResponse(document(self._version, list(self._models.all), self._keys))
 
 
 def _status_value(replicas: Sequence[ReplicaStatus] | None) -> str:

@@ -26,13 +26,14 @@ from actors.telemetry import (
     WakePhase,
     WakeResult,
 )
-from serve_app import exposition, metrics
-from serve_app.exposition import ModelMetrics, Totals, render
+from serve_app import metrics, peers
+from serve_app.exposition import ModelMetrics, render
 from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.instruments import Instruments
 from serve_app.metrics import EXPORTED, OF_REPLICAS, RAY_ONLY, Kind, Metric
 from serve_app.metrics_table import metrics_table
 from serve_app.model_client import Scrape
+from serve_app.peers import Totals
 from serve_app.tally import Key, Snapshot, Sums, Tally
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of
@@ -128,12 +129,12 @@ def test_nothing_falls_whoever_dies_and_in_whatever_order_answers_come(
 
 
 def test_replicas_that_were_gone_long_ago_are_still_counted() -> None:
-    totals, number = Totals(), exposition._GONE_KEPT + 50
+    totals, number = Totals(), peers._GONE_KEPT + 50
     one = Sums({(metrics.PROMPT_TOKENS.name, ()): 1})
     for i in range(number):
         found = totals.update([snapshot("stays", i, one), snapshot(f"replica-{i}", 0, one)])
     assert found.counters[metrics.PROMPT_TOKENS.name, ()] == number + 1
-    assert len(totals._last) <= exposition._GONE_KEPT + 2
+    assert len(totals._last) <= peers._GONE_KEPT + 2
 
 
 @settings(deadline=None)  # other work on the machine

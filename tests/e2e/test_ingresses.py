@@ -1,0 +1,64 @@
+"""Several processes of the ingress behind one proxy: all of them tell the same."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until
+
+INGRESSES = 3
+LOOKS = 30  # the proxy takes one of two at random; all three are hit
+
+
+def tokens(server: ServeProcess) -> float:
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    samples = (sample for family in families for sample in family.samples)
+    return sum(each.value for each in samples if each.name == "vllm:generation_tokens_total")
+
+
+def replicas(server: ServeProcess) -> set[int]:
+    """The process ids of those that answer, of all models."""
+    answer = server.http.get("/replicas")
+    shown = answer.json()["models"].values() if answer.is_success else ()
+    return {one["process_id"] for model in shown for one in model["replicas"]}
+
+
+def test_all_processes_tell_the_same_also_after_a_replica_has_died() -> None:
+    config = yaml.safe_load((PROJECT / "serve_config.yaml").read_text())
+    (llm,) = (each for each in config["applications"] if each["name"] == "llm")
+    llm["deployments"] = [{"name": "Ingress", "num_replicas": INGRESSES}]
+    server = ServeProcess(yaml.safe_dump(config))
+    try:
+        server.wait_until_ready()
+        (model,) = server.model_states()
+
+        def generate(count: int) -> int:
+            body = {"model": model, "prompt": "Once", "max_tokens": count, "ignore_eos": True}
+            answer = server.post("/v1/completions", **body).json()
+            return int(answer["usage"]["completion_tokens"])
+
+        told = generate(20)
+        wait_until(lambda: tokens(server) == told, what="the first tokens are counted")
+        assert {tokens(server) for _ in range(LOOKS)} == {told}
+
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(generate, 200)
+            wait_until(lambda: server.get("/load")["server_load"] == 1, what="a request in flight")
+            told += long.result()
+        wait_until(lambda: tokens(server) == told, what="all tokens are counted")
+        assert {server.get("/load")["server_load"] for _ in range(LOOKS)} == {0}
+
+        (before,) = replicas(server)
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: replicas(server) - {before}, what="a new replica")
+        assert all(tokens(server) >= told for _ in range(LOOKS))
+        told += generate(5)
+        wait_until(lambda: tokens(server) == told, what="both replicas' tokens are counted")
+        assert {tokens(server) for _ in range(LOOKS)} == {told}
+    finally:
+        leftovers = server.interrupt()
+        server.remove_files()
+    leftovers.check()
