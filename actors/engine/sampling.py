@@ -183,10 +183,14 @@ class BatchSampler:
     def prepare_tensor_args(
         self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor
     ) -> Tensor:
-        """Write the parameters of the sequences that get a token, in their order."""
+        """Write the parameters of the sequences that get a token, in their order.
+
+        Behind them come as many rows as there are sequences that get none, prompts that go on: transformers
+        computes a token for each, and does not reset what an earlier batch has left there.
+        """
         states = [request.state for request in requests_in_batch if request.has_new_token]
         batch: list[tuple[int, SequenceSampling, int]] = []  # row, sequence, tokens generated
-        packed = [_GREEDY] * len(states)
+        packed = [_GREEDY] * len(requests_in_batch)
         self._counted_rows, self._biased_rows = [], []
         self._counts.places.begin_step()
         self._bias.places.begin_step()

@@ -288,6 +288,7 @@ def _add_bias(
             inside = lane < W
             entries = bias + place.to(tl.int64) * 3 * W + lane
             token = tl.load(entries, mask=inside, other=0)
+            inside = inside & (token >= 0) & (token < V)  # whatever a row holds that nobody wrote
             value_T = tl.load(entries + W, mask=inside, other=0).to(tl.float32, bitcast=True)
             until_T = tl.load(entries + 2 * W, mask=inside, other=0)
             logit_T = tl.load(logits + row * V + token, mask=inside, other=0.0) + value_T

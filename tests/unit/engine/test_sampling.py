@@ -299,6 +299,18 @@ def test_rows_are_those_of_requests_with_a_new_token() -> None:
     sampler.prepare_tensor_args([request(second, has_new_token=False)], storage)
 
 
+def test_row_of_a_prompt_that_goes_on_has_nothing_of_an_earlier_batch() -> None:
+    """Its token is computed, too, and thrown away; what was left there named places of others' tables."""
+    sampler = BatchSampler()
+    storage = torch.zeros((sampler.tensors_required, 4), dtype=torch.int32)
+    wishes = {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}}
+    sampler.prepare_tensor_args([request(sequence(**wishes)) for _ in range(3)], storage)
+    assert storage[Param.COUNTS, :3].tolist() == storage[Param.BIAS, :3].tolist() == [1, 2, 3]
+    one, goes_on = request(sequence(**wishes)), request(sequence(), has_new_token=False)
+    sampler.prepare_tensor_args([one, goes_on, goes_on], storage)
+    assert storage[Param.COUNTS, 1:3].tolist() == storage[Param.BIAS, 1:3].tolist() == [0, 0]
+
+
 def test_kwargs_are_refused() -> None:
     BatchSampler().check_kwargs({})
     with pytest.raises(ValueError, match="temperature"):
