@@ -1,8 +1,11 @@
 """Servers of their own: a wake that cannot work, and a model that has to be fetched first."""
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ def text_of(server: ServeProcess, **changes: Any) -> str:
     return text
 
 
-def test_failed_wake_fails_its_requests_and_serve_replaces_the_replica(
+def test_request_whose_wake_fails_is_answered_by_the_replica_that_comes_instead(
     servers: Any, tmp_path: Path
 ) -> None:
     servers.stop()
@@ -39,19 +42,64 @@ def test_failed_wake_fails_its_requests_and_serve_replaces_the_replica(
         before = text_of(server)
         asleep = server.sleep(level=2)
         write_checkpoint(checkpoint, "tiny", tied=True, force=True)  # another layout
-        response = server.post("/v1/completions", **ASK)
-        assert response.status_code == 500
-        error = response.json()["error"]
-        assert error["code"] == "layout_mismatch"
-        assert "changed while the model slept" in error["message"]
-
-        def replaced() -> bool:
-            response = server.post("/v1/completions", **ASK)
-            return response.status_code == 200
-
-        wait_until(replaced, 60, "a new replica answers", pause_s=0.2)
         assert text_of(server) != before  # it serves what is there now
+        assert "changed while the model slept" in server.log()
         assert server.sleep()["replica_id"] != asleep["replica_id"]
+
+
+# Run in a process of its own, so that this one stays out of the server's cluster.
+BREAK_ENGINE = """
+import sys
+import ray
+
+def break_engine(replica):
+    model = replica._replica_impl._user_callable_wrapper._callable
+    def fail(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    model._runtime._engine._processor._generation_step = fail
+
+ray.init(address="auto", namespace="serve", log_to_driver=False, configure_logging=False)
+(name,) = [n["name"] for n in ray.util.list_named_actors(all_namespaces=True) if sys.argv[1] in n["name"]]
+ray.get(ray.get_actor(name, namespace="serve").__ray_call__.remote(break_engine))
+"""
+
+
+def test_engine_that_dies_under_streams_fails_these_and_nobody_else(servers: Any) -> None:
+    servers.stop()
+    with serving(config_with("tiny_cpu.yaml", num_replicas=2, num_cpus=0.1)) as server:
+        wait_until(lambda: len(replicas_of(server)) == 2, 60, "both replicas are there", 0.2)
+        right = text_of(server)
+        body = ASK | {"max_tokens": 900, "ignore_eos": True, "stream": True}
+        with ExitStack() as streams:
+            lines = []
+            for _ in range(8):
+                stream = server.http.stream("POST", "/v1/completions", json=body)
+                response = streams.enter_context(stream)
+                assert response.status_code == 200
+                lines.append(response.iter_lines())
+                assert next(lines[-1]).startswith("data: ")
+            doomed = max(replicas_of(server), key=lambda replica: replica["in_flight"])
+            assert doomed["in_flight"] == 4
+            command = [sys.executable, "-c", BREAK_ENGINE, doomed["replica_id"]]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            broke_s = time.monotonic()
+            endings = [
+                [json.loads(line[6:]) for line in each if line[:7] == "data: {"][-1]
+                for each in lines
+            ]
+        failed = [ending["error"]["code"] for ending in endings if "error" in ending]
+        assert failed == ["engine_dead"] * 4
+        assert sum(e.get("choices", [{}])[0].get("finish_reason") == "length" for e in endings) == 4
+        time.sleep(max(0.0, broke_s + 0.5 - time.monotonic()))  # what the goal speaks of
+        for _ in range(20):
+            assert text_of(server) == right
+        wait_until(lambda: doomed["replica_id"] not in {r["replica_id"] for r in replicas_of(server)},
+                   60, "Serve replaces the failed replica", 0.2)  # fmt: skip
+
+
+def replicas_of(server: ServeProcess) -> list[dict[str, Any]]:
+    replicas: list[dict[str, Any]] = server.get("/replicas")["models"]["tiny"]["replicas"]
+    return replicas
 
 
 def test_missing_model_is_fetched_when_the_server_starts(
