@@ -70,8 +70,12 @@ class TextCodec:
         together: chat models often name the end of a turn in only one of them.
         """
         directory = Path(checkpoint_dir)
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        ).get_text_config()
         sources = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
         sources.append(read_generation_config(directory).get("eos_token_id"))
         eos_ids: set[int] = set()

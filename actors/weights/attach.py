@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.errors import LayoutMismatch
 from actors.memory.arena import DeviceArena
 from actors.weights.layout import Layout, TensorSlot
-from actors.weights.packer import BUILDING
+from actors.weights.packer import BUILDING, read_config
 
 
 def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -20,14 +20,14 @@ def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ValueError: transformers does not know it, or not as a language model.
     """
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = read_config(checkpoint)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         # transformers would say so with the names of all 200 that it has.
         raise ValueError(
             f"transformers has no causal language model of type {config.model_type}: not supported"
         )
     with BUILDING, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model

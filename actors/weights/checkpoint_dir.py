@@ -16,6 +16,7 @@ from actors.weights.download_plan import RemoteFile
 from actors.weights.source import Hub
 
 MANIFEST_NAME = ".sleepserve-manifest.json"
+WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # Locks stay behind: removing one while another process waits for it would break it.
 LOCKS_NAME = ".sleepserve"
@@ -58,7 +59,7 @@ def missing_from_checkpoint(directory: Path) -> str | None:
         return "config.json is missing"
     if (index := directory / INDEX_NAME).is_file():
         return _missing_shard(index)
-    return None if any(directory.glob("*.safetensors")) else "there is no *.safetensors file"
+    return None if (directory / WEIGHTS_NAME).is_file() else f"there is no {WEIGHTS_NAME}"
 
 
 def _missing_shard(index: Path) -> str | None:

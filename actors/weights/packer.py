@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from actors.errors import LayoutMismatch
@@ -28,9 +28,17 @@ def checkpoint_dtype(checkpoint: Path, dtype: str) -> torch.dtype:
     if dtype != "auto":
         found = getattr(torch, dtype)
     else:
-        found = AutoConfig.from_pretrained(checkpoint).dtype or torch.float32
+        found = read_config(checkpoint).dtype or torch.float32
     assert isinstance(found, torch.dtype)
     return found
+
+
+def read_config(checkpoint: Path) -> PreTrainedConfig:
+    """Its config.json. Nothing is fetched for it, and none of its own code is run."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        checkpoint, local_files_only=True, trust_remote_code=False
+    )
+    return config
 
 
 def image_key(checkpoint: Path, dtype: torch.dtype) -> ImageKey:
@@ -56,15 +64,24 @@ def image_key(checkpoint: Path, dtype: torch.dtype) -> ImageKey:
 BUILDING = threading.Lock()
 
 
-def load_reference(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The finished module on the CPU, its weights still in the page cache where dtypes agree.
+def load_reference(
+    checkpoint: Path, dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> PreTrainedModel:
+    """The finished module; on the CPU its weights are still in the page cache where dtypes agree.
 
     transformers 5.23 maps safetensors files and keeps parameters as views of the mapping, so this
     reads nothing yet; the bytes come from disk when they are packed.
     """
     disable_progress_bar()  # it counts tensors that are only mapped; `pack` reports the bytes
     with BUILDING:
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map="cpu")
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
 
-from actors.weights.packer import BUILDING
+from actors.weights.packer import load_reference
 from serve_app.bench.local import Prompt
 
 DeviceMap = Literal["auto", "balanced", "balanced_low_0"]
@@ -52,7 +51,7 @@ class ToHost(_Module):
     """`model.to("cpu")`, and back with `.to` the device."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(_load(checkpoint, dtype, device), device)
+        super().__init__(load_reference(checkpoint, dtype, device), device)
 
     def sleep(self) -> None:
         self._model.to("cpu")
@@ -94,7 +93,7 @@ class Dispatched(_Module):
     def __init__(
         self, checkpoint: Path, dtype: torch.dtype, device: torch.device, device_map: DeviceMap
     ) -> None:
-        super().__init__(_load(checkpoint, dtype, torch.device("cpu")), device)
+        super().__init__(load_reference(checkpoint, dtype), device)
         self._device_map = device_map
         self.wake()
 
@@ -141,7 +140,7 @@ class SavedRegion(_Module):
         self._saver = _memory_saver()
         self._saver.retain_cpu_backup = retain
         # A region takes what its own thread allocates, and transformers loads in several.
-        model: Any = _load(checkpoint, dtype, torch.device("cpu"))
+        model: Any = load_reference(checkpoint, dtype)
         self._saver.resume()  # what the one before has left asleep is used again
         with self._saver.region(enable_cpu_backup=True):
             model.to(device)
@@ -171,7 +170,7 @@ class FreshLoad(_Module):
     """Thrown away, and loaded again from its safetensors files."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(_load(checkpoint, dtype, device), device)
+        super().__init__(load_reference(checkpoint, dtype, device), device)
         self._checkpoint, self._dtype = checkpoint, dtype
 
     def sleep(self) -> None:
@@ -180,7 +179,7 @@ class FreshLoad(_Module):
         _trim(self._device)
 
     def wake(self) -> None:
-        self._model = _load(self._checkpoint, self._dtype, self._device)
+        self._model = load_reference(self._checkpoint, self._dtype, self._device)
         _finish(self._device)
 
 
@@ -214,17 +213,6 @@ def why_not(name: str, device: torch.device) -> str | None:
     if name.startswith("memory-saver") and util.find_spec("torch_memory_saver") is None:
         return "torch-memory-saver is not installed"
     return None
-
-
-def _load(checkpoint: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    disable_progress_bar()
-    with BUILDING:
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=dtype, device_map={"": device}
-        )
-    model.eval()
-    assert isinstance(model, PreTrainedModel)
-    return model
 
 
 def _finish(device: torch.device) -> None:

@@ -547,7 +547,7 @@ def test_ensured_repository_without_safetensors_is_no_checkpoint(
         source = ModelSource(hub=Hub.MODELSCOPE, id="Owner/Name")
         with pytest.raises(downloads.CheckpointMissing) as missing:
             downloads.ensure_checkpoint(source, base_dir=home, models_dir=home / "models")
-    assert "no *.safetensors" in str(missing.value)
+    assert "there is no model.safetensors" in str(missing.value)
     assert "\n" not in str(missing.value)
 
 

@@ -1,5 +1,6 @@
 """Module -> layout -> packed bytes -> module on an arena, for several architectures."""
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,11 +23,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from actors.engine.text import TextCodec
 from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.weights import packer
 from actors.weights.attach import attach, build_on_meta
+from actors.weights.checkpoint import write_checkpoint
 from actors.weights.image import WeightImage
 from actors.weights.layout import TENSOR_ALIGNMENT, Layout, Manifest
 
@@ -208,6 +211,38 @@ def test_key_changes_with_the_checkpoint_and_the_dtype(qwen2: Path) -> None:
     weights = qwen2 / "model.safetensors"
     weights.write_bytes(weights.read_bytes() + b" ")
     assert key != packer.image_key(qwen2, torch.float32)
+
+
+def test_pickled_weights_are_never_read(qwen2: Path) -> None:
+    """Whatever safetensors files lie beside them."""
+    state = packer.load_reference(qwen2, torch.float32).state_dict()
+    torch.save(state, qwen2 / "pytorch_model.bin")
+    (qwen2 / "model.safetensors").rename(qwen2 / "x.safetensors")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        packer.load_reference(qwen2, torch.float32)
+
+
+def read_text(checkpoint: Path, _: torch.dtype) -> TextCodec:
+    return TextCodec.load(checkpoint)
+
+
+@pytest.mark.parametrize("read", [packer.load_reference, build_on_meta, read_text])
+def test_code_of_a_checkpoint_is_never_run(
+    tmp_path: Path,
+    read: Callable[[Path, torch.dtype], object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nor is anybody asked whether it may be."""
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    config_file = write_checkpoint(tmp_path, "tiny") / "config.json"
+    classes = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(config | {"model_type": "theirs", "auto_map": classes}))
+    (tmp_path / "theirs.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(ValueError, match="contains custom code"):
+        read(tmp_path, torch.float32)
+    assert "Do you wish" not in capsys.readouterr().out
 
 
 def test_dtype_conversion_happens_before_packing(qwen2: Path) -> None:
