@@ -7,7 +7,7 @@ means that every file arrived and was verified.
 import hashlib
 import json
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -74,6 +74,12 @@ def _missing_shard(index: Path) -> str | None:
 
 
 # --- the manifest ---
+
+
+def is_ours(path: str) -> bool:
+    """Whether only this project may write a file of that name, relative to the directory."""
+    first = next(iter(PurePosixPath(path).parts), "")
+    return first in (MANIFEST_NAME, f"{MANIFEST_NAME}.tmp", LOCKS_NAME)
 
 
 def read_manifest(directory: Path) -> Manifest | None:

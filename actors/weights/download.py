@@ -166,7 +166,8 @@ def plan(
     """
     client = client or _client(request)
     listing = client.list_files(request)
-    files = select_files(listing.files, request.include, request.exclude)
+    theirs = [file for file in listing.files if not checkpoint_dir.is_ours(file.path)]
+    files = select_files(theirs, request.include, request.exclude)
     if not files:
         raise errors.NothingSelected(
             f"none of the {len(listing.files)} files of {request.id} is left by "

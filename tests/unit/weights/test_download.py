@@ -253,6 +253,17 @@ def test_plan_counts_whole_and_partial_files_on_disk(tmp_path: Path) -> None:
     assert (plan.bytes_total, plan.bytes_missing, plan.free_bytes) == (40, 25, 7)
 
 
+def test_files_named_like_our_own_are_left_on_the_hub(tmp_path: Path) -> None:
+    """A manifest from there would vouch for whatever else came, or did not."""
+    theirs = (f"./{MANIFEST_NAME}", ".sleepserve-manifest.json.tmp", ".sleepserve/lock")
+    files = [RemoteFile(name, size=1) for name in (*theirs, "onnx/.sleepserve", "config.json")]
+    plan = downloads.plan(request_for(tmp_path), client=StubHub(*files))
+    assert [file.path for file in plan.files] == ["onnx/.sleepserve", "config.json"]
+    request = request_for(tmp_path, include=(MANIFEST_NAME,))
+    with pytest.raises(NothingSelected):
+        downloads.plan(request, client=StubHub(RemoteFile(MANIFEST_NAME, 1)))
+
+
 def test_patterns_that_leave_nothing_are_refused(tmp_path: Path) -> None:
     request = request_for(tmp_path, include=("nothing*",))
     with pytest.raises(NothingSelected, match="nothing"):
