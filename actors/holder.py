@@ -1,8 +1,9 @@
 """WeightHolder: CPU-only owner of packed images in the object store of its node.
 
 It owns the object references, so the images live as long as it does, and longer for whoever still
-looks at them. Loading runs on a thread of its own: the holder answers health checks and hands out
-finished images while it loads another.
+looks at them. Checkpoints are looked up, and downloaded, on threads of their own; one more thread makes
+the images, one at a time. So the holder answers health checks and hands out finished images while it
+loads another, and loads while a hub takes its time.
 
 A node has one. An image that another node's holder has is copied from there instead of being read from
 disk, once, and what was copied is this holder's own: it stays when the other one goes.
@@ -10,6 +11,7 @@ disk, once, and what was copied is this holder's own: it stays when the other on
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +33,8 @@ from actors.weights.pull import Peer, pull
 from actors.weights.source import ModelSource
 
 logger = logging.getLogger(__name__)
+
+_LOOK_UPS = 16  # at a time; few models of a node are being downloaded
 
 Origin = Literal["disk", "node"]  # read here, or copied from another node's holder
 
@@ -124,16 +128,20 @@ class WeightHolder:
                 the loader's thread.
             on_load: told where an image came from, and its bytes. On the same thread.
         """
+        self._lock = threading.Lock()  # for the images and what they leave: two threads change both
         self._now = now
         self._peers = peers
         self._on_load = on_load
         self._counts = HolderCounts()
         self._images: dict[ImageKey, _Held] = {}
         self._loading: dict[ImageKey, Future[_Held]] = {}
-        self._recycled_bytes = 0  # freed by us in this store, whose pages it keeps
+        self._recycled_bytes = (
+            0  # freed by us in this store, which keeps the pages, and not used since
+        )
+        self._look_ups = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="image-look-up")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="image-loader")
         for request in preload:
-            self._loader.submit(self._preload, request)
+            self._look_ups.submit(self._preload, request)
 
     async def ping(self) -> None:
         """Answers at once, also while an image loads: the caller learns that somebody is here."""
@@ -163,18 +171,20 @@ class WeightHolder:
         if held is None:
             return False
         held.lessees.discard(lessee)
-        held.lessees &= _alive()
-        if held.lessees:
+        before = frozenset(held.lessees)
+        alive = await asyncio.to_thread(_alive)
+        held.lessees -= before - alive  # those that came meanwhile may be younger than that list
+        if held.lessees or self._images.get(key) is not held:
             return False
         self._drop(key, held, "nobody holds a lease")
         return True
 
     async def expire(self) -> None:
         """Let go of the images that have had no lessee for their `ttl_s`. To be called now and then."""
-        before = {key: frozenset(held.lessees) for key, held in self._images.items()}
+        before = {key: frozenset(held.lessees) for key, held in self._snapshot()}
         alive = await asyncio.to_thread(_alive)
         now_s = self._now()
-        for key, held in list(self._images.items()):
+        for key, held in self._snapshot():
             # Not of those that came meanwhile, who may be younger than that list.
             held.lessees -= before.get(key, frozenset()) - alive
             if held.lessees:
@@ -243,41 +253,52 @@ class WeightHolder:
                 spilled=was_spilled([segment.ref for segment in held.segments]),
                 origin=held.origin,
             )
-            for key, held in self._images.items()
+            for key, held in self._snapshot()
         ]
 
+    def _snapshot(self) -> list[tuple[ImageKey, _Held]]:
+        with self._lock:
+            return list(self._images.items())
+
     def _drop(self, key: ImageKey, held: _Held, why: str) -> None:
-        del self._images[key]
-        if not held.lessees:  # or its pages are still looked at
-            self._recycled_bytes += held.grant.manifest.layout.total_bytes
+        with self._lock:
+            del self._images[key]
+            if not held.lessees:  # or its pages are still looked at
+                self._recycled_bytes += held.grant.manifest.layout.total_bytes
         logger.info("image %s released: %s", key, why)
 
     def _load_once(self, request: ImageRequest, key: ImageKey) -> "Future[_Held]":
         future = self._loading.get(key)
-        if future is None:
-            future = self._loading[key] = self._loader.submit(self._load, request, key)
+        if future is None or future.done():
+            future = self._loading[key] = self._look_ups.submit(self._load, request, key)
+            # Not by the load itself, which may be over before it stands there.
+            future.add_done_callback(lambda _: self._loading.pop(key, None))
         return future
 
     def _preload(self, request: ImageRequest) -> None:
-        """On the loader thread. A failure is logged; the replica that needs the image gets its own."""
+        """On a look-up thread. A failure is logged; the replica that needs the image gets its own."""
         try:
             self._load(request, None)
         except Exception:
             logger.exception("could not preload %s", request.model_id)
 
     def _load(self, request: ImageRequest, key: ImageKey | None) -> _Held:
-        """On the loader thread, of which there is one: the dictionaries have one writer at a time."""
-        try:
-            checkpoint, found = _look_up(request)
-            if key is not None and key != found:
-                raise _mismatch(key, found)
-            held = self._images.get(found)  # a preload may have been first
-            if held is None:
-                held = self._images[found] = self._obtain(request, checkpoint, found)
-            return held
-        finally:
-            if key is not None:
-                self._loading.pop(key, None)
+        """On a look-up thread."""
+        checkpoint, found = _look_up(request)
+        if key is not None and key != found:
+            raise _mismatch(key, found)
+        return self._loader.submit(self._hold, request, checkpoint, found).result()
+
+    def _hold(self, request: ImageRequest, checkpoint: Path, key: ImageKey) -> _Held:
+        """On the loader thread, of which there is one: the store is filled by one at a time."""
+        held = self._images.get(key)  # a preload may have been first
+        if held is None:
+            held = self._obtain(request, checkpoint, key)
+            size = held.grant.manifest.layout.total_bytes
+            with self._lock:
+                self._images[key] = held
+                self._recycled_bytes = max(0, self._recycled_bytes - size)
+        return held
 
     def _obtain(self, request: ImageRequest, checkpoint: Path, key: ImageKey) -> _Held:
         origin: Origin = "node"
