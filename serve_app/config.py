@@ -36,6 +36,7 @@ from actors.engine.config import EngineConfig
 from actors.engine.message_form import ChatConfig
 from actors.lifecycle import SleepConfig
 from actors.watchdog import WatchdogConfig
+from actors.weights.checkpoint_dir import unsupported_weights
 from actors.weights.source import Hub, ModelSource
 from serve_app.autoscaling_config import AutoscalingConfig
 from serve_app.config_errors import (
@@ -261,7 +262,7 @@ _ARGS: dict[str, type[_ModelList]] = {
 def load_model_config(path: str | Path) -> ModelConfig:
     """One file of `configs/`, its checkpoint path made absolute.
 
-    Whether that checkpoint is there is not looked at: see `missing_checkpoint`.
+    Whether that checkpoint is there is not looked at: see `checkpoint_problem`.
 
     Raises:
         ConfigError: no such file, or something in it is wrong.
@@ -274,9 +275,19 @@ def load_model_config(path: str | Path) -> ModelConfig:
     return _with_located_source(config, _project_around(file.absolute().parent))
 
 
-def missing_checkpoint(config: ModelConfig) -> Problem | None:
-    """What to tell the user when `source` is a directory without a checkpoint."""
+def checkpoint_problem(config: ModelConfig) -> Problem | None:
+    """What to tell the user when `source` is a directory without a checkpoint that can be served.
+
+    That of a hub is looked at once it is here.
+    """
+    from actors.weights.download import CheckpointMissing, find_checkpoint  # the hubs' libraries
+
     folder = Path(config.source.id)
+    try:
+        if why := unsupported_weights(find_checkpoint(config.source)):
+            return Problem(why, ("source", "id"))
+    except CheckpointMissing:
+        pass  # of a directory: below
     if config.source.hub is not Hub.PATH or (folder / "config.json").is_file():
         return None
     remedy = "name a directory with config.json and *.safetensors, or a hub in source.hub"
@@ -353,7 +364,7 @@ def _require_checkpoints(
 ) -> None:
     problems = []
     for index, (model, entry) in enumerate(zip(models, entries, strict=True)):
-        if problem := missing_checkpoint(model):
+        if problem := checkpoint_problem(model):
             file = _shown(project / entry) if isinstance(entry, str) else ""
             problems.append(problem.inside(() if file else ("models", index), file))
     if problems:

@@ -185,7 +185,7 @@ def _check_combination(
 
 
 def _config_of(model: str, keep_layers: int | None) -> "ModelConfig":
-    from serve_app.config import ModelConfig, load_model_config, missing_checkpoint
+    from serve_app.config import ModelConfig, checkpoint_problem, load_model_config
 
     path = Path(model)
     if path.is_dir():
@@ -194,7 +194,7 @@ def _config_of(model: str, keep_layers: int | None) -> "ModelConfig":
         config = config.model_copy(update={"model_id": path.resolve().name})
     else:
         config = load_model_config(path)
-    if (problem := missing_checkpoint(config)) is not None:
+    if (problem := checkpoint_problem(config)) is not None:
         raise ConfigError([problem])
     if keep_layers is None:
         return config

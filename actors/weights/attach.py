@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from actors.errors import LayoutMismatch
 from actors.memory.arena import DeviceArena
 from actors.weights.layout import Layout, TensorSlot
-from actors.weights.packer import BUILDING, read_config
+from actors.weights.packer import BUILDING, read_config, require_plain_weights
 
 
 def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -18,8 +18,10 @@ def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     Not accelerate's `init_empty_weights`, which leaves buffers on the CPU.
 
     Raises:
-        ValueError: transformers does not know it, or not as a language model.
+        ValueError: transformers does not know it, or not as a language model; or its weights are
+            quantised.
     """
+    require_plain_weights(checkpoint)
     config = read_config(checkpoint)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         # transformers would say so with the names of all 200 that it has.

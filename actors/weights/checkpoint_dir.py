@@ -7,8 +7,10 @@ means that every file arrived and was verified.
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,8 +18,11 @@ from actors.weights.download_plan import RemoteFile
 from actors.weights.source import Hub
 
 MANIFEST_NAME = ".sleepserve-manifest.json"
+CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+# What AutoGPTQ and AutoAWQ wrote before transformers kept that in config.json.
+_OLDER_QUANTISATION = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Locks stay behind: removing one while another process waits for it would break it.
 LOCKS_NAME = ".sleepserve"
 
@@ -55,8 +60,8 @@ def missing_from_checkpoint(directory: Path) -> str | None:
     """The first thing that keeps a directory from being a safetensors checkpoint, or None."""
     if not directory.is_dir():
         return "the directory does not exist"
-    if not (directory / "config.json").is_file():
-        return "config.json is missing"
+    if not (directory / CONFIG_NAME).is_file():
+        return f"{CONFIG_NAME} is missing"
     if (index := directory / INDEX_NAME).is_file():
         return _missing_shard(index)
     return None if (directory / WEIGHTS_NAME).is_file() else f"there is no {WEIGHTS_NAME}"
@@ -71,6 +76,55 @@ def _missing_shard(index: Path) -> str | None:
     if not missing:
         return None
     return f"{len(missing)} of {len(shards)} shards are missing, {missing[0]} first"
+
+
+def unsupported_weights(directory: Path) -> str | None:
+    """Why the weights of a checkpoint cannot be served, in one line; None if they can.
+
+    transformers loads some quantised weights as if they were none, and wants packages for others.
+    """
+    try:
+        config = json.loads((directory / CONFIG_NAME).read_bytes())
+        if not isinstance(config, dict):
+            raise TypeError("it is no object")
+    except (ValueError, TypeError, RecursionError) as error:
+        return f"{CONFIG_NAME} is unreadable ({type(error).__name__}: {error})"
+    if (method := _quantisation(directory, config)) is not None:
+        return f"the weights are quantised ({method}): not supported; choose them in float16 or bfloat16"
+    if (name := config.get("transformers_weights")) is not None:
+        text = f"{CONFIG_NAME} names {str(name)[:80]!r} in transformers_weights"
+        return f"{text}: not supported; weights are read from {WEIGHTS_NAME} or its shards"
+    return None
+
+
+def _quantisation(directory: Path, config: dict[str, Any]) -> str | None:
+    """The method, and the file that names it."""
+    for each in _objects(config):
+        if (found := each.get("quantization_config")) is not None:
+            return f"{_method(found) or 'method not named'}, by {CONFIG_NAME}"
+    for name, method in _OLDER_QUANTISATION.items():
+        if (file := directory / name).is_file():
+            with suppress(ValueError, RecursionError):  # its name says enough
+                method = _method(json.loads(file.read_bytes())) or method
+            return f"{method}, by {name}"
+    return None
+
+
+def _method(found: object) -> str | None:
+    if not isinstance(found, dict):
+        return None
+    if found.get("load_in_8bit") or found.get("load_in_4bit"):
+        return "bitsandbytes"
+    method = found.get("quant_method")
+    return None if method is None else str(method)[:40]
+
+
+def _objects(value: object) -> Iterator[dict[str, Any]]:
+    """The object and all that are in it: models of several parts have a configuration for each."""
+    if isinstance(value, dict):
+        yield value
+        for each in value.values():
+            yield from _objects(each)
 
 
 # --- the manifest ---

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from actors.errors import LayoutMismatch
+from actors.weights.checkpoint_dir import unsupported_weights
 from actors.weights.checksum import checksum
 from actors.weights.image import digest
 from actors.weights.layout import Checksum, ImageKey, Layout, Segment, TensorKind, TensorSlot, align
@@ -39,6 +40,12 @@ def read_config(checkpoint: Path) -> PreTrainedConfig:
         checkpoint, local_files_only=True, trust_remote_code=False
     )
     return config
+
+
+def require_plain_weights(checkpoint: Path) -> None:
+    """Raises ValueError, in one line, for weights that nothing here can serve."""
+    if (why := unsupported_weights(checkpoint)) is not None:
+        raise ValueError(f"{checkpoint}: {why}")
 
 
 def image_key(checkpoint: Path, dtype: torch.dtype) -> ImageKey:
@@ -71,7 +78,11 @@ def load_reference(
 
     transformers 5.23 maps safetensors files and keeps parameters as views of the mapping, so this
     reads nothing yet; the bytes come from disk when they are packed.
+
+    Raises:
+        ValueError: the weights are quantised.
     """
+    require_plain_weights(checkpoint)
     disable_progress_bar()  # it counts tensors that are only mapped; `pack` reports the bytes
     with BUILDING:
         model = AutoModelForCausalLM.from_pretrained(

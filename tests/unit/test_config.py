@@ -1,5 +1,7 @@
 """What a user who mistyped is told, and that every file we ship is right."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ from serve_app.config import (
     ModelConfig,
     WeightsArgs,
     check_file,
+    checkpoint_problem,
     load_model_config,
-    missing_checkpoint,
 )
 from serve_app.config_errors import ConfigError
 
@@ -67,7 +69,7 @@ def test_shipped_model_config_loads(file: Path) -> None:
 def test_shipped_serve_config_is_valid_as_it_is() -> None:
     (model,) = check_file(PROJECT / "serve_config.yaml")
     assert model.model_id == "demo"
-    assert missing_checkpoint(model) is None
+    assert checkpoint_problem(model) is None
 
 
 def test_shipped_serve_config_listens_on_this_machine_only() -> None:
@@ -129,7 +131,7 @@ def test_hub_id_is_no_path(folder: Path) -> None:
     entry = {"model_id": "big", "source": {"hub": "modelscope", "id": "owner/name"}}
     args = AppArgs.model_validate({"models": [entry]})
     assert args.models[0].source.id == "owner/name"
-    assert missing_checkpoint(args.models[0]) is None
+    assert checkpoint_problem(args.models[0]) is None
 
 
 def test_model_in_place_is_the_same_as_in_a_file(folder: Path) -> None:
@@ -382,6 +384,24 @@ def test_check_says_one_line_and_exits_0(folder: Path) -> None:
     result = CliRunner().invoke(app, ["check", "serve_config.yaml"])
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "serve_config.yaml: ok, models: demo\n"
+
+
+@pytest.mark.parametrize("hub", ["path", "modelscope"])
+def test_check_refuses_quantised_weights_that_are_there(
+    tmp_path: Path, tiny_checkpoint: Path, hub: str
+) -> None:
+    source = {"hub": hub, "id": "a/b" if hub != "path" else str(tmp_path / "a--b" / "default")}
+    if hub != "path":
+        source["models_dir"] = str(tmp_path)
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "a--b" / "default")
+    file = tmp_path / "model.yaml"
+    file.write_text(json.dumps({"model_id": "a", "source": source}))
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    (checkpoint / "quantize_config.json").write_text('{"bits": 4}')
+    result = CliRunner().invoke(app, ["check", str(file)])
+    assert result.exit_code == 2
+    assert "source.id: the weights are quantised (gptq, by quantize_config.json)" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_check_of_missing_file_says_so_and_exits_2(folder: Path) -> None:

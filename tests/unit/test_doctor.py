@@ -4,6 +4,7 @@ import compileall
 import errno
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -177,6 +178,15 @@ def test_mistakes_of_the_configuration_are_findings(tmp_path: Path) -> None:
     wanted = doctor._wanted(file)
     assert wanted is not None
     assert any("hots" in problem for problem in wanted.problems)
+
+
+def test_quantised_weights_are_a_finding(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    (checkpoint / "quant_config.json").write_text('{"w_bit": 4}')
+    wanted = doctor._wanted(_two_of_one_checkpoint(checkpoint, tmp_path))
+    assert wanted is not None
+    assert all("quantised (awq" in problem for problem in wanted.problems)
+    assert len(wanted.problems) == 2
 
 
 def test_torch_that_cannot_be_imported_is_told(

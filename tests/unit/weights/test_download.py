@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from actors.weights import download as downloads
-from actors.weights.checkpoint_dir import MANIFEST_NAME, missing_from_checkpoint, verify_checkpoint
+from actors.weights.checkpoint_dir import (
+    MANIFEST_NAME,
+    missing_from_checkpoint,
+    unsupported_weights,
+    verify_checkpoint,
+)
 from actors.weights.download_errors import (
     DirectoryInUse,
     InvalidModelId,
@@ -184,6 +189,49 @@ def test_checkpoint_without_index_needs_one_safetensors_file(tmp_path: Path) -> 
     assert missing_from_checkpoint(tmp_path) == "there is no model.safetensors"
     (tmp_path / "model.safetensors").write_bytes(b"x")
     assert missing_from_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        (
+            "config.json",
+            '{"quantization_config": {"quant_method": "fp8"}}',
+            "quantised (fp8, by config",
+        ),
+        (
+            "config.json",
+            '{"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}}',
+            "quantised (gptq, by config.json)",
+        ),
+        ("config.json", '{"quantization_config": {"load_in_4bit": true}}', "(bitsandbytes, by"),
+        ("config.json", '{"quantization_config": {}}', "(method not named, by"),
+        ("config.json", '{"quantization_config": "awq"}', "(method not named, by"),
+        (
+            "quantize_config.json",
+            '{"bits": 4, "group_size": 128}',
+            "(gptq, by quantize_config.json)",
+        ),
+        ("quantize_config.json", '{"quant_method": "marlin"}', "(marlin, by quantize_config.json)"),
+        ("quant_config.json", '{"w_bit": 4, "version": "GEMM"}', "(awq, by quant_config.json)"),
+        ("quant_config.json", "not json", "(awq, by quant_config.json)"),
+        ("config.json", '{"transformers_weights": "adapter_model.bin"}', "adapter_model.bin"),
+        ("config.json", "not json", "config.json is unreadable"),
+        ("config.json", "[" * 100_000, "config.json is unreadable"),
+        ("config.json", "[]", "config.json is unreadable"),
+    ],
+)
+def test_weights_that_cannot_be_served_are_named(
+    tmp_path: Path, file: str, text: str, told: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": null, "vision_config": [{}]}')
+    assert unsupported_weights(tmp_path) is None
+    (tmp_path / file).write_text(text)
+    why = unsupported_weights(tmp_path)
+    assert why is not None
+    assert told in why
+    assert "\n" not in why
+    assert len(why) < 300
 
 
 @pytest.mark.parametrize("text", ["not json", "{}", "[]", '{"weight_map": 3}'])

@@ -222,6 +222,18 @@ def test_pickled_weights_are_never_read(qwen2: Path) -> None:
         packer.load_reference(qwen2, torch.float32)
 
 
+@pytest.mark.parametrize("read", [packer.load_reference, build_on_meta])
+def test_quantised_weights_are_refused_before_they_are_read(
+    qwen2: Path, read: Callable[[Path, torch.dtype], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers ignores fp8 over plain weights, and wants a package for others."""
+    config = json.loads((qwen2 / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (qwen2 / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"quantised \(fp8, by config\.json\): not supported"):
+        read(qwen2, torch.bfloat16)
+
+
 def read_text(checkpoint: Path, _: torch.dtype) -> TextCodec:
     return TextCodec.load(checkpoint)
 
