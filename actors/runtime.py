@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from actors.compilation import BackgroundCompilation
 from actors.control import call_unless_closed
 from actors.engine.architectures import check_architecture
+from actors.engine.cards import card_problem
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineStats, TransformersEngine
 from actors.engine.grammar import GrammarCompiler
@@ -417,12 +418,16 @@ class ModelRuntime:
         )
 
 
-def build_module(checkpoint: Path, dtype: str) -> PreTrainedModel:
+def build_module(checkpoint: Path, dtype: str, device: str = "auto") -> PreTrainedModel:
     """The architecture of a checkpoint on meta; costs no memory and tells early what cannot work.
 
     Raises:
-        ValueError: the engine would serve this architecture wrongly.
+        ValueError: the engine would serve this architecture or these weights wrongly, or not on this
+            card.
     """
+    on_card = device != "cpu" and torch.cuda.is_available()
+    if on_card and (problem := card_problem(torch.cuda.get_device_capability())) is not None:
+        raise ValueError(f"{problem}; set engine.device: cpu and num_gpus: 0, or use another card")
     module = build_on_meta(checkpoint, packer.checkpoint_dtype(checkpoint, dtype))
     check_architecture(module)
     return module

@@ -138,7 +138,8 @@ class ModelReplica:
         self._has_complained = False  # of the image
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
         # First what needs no weights: a model that cannot be served is refused in a second.
-        module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
+        device = config.engine_of_replica.device
+        module = await asyncio.to_thread(build_module, checkpoint, config.dtype, device)
         defaults = sampling_defaults(checkpoint) if config.generation_config == "auto" else None
         image = await load.obtain()
         observer = GuardedObserver(self._instruments)

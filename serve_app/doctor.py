@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -26,6 +26,7 @@ import psutil
 import yaml
 from packaging.requirements import Requirement
 
+from actors.engine.cards import card_problem
 from actors.weights.download_progress import text_size
 
 MIN_PYTHON = (3, 11)
@@ -38,7 +39,9 @@ _LARGEST = ("ray", "sympy", "torch", "transformers")
 _TORCH_TIMEOUT_S = 120.0
 _ASK_TORCH = """
 import json, torch
-print(json.dumps([torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count()]))
+count = torch.cuda.device_count()
+capabilities = [torch.cuda.get_device_capability(i) for i in range(count)]
+print(json.dumps([torch.version.cuda, torch.cuda.is_available(), count, capabilities]))
 """
 
 
@@ -64,12 +67,14 @@ class Torch:
 
     Attributes:
         cuda: the version that it was built for; None: for none.
+        capabilities: compute capability of each device.
         error: the last line of what came instead.
     """
 
     cuda: str | None = None
     available: bool = False
     devices: int = 0
+    capabilities: Sequence[Sequence[int]] = ()
     error: str = ""
 
 
@@ -164,7 +169,13 @@ def check_cuda(has_driver: bool, torch: Torch | None, installed: Mapping[str, st
     if missing := [each for each in ("cuda-bindings", "nvidia-ml-py") if each not in installed]:
         remedy = "pip install -c constraints.txt -e '.[gpu]' in the project's folder"
         return Finding(name, Verdict.FAIL, f"{' and '.join(missing)} missing", remedy)
-    return Finding(name, Verdict.OK, f"{torch.devices} device(s), torch for CUDA {torch.cuda}")
+    text = f"{torch.devices} device(s), torch for CUDA {torch.cuda}"
+    problems = {number: card_problem(each) for number, each in enumerate(torch.capabilities)}
+    if told := [f"device {number} is {problem}" for number, problem in problems.items() if problem]:
+        remedy = "CUDA_VISIBLE_DEVICES without it; or engine.device: cpu and num_gpus: 0"
+        verdict = Verdict.FAIL if len(told) == torch.devices else Verdict.WARN
+        return Finding(name, verdict, "; ".join((text, *told)), remedy)
+    return Finding(name, Verdict.OK, text)
 
 
 def check_locked_memory(limit: int | None, has_driver: bool, image_bytes: int) -> Finding:

@@ -115,7 +115,7 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     subject = request.subject()
     holder = holder_of(request)
     stages.mark("join Ray")
-    module = build_module(subject.checkpoint, subject.dtype)
+    module = build_module(subject.checkpoint, subject.dtype, subject.engine.device)
     stages.mark("module")
     load = load_of(subject, holder)
     read_before = read_from_disk()

@@ -223,7 +223,7 @@ def load_of(subject: Subject, holder: HolderClient | None) -> FastLoad:
 async def build_model(subject: Subject, load: FastLoad) -> LocalModel:
     """Asleep, with the graphs captured."""
     image = await load.obtain()
-    module = build_module(subject.checkpoint, subject.dtype)
+    module = build_module(subject.checkpoint, subject.dtype, subject.engine.device)
     runtime = await build_runtime(module, image, load, subject.engine, SleepConfig())
     return LocalModel(runtime)
 

@@ -86,7 +86,7 @@ async def harness(
 
     runtime = await asyncio.to_thread(
         ModelRuntime,
-        build_module(checkpoint, "auto"),
+        build_module(checkpoint, "auto", engine.device),
         checkpoint,
         image,
         reload_image,

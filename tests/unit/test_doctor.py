@@ -19,7 +19,9 @@ from serve_app.doctor import Finding, Torch, Verdict, Wanted
 
 GIB = 2**30
 ALL = {"torch": "2.13.0", "ray": "2.60.0", "cuda-bindings": "13.0", "nvidia-ml-py": "13.580"}
-ON_CARD = Torch(cuda="13.0", available=True, devices=2)
+ON_CARD = Torch(cuda="13.0", available=True, devices=2, capabilities=[[9, 0], [8, 0]])
+ON_OLD_CARD = Torch(cuda="13.0", available=True, devices=1, capabilities=[[7, 5]])
+ON_BOTH = Torch(cuda="13.0", available=True, devices=2, capabilities=[[9, 0], [7, 5]])
 IMAGE = 15 * GIB
 IN_USE, FORBIDDEN, ELSEWHERE = (
     OSError(number, os.strerror(number))
@@ -43,6 +45,8 @@ IN_USE, FORBIDDEN, ELSEWHERE = (
         (doctor.check_cuda(True, Torch(cuda=None), ALL), "fail", "pip uninstall torch"),
         (doctor.check_cuda(True, Torch(cuda="13.0"), ALL), "fail", "--gpus all"),
         (doctor.check_cuda(True, ON_CARD, {"torch": "2.13.0"}), "fail", ".[gpu]"),
+        (doctor.check_cuda(True, ON_OLD_CARD, ALL), "fail", "engine.device: cpu"),
+        (doctor.check_cuda(True, ON_BOTH, ALL), "warn", "CUDA_VISIBLE_DEVICES"),
         (doctor.check_locked_memory(None, True, IMAGE), "ok", ""),
         (doctor.check_locked_memory(2**16, False, IMAGE), "ok", ""),
         (doctor.check_locked_memory(IMAGE, True, IMAGE), "ok", ""),
@@ -92,6 +96,12 @@ def test_packages(required: list[str], told: str) -> None:
     if told:
         assert finding.text == told
         assert "pip install" in finding.remedy
+
+
+def test_card_that_is_too_old_is_named() -> None:
+    finding = doctor.check_cuda(True, ON_BOTH, ALL)
+    assert "device 1 is a card of compute capability 7.5" in finding.text
+    assert "device 0" not in finding.text
 
 
 def test_packages_of_a_checkout_that_is_not_installed() -> None:
