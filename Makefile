@@ -8,6 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
+OLDEST := .venv-oldest
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
@@ -22,13 +23,14 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-page test-clients gpu check fmt clean
+.PHONY: help serve test test-all test-page test-clients test-oldest gpu check fmt clean
 
 help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
 	@echo 'make test    the tests that need no GPU and are quick'
 	@echo 'make test-all  all that need no GPU: half an hour on two cores'
 	@echo 'make test-clients  what other people wrote: OpenAI, schemathesis, evalscope; 1.3 GB in .venv-clients'
+	@echo 'make test-oldest  the unit tests with the oldest versions that pyproject.toml allows, in .venv-oldest'
 	@echo 'make test-page  the status page in a browser; needs chromium'
 	@echo 'make gpu     the tests that need one; PY=python3: with that interpreter, installing nothing'
 	@echo 'make check   formatting, lint, types'
@@ -62,6 +64,10 @@ test-clients: $(STAMP) $(CLIENTS)/.installed
 	SERVER_PYTHON=$(CURDIR)/$(PY) $(CLIENTS)/bin/python -m pytest tests/clients --confcutdir tests/clients \
 		-W default $(ARGS)
 
+# uv finds the versions. Those of what our dependencies need are today's.
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest $(ARGS) tests/unit
+
 # `make gpu PY=python3` takes that interpreter as it is: a GPU host often has no registry, but all that
 # these tests need. Only modules with the mark are imported; others may need what is not there.
 gpu: $(if $(filter command line,$(origin PY)),,$(STAMP))
@@ -77,7 +83,7 @@ fmt: $(STAMP)
 	$(PY) -m ruff check --fix
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) checkpoints/demo checkpoints/tiny .mypy_cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(OLDEST) checkpoints/demo checkpoints/tiny .mypy_cache .hypothesis .pytest_cache .ruff_cache
 	find actors serve_app tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A Python that has a CUDA build of torch keeps it (a GPU image brings its own). Without any torch
@@ -99,6 +105,23 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet -c constraints.txt $$index -e ".[$$extras]"; \
 	if [ -z "$$($(PY) -c 'import torch; print(torch.version.cuda or "")')" ]; then \
 		$(PY) -m pip install --quiet -c constraints.txt -e ".[cpu]"; fi
+	@touch $@
+
+# A torch of PyTorch's CPU index where that can be reached, as above; UV_TORCH_BACKEND, UV_FIND_LINKS and
+# UV_CONSTRAINT say otherwise. A CUDA build of torch brings its own Triton.
+$(OLDEST)/.installed: pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then echo "needs Python 3.11 or newer; found none" >&2; exit 1; fi
+	@echo "Installing the oldest allowed versions into $(OLDEST): a minute or two."
+	@rm -rf $(OLDEST)
+	@set -e; \
+	$(PYTHON) -m venv $(OLDEST); \
+	$(OLDEST)/bin/python -m pip install --quiet uv; \
+	if $(PYTHON) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3)' 2>/dev/null; \
+	then export UV_TORCH_BACKEND=$${UV_TORCH_BACKEND:-cpu}; fi; \
+	install="$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct"; \
+	$$install -e ".[dev]"; \
+	if [ -z "$$($(OLDEST)/bin/python -c 'import torch; print(torch.version.cuda or "")')" ]; then \
+		$$install -e ".[dev,cpu]"; fi
 	@touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
