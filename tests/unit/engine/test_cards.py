@@ -39,3 +39,8 @@ def test_replica_is_refused_on_an_old_card(
         return
     with pytest.raises(ValueError, match=r"compute capability 7\.5.*engine\.device: cpu"):
         build_module(Path("/nowhere"), "auto", device)
+
+
+@pytest.mark.gpu
+def test_card_of_this_machine_serves(tiny_checkpoint: Path) -> None:
+    assert build_module(tiny_checkpoint, "auto", "cuda").device.type == "meta"
