@@ -71,14 +71,14 @@ class Tally:
 
     def add(self, metric: Metric, *labels: str, by: float = 1) -> None:
         assert by >= 0, "a counter only grows"
-        key = metric.name, labels
+        key = _key(metric, labels)
         with self._lock:
             self._counters[key] = self._counters.get(key, 0) + by
         if self._mirror is not None:
             self._mirror.add(metric, by, labels)
 
     def observe(self, metric: Metric, value: float, *labels: str, times: int = 1) -> None:
-        key = metric.name, labels
+        key = _key(metric, labels)
         with self._lock:
             counts = self._counts.get(key)
             if counts is None:
@@ -100,3 +100,8 @@ class Tally:
                     for key, counts in self._counts.items()
                 },
             )
+
+
+def _key(metric: Metric, labels: tuple[str, ...]) -> Key:
+    """Of plain strings: a member of an enum is unpickled by importing its module, and torch with that."""
+    return metric.name, tuple(map(str, labels))

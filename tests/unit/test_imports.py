@@ -1,10 +1,17 @@
 """Processes without a GPU import no torch, and ruff keeps it that way."""
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from actors.protocol import ReplicaState
+from actors.telemetry import SleepCause, WakeCause, WakePhase, WakeResult
+from actors.weights.fastload import Way
+from serve_app.instruments import Instruments
+from serve_app.tally import Tally
 
 HEAVY = ("torch", "transformers")
 
@@ -25,6 +32,23 @@ HEAVY = ("torch", "transformers")
 )
 def test_importing_module_loads_no_torch(module: str, project: Path) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
+def test_reading_what_a_replica_counted_loads_no_torch(project: Path) -> None:
+    """An ingress that did was busy importing it for seconds with the first scrape, and routed nothing."""
+    tally = Tally()
+    instruments = Instruments(tally, lambda: 0.0)
+    for way in Way:
+        instruments.obtained(way)
+    instruments.woke(WakeCause.START, WakeResult.OK, 1.0)
+    instruments.slept(SleepCause.IDLE, 1, 1.0, 5)
+    instruments.wake_phase(WakePhase.MAP, 1.0)
+    pickled = pickle.dumps(instruments.snapshot("r", ReplicaState.AWAKE, {}))
+    code = f"import pickle, sys; pickle.loads({pickled!r}); print([n for n in {HEAVY} if n in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=True
     )
