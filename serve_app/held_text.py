@@ -12,27 +12,40 @@ class HeldText:
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = marks
-        self._held = ""
+        self._spaces: list[str] = []
+        self._begin = ""  # of a mark, perhaps; behind the spaces
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
         """What comes before the first mark, the mark, and all that follows it, which is not kept.
 
         Without a mark: what is certainly no part of one, None and nothing.
         """
-        text = self._held + text
+        text, self._begin = self._begin + text, ""
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
         if found:
             at, mark = min(found)
-            self._held = ""
-            return text[:at].rstrip(), mark, text[at + len(mark) :]
-        certain = text[: len(text) - self._longest_beginning(text)].rstrip()
-        self._held = text[len(certain) :]
-        return certain, None, ""
+            before = self._certain(text[:at])
+            self._spaces.clear()
+            return before, mark, text[at + len(mark) :]
+        at = len(text) - self._longest_beginning(text)
+        self._begin = text[at:]
+        return self._certain(text[:at]), None, ""
 
     def flush(self) -> str:
         """What was held back, when nothing more will come."""
-        held, self._held = self._held, ""
+        held, self._begin = "".join(self._spaces) + self._begin, ""
+        self._spaces.clear()
         return held
+
+    def _certain(self, text: str) -> str:
+        """The text with the spaces that were held in front of it; those at its end are held."""
+        stripped = text.rstrip()
+        if not stripped:
+            self._spaces.append(text)
+            return ""
+        certain = "".join((*self._spaces, stripped))
+        self._spaces = [text[len(stripped) :]]
+        return certain
 
     def _longest_beginning(self, text: str) -> int:
         """Characters at the end of the text that a mark begins with."""

@@ -8,6 +8,10 @@ from actors.protocol import MessageForm
 from serve_app.reasoning import reasoning_parser
 from serve_app.tool_calls import ToolCall, tool_parser
 
+# Characters that the parsers see at once. What follows a mark is copied, so a whole message with many of
+# them would be copied as often.
+_PIECE = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -32,15 +36,19 @@ class MessageParser:
             text: what came since the last call.
             last: nothing more will come, so nothing is held back.
         """
-        reasoning, answer = self._reasoning.feed(text)
-        found = self._tools.feed(answer)
+        reasonings: list[str] = []
+        found: list[str | ToolCall] = []
+        for at in range(0, len(text), _PIECE):
+            reasoning, answer = self._reasoning.feed(text[at : at + _PIECE])
+            reasonings.append(reasoning)
+            found += self._tools.feed(answer)
         if last:
-            more, answer = self._reasoning.flush()
-            reasoning += more
+            reasoning, answer = self._reasoning.flush()
+            reasonings.append(reasoning)
             found += self._tools.feed(answer)
             found += self._tools.flush()
         return Parts(
-            reasoning,
+            "".join(reasonings),
             "".join(part for part in found if isinstance(part, str)),
             tuple(part for part in found if isinstance(part, ToolCall)),
         )

@@ -39,22 +39,27 @@ class ThinkTags:
 
     def __init__(self, in_reasoning: bool) -> None:
         self._opened = in_reasoning
-        self._start: str | None = ""  # what came so far, until it is clear where it belongs
+        # What came so far, until it is clear where it belongs: white space, and what is behind it.
+        self._spaces: list[str] = []
+        self._start: str | None = ""
         self._reasoning: HeldText | None = None
         self._trims = False  # white space between the tag and the answer
 
     def feed(self, text: str) -> tuple[str, str]:
         if self._start is not None:
             text = self._start + text
-            self._start = None
             stripped = text.lstrip()
+            self._spaces.append(text[: len(text) - len(stripped)])
             if len(stripped) < len(_OPEN) and _OPEN.startswith(stripped):
-                self._start = text
+                self._start = stripped
                 return "", ""
+            self._start = None
             if self._opened or stripped.startswith(_OPEN):
                 self._reasoning = HeldText((_CLOSE,))
                 text = stripped.removeprefix(_OPEN)
                 self._trims = True
+            else:
+                text = "".join(self._spaces) + stripped
         if self._reasoning is None:
             return "", self._answer(text)
         if self._trims:  # white space between the tag and the reasoning
@@ -69,7 +74,7 @@ class ThinkTags:
     def flush(self) -> tuple[str, str]:
         if self._start is not None:
             start, self._start = self._start, None
-            return (start.lstrip(), "") if self._opened else ("", start)
+            return (start, "") if self._opened else ("", "".join(self._spaces) + start)
         return ("" if self._reasoning is None else self._reasoning.flush(), "")
 
     def _answer(self, text: str) -> str:

@@ -6,7 +6,7 @@ stays text.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,7 +65,8 @@ class MarkedCalls:
         self._closing = closing
         self._text = HeldText((opening, *around))
         self._read = read
-        self._call: str | None = None  # what came of the call that is open
+        self._call: list[str] | None = None  # what came of the call that is open, but for its end
+        self._end = ""  # in which the closing mark may begin
         self._trims = False
 
     def feed(self, text: str) -> list[str | ToolCall]:
@@ -79,28 +80,28 @@ class MarkedCalls:
                 if before:
                     parts.append(before)
                 if mark == self._opening:
-                    self._call = ""
+                    self._call, self._end = [], ""
                 self._trims = self._trims or mark is not None
             else:
-                # A closing mark may begin in what came before.
-                seen = max(0, len(self._call) - len(self._closing))
-                self._call += text
-                at, text = self._call.find(self._closing, seen), ""
-                if at >= 0:
-                    text = self._call[at + len(self._closing) :]
-                    parts.append(self._end(self._call[:at]))
+                text = self._end + text
+                at = text.find(self._closing)
+                if at < 0:
+                    cut = max(0, len(text) - len(self._closing) + 1)
+                    self._call.append(text[:cut])
+                    self._end = text[cut:]
+                    break
+                inside = "".join((*self._call, text[:at]))
+                text = text[at + len(self._closing) :]
+                self._call, self._trims = None, True
+                parts.append(self._read(inside) or f"{self._opening}{inside}{self._closing}")
         return parts
 
     def flush(self) -> list[str | ToolCall]:
         if self._call is not None:  # cut off
             call, self._call = self._call, None
-            return [self._opening + call]
+            return ["".join((self._opening, *call, self._end))]
         held = self._text.flush()
         return [held] if held else []
-
-    def _end(self, inside: str) -> str | ToolCall:
-        self._call, self._trims = None, True
-        return self._read(inside) or f"{self._opening}{inside}{self._closing}"
 
 
 class BareCalls:
@@ -112,42 +113,62 @@ class BareCalls:
 
     def __init__(self, names: Schemas) -> None:
         self._names = names
-        self._held: str | None = ""
+        self._held: list[str] | None = []
+        self._begin: str | None = ""  # of the held text, but for white space; None: it may be calls
 
     def feed(self, text: str) -> list[str | ToolCall]:
         if self._held is None:
             return [text]
-        self._held += text
-        begin = self._held.removeprefix(_PYTHON_TAG).lstrip()
-        if not begin or begin.startswith("{") or _PYTHON_TAG.startswith(self._held):
+        self._held.append(text)
+        if self._begin is None:
             return []
-        held, self._held = self._held, None
-        return [held]
+        # How much white space there is makes no difference, so only a little of it is looked at again.
+        begin = self._begin + text
+        behind = begin.removeprefix(_PYTHON_TAG).lstrip()
+        if behind.startswith("{"):
+            self._begin = None
+        elif not behind:
+            self._begin = begin[: len(_PYTHON_TAG) + 1]
+        elif _PYTHON_TAG.startswith(begin):
+            self._begin = begin
+        else:
+            return [self._told()]
+        return []
 
     def flush(self) -> list[str | ToolCall]:
-        held, self._held = self._held or "", None
+        held = self._told()
         calls = self._read(held.removeprefix(_PYTHON_TAG))
         return [*calls] if calls else [held] if held else []
+
+    def _told(self) -> str:
+        held, self._held = self._held or [], None
+        return "".join(held)
 
     def _read(self, text: str) -> list[ToolCall]:
         """All calls, or none if there is anything else."""
         calls: list[ToolCall] = []
-        while text := text.lstrip(_SEPARATORS):
+        at = 0
+        while (at := _behind_separators(text, at)) < len(text):
             try:
-                value, end = _DECODER.raw_decode(text)
+                value, at = _DECODER.raw_decode(text, at)
             except (ValueError, RecursionError):
                 return []
             call = _call_of(value, "parameters", "arguments")
             if call is None or call.name not in self._names:
                 return []
             calls.append(call)
-            text = text[end:]
         return calls
 
 
 _PYTHON_TAG = "<|python_tag|>"  # a special token, so usually gone; not for every tokenizer
-_SEPARATORS = "; \t\r\n"
+_SEPARATORS = re.compile(r"[; \t\r\n]*")
 _DECODER = json.JSONDecoder()
+
+
+def _behind_separators(text: str, at: int) -> int:
+    found = _SEPARATORS.match(text, at)
+    assert found is not None, "it matches nothing, too"
+    return found.end()
 
 
 def tool_parser(name: str | None, tools: Sequence[Mapping[str, Any]]) -> ToolParser:
@@ -190,14 +211,36 @@ def _read_qwen(text: str, schemas: Schemas) -> ToolCall | None:
     if function := re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", text, re.DOTALL):
         name, inside = function[1].strip(), function[2]
         known = schemas.get(name, {})
-        arguments = {
-            key: _typed(value, known.get(key))
-            for key, value in re.findall(
-                r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", inside, re.DOTALL
-            )
-        }
+        arguments = {key: _typed(value, known.get(key)) for key, value in _parameters_in(inside)}
         return _call_of({"name": name, "arguments": arguments}, "arguments")
     return _call_of(_json(text), "arguments")
+
+
+def _parameters_in(text: str) -> Iterator[tuple[str, str]]:
+    """Name and value of each `<parameter=NAME>VALUE</parameter>`, without a line break around the value.
+
+    Looks at each character a few times at most, where a regular expression would read to the end for
+    every tag that is never closed.
+    """
+    at = 0
+    while (opening := text.find(_PARAMETER, at)) >= 0:
+        name_at = opening + len(_PARAMETER)
+        name_end = text.find(">", name_at)
+        if name_end < 0:
+            return
+        line_break = text.rfind("\n", name_at, name_end)
+        if line_break >= 0 or name_end == name_at:  # no name
+            at = max(line_break + 1, name_at)
+            continue
+        end = text.find(_PARAMETER_END, name_end)
+        if end < 0:
+            return
+        value = text[name_end + 1 : end].removeprefix("\n").removesuffix("\n")
+        yield text[name_at:name_end], value
+        at = end + len(_PARAMETER_END)
+
+
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
 def _typed(value: str, schema: object) -> object:

@@ -129,7 +129,7 @@ class OutputAssembler:
         self._num_tokens = 0
         # What the next event is made of.
         self._undecoded: list[int] = []
-        self._text = ""
+        self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None
         self._stop_reason: str | int | None = None
@@ -170,22 +170,25 @@ class OutputAssembler:
                     token_ids = token_ids[:read]
         self._token_ids += token_ids
         if logprobs is not None:
-            self._logprobs = (self._logprobs or []) + list(logprobs[: len(token_ids)])
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += logprobs[: len(token_ids)]
         if finish is not None:
             self.finish, self._stop_reason = finish, stop_reason
 
     def take(self) -> TokenEvent | None:
         """All that is new, if there is text or an end to tell; tokens without wait for the next."""
         if self._undecoded:
-            self._text += self._decoder.push(self._undecoded)
+            self._text.append(self._decoder.push(self._undecoded))
             self._undecoded = []
-        if self.told or not (self._text or self.done):
+        text, self._text = "".join(self._text), []
+        if self.told or not (text or self.done):
             return None
         if self.done and self._matcher is None:
-            self._text += self._decoder.flush()
+            text += self._decoder.flush()
         event = TokenEvent(
             index=self._index,
-            text=self._text,
+            text=text,
             token_ids=tuple(self._token_ids),
             prompt_tokens=self._prompt_tokens,
             finish_reason=self.finish,
@@ -194,18 +197,18 @@ class OutputAssembler:
             form=self._form,
         )
         self.told = self.done
-        self._text, self._token_ids, self._logprobs, self._form = "", [], None, None
+        self._token_ids, self._logprobs, self._form = [], None, None
         return event
 
     def _search(self, matcher: StopMatcher, token_ids: Sequence[int], ends: bool) -> int | None:
         """Read tokens up to a stop string; how many, if one came before the end."""
         for read, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
-            self._text += self._feed(matcher, self._decoder.push((token_id,)))
+            self._text.append(self._feed(matcher, self._decoder.push((token_id,))))
             if matcher.matched is not None:
                 return read
         if ends:
-            self._text += self._feed(matcher, self._decoder.flush()) + matcher.flush()
+            self._text += (self._feed(matcher, self._decoder.flush()), matcher.flush())
         return None
 
     def _feed(self, matcher: StopMatcher, text: str) -> str:

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import re
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -160,6 +163,22 @@ def test_values_between_tags_have_the_type_of_the_schema():
     assert json.loads(call.arguments) == expected
 
 
+@given(
+    st.lists(
+        st.sampled_from(["<parameter=", "<parameter=a>", "</parameter>", "\n", ">", "b", "<"]),
+        max_size=20,
+    ).map("".join)
+)
+def test_parameters_are_those_of_the_pattern(text):
+    """The pattern says it best, but takes quadratic time."""
+    expected = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", text, re.DOTALL)
+    strings = {"type": "object", "properties": {key: {"type": "string"} for key, _ in expected}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": strings}}]
+    message = f"<tool_call><function=f>{text}</function></tool_call>"
+    (call,) = parse(QWEN, message, tools=tools).calls
+    assert json.loads(call.arguments) == dict(expected)
+
+
 @pytest.mark.parametrize("form", [QWEN, DEEPSEEK, LLAMA])
 def test_without_tools_all_is_text(form):
     for text in (f"<tool_call>{TIME_JSON}</tool_call>", DEEPSEEK_R1, LLAMA_SUN):
@@ -226,3 +245,64 @@ def test_nothing_is_lost_but_marks_white_space_and_calls(form, text):
         for mark in (*MARKS[:10], " ", "\n"):
             without = [each.replace(mark, "") for each in without]
         assert without[0] == without[1]
+
+
+# --- how long it takes ---
+
+LONG = 8  # times as long
+SPACES = " " * 64
+
+
+def pieces_of(*first: str, then: str) -> Callable[[int], list[str]]:
+    return lambda n: [*first, *[then] * n]
+
+
+def at_once(before: str, each: str, after: str) -> Callable[[int], list[str]]:
+    return lambda n: [before + each * n + after]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "n"),
+    [
+        pytest.param(*case, id=name)
+        for name, case in {
+            "unclosed parameters": (
+                QWEN,
+                at_once("<tool_call><function=time>", "<parameter=a>", "</function></tool_call>"),
+                500,
+            ),
+            "unclosed names": (
+                QWEN,
+                at_once("<tool_call><function=time>", "<parameter=", "</function></tool_call>"),
+                500,
+            ),
+            "names in two lines": (
+                QWEN,
+                at_once("<tool_call><function=time>", "<parameter=\n", "></function></tool_call>"),
+                500,
+            ),
+            "white space before an answer": (QWEN, pieces_of(then=SPACES), 1000),
+            "white space before a thought": (THINK, pieces_of(then=SPACES), 1000),
+            "white space in a thought": (OPENED, pieces_of("a", then=SPACES), 1000),
+            "white space before bare calls": (LLAMA, pieces_of(then=SPACES), 1000),
+            "a long call": (QWEN, pieces_of("<tool_call>", then="a" * 64), 2000),
+            "a long bare call": (LLAMA, pieces_of("{", then="a" * 64), 1000),
+            "many marks of several kinds": (
+                DEEPSEEK,
+                at_once("", "<｜tool▁call▁begin｜><｜tool▁call▁end｜>", ""),
+                4000,
+            ),
+        }.items()
+    ],
+)
+def test_time_grows_as_the_message_does(form, text, n):
+    """Quadratic work would take 64 times as long for 8 times the text."""
+
+    def taken_s(n: int) -> float:
+        pieces = text(n)
+        begun_s = time.thread_time()
+        parse(form, *pieces)
+        return time.thread_time() - begun_s
+
+    short_s, long_s = (min(taken_s(each) for _ in range(3)) for each in (n, LONG * n))
+    assert long_s < 3 * LONG * short_s

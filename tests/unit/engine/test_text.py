@@ -409,6 +409,26 @@ def test_event_carries_the_tokens_of_an_unfinished_character(codec: TextCodec) -
     assert not assembler.done
 
 
+@pytest.mark.parametrize("stops", [[], ["never in there"]])
+def test_time_grows_as_what_nobody_has_taken_does(codec: TextCodec, stops: list[str]) -> None:
+    """Quadratic work would take 64 times as long for 8 times the tokens."""
+
+    def taken_s(tokens: int) -> float:
+        assembler, ids = assemble(codec, "a", stops=stops)
+        logprobs = [codec.token_logprob(ids[0], -1.0)]
+        begun_s = time.thread_time()
+        for _ in range(tokens):
+            assembler.push(ids, logprobs)
+        event = assembler.take()
+        taken_s = time.thread_time() - begun_s
+        assert event is not None
+        assert len(event.logprobs or ()) == len(event.text) == tokens
+        return taken_s
+
+    short_s, long_s = (min(taken_s(tokens) for _ in range(3)) for tokens in (4000, 32_000))
+    assert long_s < 24 * short_s
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stops", [[], ["never in there"]])
 def test_what_is_taken_seldom_is_what_is_taken_often(kind: str, stops: list[str]) -> None:
