@@ -6,10 +6,12 @@ the first grammar comes, so that a replica without any pays nothing.
 
 # R rows of a batch whose sequences have a grammar, W words of 32 tokens each
 
+import ctypes
 import json
 import logging
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +32,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _COMPILED = 32  # grammars kept
-_MAX_LEXER_STATES = 50_000  # of a grammar, 1 to 2 KiB each; they are made on the way and shared
+# What grammars are made of on their way, and share, is in llguidance's lexer, whose size it does not tell.
+# A state took 0.6 KiB in `(a|b)*a(a|b){30}` and 19 KiB in `(a|b)*a(a|b){10000}` after 3,000 tokens, more
+# with every token. So their bytes are bounded, too, as the allocator tells them.
+_MAX_LEXER_STATES = 50_000
+_MAX_BYTES = 2**28  # of one grammar
+_MAX_BYTES_IN_ALL = 2**30  # of those kept, and those that sequences still use
+# Compiled anew when it is asked for again. What other threads allocate during a mask is counted as well,
+# so that a grammar of everybody's may seem to grow.
+_RENEWED_BYTES = 2**26
 _COMPILE_TIMEOUT_S = 10.0
 # llguidance recurses along chains of rules and $refs: 3,000 of them overflow 8 MiB and end the process.
 # This is enough for as many as `actors.engine.validation.MAX_GRAMMAR_CHARS` can hold.
@@ -44,10 +54,70 @@ _MAX_THREADS = 8
 class _Compiled:
     """A grammar at its beginning; what its sequences find out on their way is found out for all."""
 
-    def __init__(self, matcher: "LLMatcher", end_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: "LLMatcher", end_ids: frozenset[int], size: int, memory: "_Memory"
+    ) -> None:
         self.matcher = matcher
         self.end_ids = end_ids
+        self.bytes = size
+        self.memory = memory
         self.is_exhausted = False  # a sequence met a limit, which others may share
+        self.is_too_large = False  # its sequences end
+
+
+class _Memory:
+    """The compiled grammars there are: those kept, the latest of them, and those only sequences have.
+
+    Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[GrammarKind, str], _Compiled] = OrderedDict()
+        self._alive: weakref.WeakSet[_Compiled] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def take(self, key: tuple[GrammarKind, str]) -> _Compiled | None:
+        """One that is kept and can be used; `keep` it again."""
+        with self._lock:
+            compiled = self._kept.pop(key, None)
+        if compiled is None or compiled.is_exhausted or compiled.bytes > _RENEWED_BYTES:
+            return None
+        return compiled
+
+    def keep(self, key: tuple[GrammarKind, str], compiled: _Compiled) -> None:
+        """As the latest; others go when they are too many, or too large."""
+        with self._lock:
+            self._alive.add(compiled)
+            self._kept[key] = compiled
+            while len(self._kept) > _COMPILED:
+                self._kept.popitem(last=False)
+            self._make_room(at_least=1)
+
+    def check_room(self) -> None:
+        """Raises Unavailable if what sequences use leaves no room for another grammar."""
+        with self._lock:
+            self._make_room(at_least=0)
+            if self._bytes() > _MAX_BYTES_IN_ALL:
+                raise Unavailable(
+                    "the grammars of other requests take all memory there is for them"
+                )
+
+    def charge(self, compiled: Sequence[_Compiled], grown_bytes: int) -> None:
+        """What a step took, which cannot be told apart. The largest goes where there is no room."""
+        for each in compiled:
+            each.bytes = max(0, each.bytes + grown_bytes // len(compiled))
+            each.is_too_large |= each.bytes > _MAX_BYTES
+        with self._lock:
+            self._make_room(at_least=0)
+            if self._bytes() > _MAX_BYTES_IN_ALL:
+                max(self._alive, key=lambda each: each.bytes).is_too_large = True
+
+    def _make_room(self, at_least: int) -> None:
+        while len(self._kept) > at_least and self._bytes() > _MAX_BYTES_IN_ALL:
+            self._kept.popitem(last=False)
+
+    def _bytes(self) -> int:
+        return sum(each.bytes for each in self._alive)
 
 
 class SequenceGrammar:
@@ -57,24 +127,25 @@ class SequenceGrammar:
     far, after a requeue or a sleep, finds it where it was.
 
     Attributes:
+        compiled: what it shares with the others of the same grammar.
         refusal: why it cannot be followed any further; the sequence then ends at its next token.
     """
 
     def __init__(self, compiled: _Compiled, param: str) -> None:
         self.refusal: InvalidRequest | None = None
         self.matcher = compiled.matcher.deep_copy()
-        self._compiled = compiled
+        self.compiled = compiled
         self._param = param
         self._followed = 0  # outputs
 
     @property
     def end_ids(self) -> frozenset[int]:
         """The tokens that end a sequence whose grammar has come to its end."""
-        return self._compiled.end_ids
+        return self.compiled.end_ids
 
     def fork(self) -> "SequenceGrammar":
         """The same grammar from its beginning, for another sequence."""
-        return SequenceGrammar(self._compiled, self._param)
+        return SequenceGrammar(self.compiled, self._param)
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Take what came since the last call; `output_ids` is all of it."""
@@ -109,9 +180,11 @@ class SequenceGrammar:
     def _notice(self) -> None:
         if self.refusal is None and self.matcher.is_error():
             self._refuse(self.matcher.get_error())
+        elif self.refusal is None and self.compiled.is_too_large:
+            self._refuse("it takes too much memory")
 
     def _refuse(self, reason: str) -> None:
-        self._compiled.is_exhausted = True
+        self.compiled.is_exhausted = True
         self.refusal = InvalidRequest(
             f"{self._param} cannot be followed: {_shortened(reason)}", self._param
         )
@@ -136,9 +209,13 @@ def allowed_tokens(
         (grammar.matcher, row) for row, (grammar, _) in enumerate(steps) if grammar.refusal is None
     ]
     if matchers:
+        before = _allocated_bytes()
         _executor().unsafe_compute_mask_ptr(
             matchers, allowed_RW.data_ptr(), words * allowed_RW.itemsize, len(steps)
         )
+        if grown := _allocated_bytes() - before:
+            shared = [grammar.compiled for grammar, _ in steps if grammar.refusal is None]
+            shared[0].memory.charge(shared, grown)
     rows = allowed_RW.numpy().view(np.uint32)
     for row_W, (grammar, withheld) in zip(rows, steps, strict=True):
         grammar.restrict(row_W, withheld)
@@ -153,8 +230,7 @@ class GrammarCompiler:
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._compiled: OrderedDict[tuple[GrammarKind, str], _Compiled] = OrderedDict()
-        self._lock = threading.Lock()  # of _compiled
+        self._memory = _Memory()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def compile(self, grammar: Grammar) -> SequenceGrammar:
@@ -163,17 +239,14 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it is no valid grammar, or too much work; names its field.
             UnsupportedParameter: this model's tokenizer knows no grammars.
-            Unavailable: other grammars took too long.
+            Unavailable: other grammars took too long, or take too much memory.
         """
         key = grammar.kind, grammar.text
-        with self._lock:
-            compiled = self._compiled.pop(key, None)
-        if compiled is None or compiled.is_exhausted:
+        compiled = self._memory.take(key)
+        if compiled is None:
+            self._memory.check_room()
             compiled = self._on_worker(grammar)
-        with self._lock:
-            self._compiled[key] = compiled  # the latest comes last
-            while len(self._compiled) > _COMPILED:
-                self._compiled.popitem(last=False)
+        self._memory.keep(key, compiled)
         return SequenceGrammar(compiled, grammar.param)
 
     def close(self) -> None:
@@ -212,13 +285,15 @@ class GrammarCompiler:
             source = _source(grammar)
         except ValueError as exc:
             raise _invalid(grammar, str(exc)) from exc
+        before = _allocated_bytes()
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
         if not matcher.is_error():
             # The first mask is the dearest, and every sequence begins with it.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _invalid(grammar, matcher.get_error())
-        return _Compiled(matcher, self._codec.eos_ids)
+        size = max(_allocated_bytes() - before, len(source))
+        return _Compiled(matcher, self._codec.eos_ids, size, self._memory)
 
     @cached_property
     def _tokenizer(self) -> "LLTokenizer | str":
@@ -278,6 +353,45 @@ def _executor() -> "LLExecutor":
     from llguidance import LLExecutor
 
     return LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc, see mallinfo(3)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def _allocated_bytes() -> int:
+    """What malloc has given to this process; takes 5 us. 0 where the C library cannot tell (glibc 2.33 can)."""
+    read = _mallinfo()
+    if read is None:
+        return 0
+    info = read()
+    return int(info.uordblks + info.hblkhd)
+
+
+@cache
+def _mallinfo() -> Any:
+    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is None:
+        logger.warning("grammars' memory is bounded by their number only: no mallinfo2 here")
+        return None
+    read.restype = _Mallinfo
+    return read
 
 
 def _invalid(grammar: Grammar, reason: str) -> InvalidRequest:

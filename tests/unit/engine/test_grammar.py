@@ -1,6 +1,8 @@
 """Grammars on a tokenizer of bytes, with logits that want something else."""
 
+import gc
 import json
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -314,7 +316,7 @@ def test_grammar_that_is_too_much_work_ends_its_sequence_alone(
     assert "cannot be followed" in str(refusal)
     assert beside.grammar.refusal is None
     # What the others share with it is not used again.
-    assert compiler.compile(wide).fork()._compiled is not seq.grammar._compiled
+    assert compiler.compile(wide).fork().compiled is not seq.grammar.compiled
 
 
 def test_dead_end_is_an_error_not_a_wrong_token() -> None:
@@ -446,3 +448,88 @@ def test_mask_ends_with_the_vocabulary() -> None:
         assert forbid(logits, torch.tensor([1]), last)[1].isfinite().nonzero().tolist() == [
             [size - 1]
         ]
+
+
+# What they take
+
+
+GREEDY = "(a|b)*a(a|b){10000}"  # its lexer's states grow with every token
+
+
+def walk(codec: TextCodec, grammar: SequenceGrammar, steps: int) -> None:
+    """Random tokens of those allowed, until it is refused."""
+    random_, output_ids = random.Random(0), []
+    for _ in range(steps):
+        tokens = sorted(allowed(grammar) - codec.eos_ids)
+        if grammar.refusal is not None:
+            return
+        output_ids.append(random_.choice(tokens))
+        grammar.follow(output_ids)
+
+
+def test_bytes_are_counted(codec: TextCodec, compiler: GrammarCompiler) -> None:
+    compiler.compile(regex("warm"))
+    gc.collect()
+    before = grammar_module._allocated_bytes()
+    grammar = compiler.compile(regex(GREEDY))
+    walk(codec, grammar, 1000)
+    gc.collect()
+    taken = grammar_module._allocated_bytes() - before
+    assert taken > 3 * 2**20
+    assert grammar.compiled.bytes == pytest.approx(taken, rel=0.3)
+
+
+def test_grammar_that_takes_too_much_ends_its_sequences_and_is_made_anew(
+    codec: TextCodec, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_BYTES", 2**20)
+    grammar, small = compiler.compile(regex(GREEDY)), compiler.compile(regex("[ab]+"))
+    beside = grammar.fork()
+    walk(codec, grammar, 3000)
+    assert "takes too much memory" in str(grammar.refusal)
+    assert allowed(beside) == set(codec.eos_ids)
+    assert "takes too much memory" in str(beside.refusal)
+    walk(codec, small, 50)
+    assert small.refusal is None
+    again = compiler.compile(regex(GREEDY))
+    assert again.compiled is not grammar.compiled
+    assert again.compiled.bytes < 2**20
+
+
+def test_least_recently_used_go_first_and_those_in_use_count(
+    codec: TextCodec, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def size(text: str, size: int) -> SequenceGrammar:
+        grammar = compiler.compile(regex(text))
+        grammar.compiled.bytes = size
+        return grammar
+
+    def kept() -> str:
+        return "".join(text for _, text in compiler._memory._kept)
+
+    monkeypatch.setattr(grammar_module, "_MAX_BYTES_IN_ALL", 10 * 2**20)
+    for text in "ab":
+        size(text, 4 * 2**20)
+    size("a", 4 * 2**20)
+    in_use = size("c", 9 * 2**20)
+    compiler.compile(regex("d"))
+    assert kept() == "cd"  # b and a have made room
+    in_use.compiled.bytes = 11 * 2**20
+    with pytest.raises(Unavailable, match="grammars of other requests"):
+        compiler.compile(regex("e"))
+    assert kept() == ""
+    assert in_use.refusal is None
+    del in_use  # its sequences have ended
+    assert compiler.compile(regex("e")).refusal is None
+
+
+def test_step_without_room_ends_the_largest(
+    codec: TextCodec, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = compiler.compile(regex("[ab]+"))
+    large = compiler.compile(regex(GREEDY))
+    monkeypatch.setattr(grammar_module, "_MAX_BYTES_IN_ALL", small.compiled.bytes + 2**20)
+    walk(codec, large, 3000)
+    walk(codec, small, 50)
+    assert "takes too much memory" in str(large.refusal)
+    assert small.refusal is None
