@@ -119,6 +119,13 @@ class ModelMemory:
         """What the device has free now, for everybody."""
         return self._driver.memory().free
 
+    def spare_bytes(self) -> int:
+        """What the device has free beside all of this model. While nothing runs on it.
+
+        What torch keeps of earlier work goes back to the device first.
+        """
+        return self._trimmed().free - self.wake_bytes
+
     def device_now(self, node: str) -> DeviceNow:
         """The device and what it has free now.
 

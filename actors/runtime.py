@@ -27,12 +27,12 @@ from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineStats, TransformersEngine
 from actors.engine.grammar import GrammarCompiler
 from actors.engine.message_form import ChatConfig
-from actors.engine.plain import prompt_logprobs
 from actors.engine.sampling import SequenceSampling
 from actors.engine.sampling_defaults import ResolvedSampling, resolve
+from actors.engine.scoring import PromptScoring
 from actors.engine.stream import OpenStreams, Prepared, RequestStream
 from actors.engine.text import TextCodec
-from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed, ServingError
+from actors.errors import EngineDied, ReplicaFailed, ServingError, Unavailable
 from actors.lifecycle import MemoryChange, SleepConfig
 from actors.memory.transfer import TransferStats
 from actors.model_memory import ModelMemory
@@ -131,6 +131,13 @@ class ModelRuntime:
             self._control,
             self._something_went_wrong,
             self._watchdog,
+        )
+        self._scoring = PromptScoring(
+            self.with_model,
+            self.memory.spare_bytes,
+            self._control,
+            self._watchdog.prompt,
+            self._is_busy,
         )
         try:
             # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
@@ -237,7 +244,7 @@ class ModelRuntime:
             stream = self._streams.open(prepared)
             try:
                 if prepared.request.echo:
-                    logprobs = await self._prompt_logprobs(prepared)
+                    logprobs = await self._prompt_logprobs(prepared, stream)
                     for index in range(len(prepared.sequences)):
                         yield self._echo(prepared, index, logprobs)
                 if not prepared.request.stream:
@@ -281,6 +288,7 @@ class ModelRuntime:
             started_s = reloaded_s
         self._verified.clear()
         change = await self._on_control(self._residency.wake)
+        self._scoring.awake.set()
         self._observer.wake_phase(WakePhase.MAP, time.perf_counter() - started_s)
         loop = asyncio.get_running_loop()
         # Bytes that are wrong have failed all streams before this is told.
@@ -290,7 +298,8 @@ class ModelRuntime:
         return change
 
     async def sleep(self, level: int) -> MemoryChange:
-        change = await self._on_control(self._residency.sleep, level)
+        self._scoring.awake.clear()
+        change = await self._on_control(self._sleep, level)
         if level == 2:
             key = await self._on_control(self.memory.drop_image)
             if key is not None:
@@ -364,6 +373,14 @@ class ModelRuntime:
             lambda error: self._something_went_wrong(error, "the generation loop"),
         )
 
+    def _sleep(self, level: int) -> MemoryChange:
+        self._scoring.drop()
+        return self._residency.sleep(level)
+
+    def _is_busy(self) -> bool:
+        stats = self._engine.stats()
+        return bool(stats.running or stats.waiting)
+
     def _between_steps(self, work: Callable[[PreTrainedModel], T]) -> tuple[T] | None:
         """None: not now, layers are being compiled."""
         self._residency.check_awake()
@@ -394,21 +411,33 @@ class ModelRuntime:
         text = prompt if isinstance(prompt, str) else self.codec.decode(prepared.prompt_ids)
         return TokenEvent(index, text, (), len(prepared.prompt_ids), logprobs=logprobs)
 
-    async def _prompt_logprobs(self, prepared: Prepared) -> tuple[TokenLogprob, ...] | None:
+    async def _prompt_logprobs(
+        self, prepared: Prepared, stream: RequestStream
+    ) -> tuple[TokenLogprob, ...] | None:
         """One per token of the prompt, if the request wants any.
 
-        The engine only computes the logits that it samples from, so this is a forward of its own, in
-        which the other requests wait.
+        The engine only computes the logits that it samples from, so these are forwards of their own.
+
+        Raises:
+            Unavailable: aborted meanwhile, so that there is nothing to answer; or no memory for them.
         """
         top = prepared.request.sampling.logprobs
         if top is None:
             return None
         ids = prepared.prompt_ids
+        work = asyncio.create_task(self._scoring.score(ids, top))
+        cut = asyncio.create_task(stream.cut.wait())
         try:
-            found = await self.with_model(lambda model: prompt_logprobs(model, ids, top))
-        except torch.OutOfMemoryError as exc:
-            device = self.memory.device
-            raise DeviceMemoryShort(f"no memory for {len(ids)} tokens on {device}") from exc
+            await asyncio.wait({work, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if stream.error is not None:
+                raise stream.error
+            if not work.done():
+                raise Unavailable("aborted before the prompt's log-probabilities were computed")
+            found = work.result()
+        finally:
+            work.cancel()
+            cut.cancel()
+            await asyncio.gather(work, cut, return_exceptions=True)
         self.check_health()  # the bytes of the last wake have been checked by now
         return tuple(
             self.codec.token_logprob(token_id, None)

@@ -21,7 +21,8 @@ class WatchdogConfig(BaseModel):
     step_timeout_s: float = Field(
         default=120.0,
         gt=0,
-        description="Seconds for one step of the engine, or for a pause to come between two steps.",
+        description="Seconds for one step of the engine, for a pause to come between two, or for a "
+        "piece of a prompt whose log-probabilities are asked for.",
     )
     copy_timeout_s: float = Field(
         default=120.0, gt=0, description="Seconds for a wake's copies to arrive and be checked."
@@ -74,10 +75,11 @@ class Watchdog:
         """
         self.step = Watch("a step of the engine", config.step_timeout_s)
         self.pause = Watch("pausing the engine", config.step_timeout_s)
+        self.prompt = Watch("a piece of a prompt's log-probabilities", config.step_timeout_s)
         self.copy = Watch("copying the weights", config.copy_timeout_s)
         self.map = Watch("mapping memory", config.memory_timeout_s)
         self.unmap = Watch("unmapping memory", config.memory_timeout_s)
-        self._watches = (self.step, self.pause, self.copy, self.map, self.unmap)
+        self._watches = (self.step, self.pause, self.prompt, self.copy, self.map, self.unmap)
         self._bark = bark
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()

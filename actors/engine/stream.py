@@ -48,6 +48,7 @@ class RequestStream:
     error: Exception | None = None
     arrived: asyncio.Event = field(default_factory=asyncio.Event)  # something to take, or the end
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # finished or failed
+    cut: asyncio.Event = field(default_factory=asyncio.Event)  # failed or aborted
 
     @property
     def told(self) -> bool:
@@ -81,6 +82,7 @@ class RequestStream:
         if self.told or self.error is not None:
             return
         self.error = error
+        self.cut.set()
         self.settled.set()
         self.arrived.set()
 
@@ -150,6 +152,7 @@ class OpenStreams:
     def abort_all(self) -> None:
         """End every continuation where it is, with the finish reason "abort"."""
         for sequence_id, (stream, index) in list(self._continuations.items()):
+            stream.cut.set()
             if not stream.assemblers[index].done:
                 self._engine.cancel(sequence_id)
                 stream.assemblers[index].push((), finish=FinishReason.ABORT)
