@@ -14,6 +14,7 @@ from serve_app.bench.serve_process import PROJECT, Leftovers
 __all__ = ["PROJECT", "ServeProcess", "running", "wait_until"]
 
 START_DEADLINE_S = 120.0
+_JSON = {"content-type": "application/json"}  # of bodies of bytes, too
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class ServeProcess(bench.ServeProcess):
 
     def __init__(self, config: str, **environment: str) -> None:
         super().__init__(config, **environment)
-        self.http = httpx.Client(base_url=self.url, timeout=60.0)
+        self.http = httpx.Client(base_url=self.url, timeout=60.0, headers=_JSON)
 
     def wait_until_ready(self, deadline_s: float = START_DEADLINE_S) -> None:
         """Until every model has a replica that said how it is."""
