@@ -10,9 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.lifecycle import Lifecycle, SleepConfig
 from actors.protocol import GenerateRequest, SamplingParams, SleepCommand, SleepMode
 from actors.telemetry import WakeCause
-from serve_app.exposition import ModelMetrics, Totals, render
+from serve_app.exposition import ModelMetrics, render
 from serve_app.instruments import Instruments, gauges, saved_bytes
 from serve_app.model_client import Scrape
+from serve_app.peers import Totals
 from serve_app.tally import Tally
 from tests.integration.runtime_harness import Harness, harness, load
 
