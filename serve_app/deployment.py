@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray import serve
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from actors.engine.stream import Prepared
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LONG_PROMPT = 16_384  # characters; of them 15 ms are spent on a tokenizer
 _READERS = 2  # of long prompts at a time; the CPUs are for those who are served
@@ -137,6 +139,7 @@ class ModelReplica:
         self._load = load
         self._has_complained = False  # of the image
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
+        self._device_reader = ThreadPoolExecutor(1, thread_name_prefix="device-reader")
         # First what needs no weights: a model that cannot be served is refused in a second.
         device = config.engine_of_replica.device
         module = await asyncio.to_thread(build_module, checkpoint, config.dtype, device)
@@ -224,6 +227,7 @@ class ModelReplica:
     async def status(self) -> ReplicaStatus:
         """This replica's account of itself; never wakes it and never counts as use."""
         lifecycle, runtime = self._lifecycle, self._runtime
+        device = await self._read_device(runtime.memory.device_now, self._node)
         return ReplicaStatus(
             model_id=self._config.model_id,
             replica_id=self._replica_id,
@@ -244,7 +248,7 @@ class ModelReplica:
             weights_from=runtime.image_origin,
             reason=lifecycle.reason,
             max_model_len=runtime.max_model_len,
-            device=runtime.memory.device_now(self._node),
+            device=device,
             device_memory=self._device_memory(),
             last_wake=runtime.memory.last_wake,
         )
@@ -254,6 +258,10 @@ class ModelReplica:
         self._count_savings()
         now = gauges(self._lifecycle, self._runtime)
         return self._instruments.snapshot(self._replica_id, self._lifecycle.state, now)
+
+    async def _read_device(self, read: Callable[..., T], *args: object) -> T:
+        """Ask a driver, which may take its time, beside the event loop that tokens go through."""
+        return await asyncio.get_running_loop().run_in_executor(self._device_reader, read, *args)
 
     def _device_memory(self) -> DeviceMemoryStatus:
         slept, memory = self._lifecycle.last_sleep, self._runtime.memory
@@ -273,7 +281,8 @@ class ModelReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks for it, keeps the samples and hands them to the policy, if there is one."""
-        lifecycle = self._lifecycle
+        lifecycle, memory = self._lifecycle, self._runtime.memory
+        free_bytes = await self._read_device(memory.free_bytes)
         sample = ScalingSample(
             state=lifecycle.state,
             in_flight=lifecycle.idle.in_flight,
@@ -282,8 +291,8 @@ class ModelReplica:
             held=lifecycle.held,
             wake_s=lifecycle.last_wake_s,
             node=self._node,
-            device_free_bytes=self._runtime.memory.free_bytes(),
-            wake_bytes=self._runtime.memory.wake_bytes,
+            device_free_bytes=free_bytes,
+            wake_bytes=memory.wake_bytes,
         )
         return sample.as_numbers()
 

@@ -97,3 +97,14 @@ def test_guard_hands_on_everything_that_there_is_to_tell() -> None:
         method(*range(method.__code__.co_argcount - 1))
     assert [each[0] for each in told] == methods
     assert all(each[1:] == tuple(range(len(each) - 1)) for each in told)
+
+
+def test_device_is_read_beside_the_event_loop() -> None:
+    reader = ThreadPoolExecutor(1, thread_name_prefix="device-reader")
+    replica: Any = SimpleNamespace(_device_reader=reader)
+
+    def read(node: str) -> str:
+        return f"{node}: {threading.current_thread().name}"
+
+    found = asyncio.run(ModelReplica._read_device(replica, read, "n"))
+    assert found.startswith("n: device-reader")
