@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -60,13 +60,15 @@ def parse_form(form: type[Form], fields: Mapping[str, Any]) -> Form:
         UnsupportedParameter: the value is right, but we cannot honour it.
     """
     known = form.model_fields
+    if form.model_config.get("extra") == "forbid":
+        for name in fields:  # the first one: pydantic would collect them all
+            if name not in known:
+                hint = did_you_mean(name[:80], known) or f"; known are {', '.join(known)}"
+                raise InvalidRequest(f"{name[:80]} is unknown here{hint}", name[:80])
     try:
-        # Null where nobody knows the key is no field that is absent, but a typo.
-        return form.model_validate(
-            {k: v for k, v in fields.items() if v is not None or k not in known}
-        )
+        return form.model_validate({k: v for k, v in fields.items() if v is not None})
     except ValidationError as exc:
-        raise _fault(exc.errors(include_url=False)[0], known) from None
+        raise _fault(exc.errors(include_url=False)[0]) from None
 
 
 # --- values with a form of their own: validators for pydantic ---
@@ -256,14 +258,11 @@ _EXPECTED: Mapping[str, str] = {
 }
 
 
-def _fault(error: ErrorDetails, known: Iterable[str]) -> InvalidRequest:
+def _fault(error: ErrorDetails) -> InvalidRequest:
     param = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"])[1:]
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         return InvalidRequest(f"{param} is required", param)
-    if kind == "extra_forbidden":
-        hint = did_you_mean(param, known) or f"; known are {', '.join(known)}"
-        return InvalidRequest(f"{param} is unknown here{hint}", param)
     if kind in ("wrong", "unsupported"):
         fault = UnsupportedParameter if kind == "unsupported" else InvalidRequest
         message = f"{param} {context['message']}"

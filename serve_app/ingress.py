@@ -28,7 +28,7 @@ from actors.protocol import (
 )
 from serve_app import __version__
 from serve_app.answers import ChatAnswer, CompletionAnswer
-from serve_app.bodies import Bodies
+from serve_app.bodies import Bodies, check_travels
 from serve_app.browsers import Browsers
 from serve_app.controls import Controls
 from serve_app.exposition import Exposition
@@ -322,8 +322,11 @@ class Ingress:
 
         Raises:
             ServerBusy, KeyBusy: so many more continuations would be too many now.
+            ContextLengthExceeded: a prompt is too long for any model.
         """
         request.scope["admission"].take(self._continuations, len(ask.prompts) * ask.n)
+        for prompt in ask.prompts:
+            check_travels(prompt)
         return [model.generate(each) for each in ask.requests(answer.answer_id)]
 
     async def _whole(

@@ -9,7 +9,7 @@ SECONDS = 60
 
 def test_no_request_breaks_the_server(server: str, tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{server}/openapi.json"]
-    command += ["--max-time", str(SECONDS), "--phases", "examples,coverage,fuzzing"]
+    command += ["--max-time", str(SECONDS), "--phases", "examples,coverage,fuzzing,stateful"]
     # A model that is held asleep rightly answers 503.
     command += ["--exclude-path-regex", "^/(sleep|scale)"]
     checks = ("not_a_server_error", "status_code_conformance", "content_type_conformance")

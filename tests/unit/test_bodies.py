@@ -10,10 +10,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from actors.errors import InvalidRequest, PayloadTooLarge
+from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
+from actors.protocol import ChatPrompt
 from serve_app import schemas
-from serve_app.bodies import Bodies
-from serve_app.fields import parse_json, shown
+from serve_app.bodies import MAX_PROMPT_BYTES, Bodies, check_travels
+from serve_app.fields import parse_form, parse_json, shown
 from serve_app.http_errors import KeyBusy, RequestTimeout, ServerBusy
 from serve_app.keys import Access, ApiKey
 from serve_app.schemas import BODIES, parse_chat, parse_completion
@@ -215,3 +216,29 @@ def test_body_of_millions_of_small_values_is_parsed_without_collections(
     parse_json(b"{}")
     assert enabled == [False]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["x" * (MAX_PROMPT_BYTES + 1), "é" * (MAX_PROMPT_BYTES // 2 + 1), (100_000,) * 2**20,
+     ChatPrompt(({"role": "user", "content": "x" * (MAX_PROMPT_BYTES + 1)},))],
+    ids=["text", "two bytes a character", "token ids", "chat"],
+)  # fmt: skip
+def test_prompt_that_is_too_long_to_travel_is_refused(prompt: Any) -> None:
+    """Serve's gRPC between replicas would end with an internal error."""
+    with pytest.raises(ContextLengthExceeded, match="the limit of a prompt is 3145728"):
+        check_travels(prompt)
+
+
+def test_long_prompts_that_fit_travel() -> None:
+    check_travels("x" * (MAX_PROMPT_BYTES - 100))
+    check_travels(tuple(range(2**18)))
+    check_travels(ChatPrompt(({"role": "user", "content": "hi"},)))
+
+
+def test_unknown_keys_of_an_order_are_refused_at_the_first() -> None:
+    with pytest.raises(InvalidRequest, match="key 0 is unknown here"):
+        parse_form(schemas.SleepForm, {f"key {i}": 1 for i in range(100_000)})
+    with pytest.raises(ValidationError) as collected:
+        schemas.SleepForm.model_validate({f"key {i}": 1 for i in range(100)})
+    assert collected.value.error_count() == 100, "or this is not needed any more"
