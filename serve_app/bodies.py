@@ -16,8 +16,8 @@ from serve_app.work import Admission, Budget
 
 T = TypeVar("T")
 
-# Of a prompt, as it travels to a replica: Serve takes 4 MiB a message there (2.60). No model's context is as long.
-MAX_PROMPT_BYTES = 3 * 2**20
+# Of a prompt on its way to a replica, and an answer on its way to the proxy: Serve takes 4 MiB a message (2.60).
+MAX_MESSAGE_BYTES = 3 * 2**20
 _LARGE_BYTES = 64 * 1024  # parsed in a millisecond at most
 _READERS = 2  # of large bodies at a time
 
@@ -90,12 +90,12 @@ class Bodies:
 
 def check_travels(prompt: Prompt) -> None:
     """Raises ContextLengthExceeded if a prompt is too long to be sent to a replica."""
-    if not isinstance(prompt, ChatPrompt) and len(prompt) < MAX_PROMPT_BYTES // 8:
+    if not isinstance(prompt, ChatPrompt) and len(prompt) < MAX_MESSAGE_BYTES // 8:
         return
     size = len(pickle.dumps(prompt))
-    if size > MAX_PROMPT_BYTES:
+    if size > MAX_MESSAGE_BYTES:
         raise ContextLengthExceeded(
-            f"the prompt takes {size} bytes; the limit of a prompt is {MAX_PROMPT_BYTES}", "prompt"
+            f"the prompt takes {size} bytes; the limit of a prompt is {MAX_MESSAGE_BYTES}", "prompt"
         )
 
 

@@ -3,14 +3,13 @@
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serve_app.bodies import Bodies, check_travels, query_form
+from actors.errors import ContextLengthExceeded
+from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
 from serve_app.schemas import ModelQuery, parse_detokenize, parse_tokenize
 from serve_app.served import ServedModels
-
-_PIECE_BYTES = 2**20  # Serve's proxy takes 4 MiB a message from an ingress (2.60)
 
 
 class Tokenizing:
@@ -34,7 +33,7 @@ class Tokenizing:
         check_travels(asked.prompt)
         token_ids = await info.tokenizer.encode(asked.prompt, asked.add_special_tokens)
         texts = await info.tokenizer.texts(token_ids) if asked.return_token_strs else None
-        return _in_pieces(
+        return _answer(
             {
                 "count": len(token_ids),
                 "max_model_len": info.max_model_len,
@@ -46,18 +45,22 @@ class Tokenizing:
     async def detokenize(self, request: Request) -> Response:
         form = await self._bodies.read(request, parse_detokenize)
         tokenizer = self._models.one(form.model).info.tokenizer
-        return _in_pieces({"prompt": await tokenizer.decode(form.tokens)})
+        return _answer({"prompt": await tokenizer.decode(form.tokens)})
 
     async def tokenizer_info(self, request: Request) -> Response:
         info = self._models.one(query_form(request, ModelQuery).model).info
         return JSONResponse(dict(await info.tokenizer.describe()))
 
 
-def _in_pieces(answer: dict[str, Any]) -> Response:
-    """JSON, in several messages where it is long."""
+def _answer(answer: dict[str, Any]) -> Response:
+    """JSON that fits a message to Serve's proxy; it joins pieces that come close together.
+
+    Raises:
+        ContextLengthExceeded: it would be too long.
+    """
     whole = JSONResponse(answer)
-    body = bytes(whole.body)
-    if len(body) <= _PIECE_BYTES:
-        return whole
-    pieces = (body[at : at + _PIECE_BYTES] for at in range(0, len(body), _PIECE_BYTES))
-    return StreamingResponse(pieces, media_type="application/json")
+    if len(whole.body) > MAX_MESSAGE_BYTES:
+        raise ContextLengthExceeded(
+            f"the answer would take {len(whole.body)} bytes; the limit is {MAX_MESSAGE_BYTES}: ask for parts"
+        )
+    return whole

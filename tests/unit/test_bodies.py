@@ -13,7 +13,7 @@ from starlette.requests import Request
 from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt
 from serve_app import schemas
-from serve_app.bodies import MAX_PROMPT_BYTES, Bodies, check_travels
+from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels
 from serve_app.fields import parse_form, parse_json, shown
 from serve_app.http_errors import KeyBusy, RequestTimeout, ServerBusy
 from serve_app.keys import Access, ApiKey
@@ -220,8 +220,8 @@ def test_body_of_millions_of_small_values_is_parsed_without_collections(
 
 @pytest.mark.parametrize(
     "prompt",
-    ["x" * (MAX_PROMPT_BYTES + 1), "é" * (MAX_PROMPT_BYTES // 2 + 1), (100_000,) * 2**20,
-     ChatPrompt(({"role": "user", "content": "x" * (MAX_PROMPT_BYTES + 1)},))],
+    ["x" * (MAX_MESSAGE_BYTES + 1), "é" * (MAX_MESSAGE_BYTES // 2 + 1), (100_000,) * 2**20,
+     ChatPrompt(({"role": "user", "content": "x" * (MAX_MESSAGE_BYTES + 1)},))],
     ids=["text", "two bytes a character", "token ids", "chat"],
 )  # fmt: skip
 def test_prompt_that_is_too_long_to_travel_is_refused(prompt: Any) -> None:
@@ -231,7 +231,7 @@ def test_prompt_that_is_too_long_to_travel_is_refused(prompt: Any) -> None:
 
 
 def test_long_prompts_that_fit_travel() -> None:
-    check_travels("x" * (MAX_PROMPT_BYTES - 100))
+    check_travels("x" * (MAX_MESSAGE_BYTES - 100))
     check_travels(tuple(range(2**18)))
     check_travels(ChatPrompt(({"role": "user", "content": "hi"},)))
 

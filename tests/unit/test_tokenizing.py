@@ -146,3 +146,9 @@ def test_local_tokenizer_without_a_checkpoint(hub: Hub, tmp_path: Path) -> None:
             await LocalTokenizer(source).encode("hi", None)
 
     asyncio.run(scenario())
+
+
+def test_answer_that_does_not_fit_a_message_is_refused(client, model):
+    response = client.post("/tokenize", json={"prompt": "x" * 1_000_000})
+    assert response.status_code == 400
+    assert "ask for parts" in response.json()["error"]["message"]
