@@ -88,14 +88,13 @@ class Bodies:
         return bytes(body)
 
 
-def check_travels(prompt: Prompt) -> None:
-    """Raises ContextLengthExceeded if a prompt is too long to be sent to a replica."""
-    if not isinstance(prompt, ChatPrompt) and len(prompt) < MAX_MESSAGE_BYTES // 8:
+def check_travels(prompt: Prompt, most: int = MAX_MESSAGE_BYTES) -> None:
+    """Raises ContextLengthExceeded if a prompt takes more bytes than that, as it is sent to a replica."""
+    if not isinstance(prompt, ChatPrompt) and len(prompt) < most // 8:
         return
-    size = len(pickle.dumps(prompt))
-    if size > MAX_MESSAGE_BYTES:
+    if (size := len(pickle.dumps(prompt))) > most:
         raise ContextLengthExceeded(
-            f"the prompt takes {size} bytes; the limit of a prompt is {MAX_MESSAGE_BYTES}", "prompt"
+            f"the prompt takes {size} bytes; the limit of a prompt is {most} here", "prompt"
         )
 
 

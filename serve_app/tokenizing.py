@@ -11,6 +11,8 @@ from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_for
 from serve_app.schemas import ModelQuery, parse_detokenize, parse_tokenize
 from serve_app.served import ServedModels
 
+_MAX_TEXT_BYTES = 2**20  # its tokens are made and written in this process, in a fifth of a second
+
 
 class Tokenizing:
     """What lm-eval and others ask instead of loading a tokenizer of their own."""
@@ -30,7 +32,7 @@ class Tokenizing:
     async def tokenize(self, request: Request) -> Response:
         asked = await self._bodies.read(request, parse_tokenize)
         info = self._models.one(asked.model).info
-        check_travels(asked.prompt)
+        check_travels(asked.prompt, _MAX_TEXT_BYTES)
         token_ids = await info.tokenizer.encode(asked.prompt, asked.add_special_tokens)
         texts = await info.tokenizer.texts(token_ids) if asked.return_token_strs else None
         return _answer(
