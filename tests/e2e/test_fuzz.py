@@ -78,7 +78,7 @@ class Beside:
         self._url = url
         self._ends = threading.Event()
         self._threads = [
-            threading.Thread(target=self._stream), threading.Thread(target=self._ping)
+            threading.Thread(target=self._watched, args=(self._stream,)), threading.Thread(target=self._watched, args=(self._ping,))
         ]  # fmt: skip
 
     def start(self) -> None:
@@ -90,6 +90,12 @@ class Beside:
         for thread in self._threads:
             thread.join(60)
             assert not thread.is_alive()
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as exc:  # noqa: BLE001  # told by the test, or a stream that broke would pass
+            self.wrong.append(repr(exc))
 
     def _stream(self) -> None:
         body = {"model": MODEL, "prompt": "a story", "max_tokens": 900, "ignore_eos": True,
