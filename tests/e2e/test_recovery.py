@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,8 @@ def test_request_whose_wake_fails_is_answered_by_the_replica_that_comes_instead(
         assert server.sleep()["replica_id"] != asleep["replica_id"]
 
 
-# Run in a process of its own, so that this one stays out of the server's cluster.
+# Run in a process of its own, so that this one stays out of the server's cluster. It joins before the
+# streams start: joining takes seconds on a busy machine, and they would be over.
 BREAK_ENGINE = """
 import sys
 import ray
@@ -59,18 +60,49 @@ def break_engine(replica):
     model._runtime._engine._processor._generation_step = fail
 
 ray.init(address="auto", namespace="serve", log_to_driver=False, configure_logging=False)
-(name,) = [n["name"] for n in ray.util.list_named_actors(all_namespaces=True) if sys.argv[1] in n["name"]]
-ray.get(ray.get_actor(name, namespace="serve").__ray_call__.remote(break_engine))
+replicas = {
+    name: ray.get_actor(name, namespace="serve")
+    for name in (each["name"] for each in ray.util.list_named_actors(all_namespaces=True))
+    if name.startswith("SERVE_REPLICA::")
+}
+print("joined", flush=True)
+replica_id = sys.stdin.readline().strip()
+(replica,) = [replica for name, replica in replicas.items() if replica_id in name]
+ray.get(replica.__ray_call__.remote(break_engine))
 """
+
+
+@contextmanager
+def engine_breaker() -> Iterator[Callable[[str], None]]:
+    """Yield a function that breaks the engine of the replica it is told."""
+    command = [sys.executable, "-c", BREAK_ENGINE]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "joined\n"
+
+        def break_engine_of(replica_id: str) -> None:
+            process.communicate(replica_id + "\n", timeout=30)
+            assert process.returncode == 0
+
+        try:
+            yield break_engine_of
+        finally:
+            process.kill()
 
 
 def test_engine_that_dies_under_streams_fails_these_and_nobody_else(servers: Any) -> None:
     servers.stop()
-    with serving(config_with("tiny_cpu.yaml", num_replicas=2, num_cpus=0.1)) as server:
+    engine = {"max_model_len": 4096, "num_blocks": 600}
+    config = config_with("tiny_cpu.yaml", num_replicas=2, num_cpus=0.1, engine=engine)
+    with serving(config) as server:
         wait_until(lambda: len(replicas_of(server)) == 2, 60, "both replicas are there", 0.2)
         right = text_of(server)
-        body = ASK | {"max_tokens": 900, "ignore_eos": True, "stream": True}
+        body = ASK | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
         with ExitStack() as streams:
+            break_engine_of = streams.enter_context(engine_breaker())
             lines = []
             for _ in range(8):
                 stream = server.http.stream("POST", "/v1/completions", json=body)
@@ -80,8 +112,7 @@ def test_engine_that_dies_under_streams_fails_these_and_nobody_else(servers: Any
                 assert next(lines[-1]).startswith("data: ")
             doomed = max(replicas_of(server), key=lambda replica: replica["in_flight"])
             assert doomed["in_flight"] == 4
-            command = [sys.executable, "-c", BREAK_ENGINE, doomed["replica_id"]]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            break_engine_of(doomed["replica_id"])
             broke_s = time.monotonic()
             endings = [
                 [json.loads(line[6:]) for line in each if line[:7] == "data: {"][-1]
