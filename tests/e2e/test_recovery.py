@@ -111,7 +111,8 @@ def test_engine_that_dies_under_streams_fails_these_and_nobody_else(servers: Any
                 lines.append(response.iter_lines())
                 assert next(lines[-1]).startswith("data: ")
             doomed = max(replicas_of(server), key=lambda replica: replica["in_flight"])
-            assert doomed["in_flight"] == 4
+            broken = doomed["in_flight"]  # half, or more if the router had not heard of the other
+            assert broken >= 4
             break_engine_of(doomed["replica_id"])
             broke_s = time.monotonic()
             endings = [
@@ -119,8 +120,9 @@ def test_engine_that_dies_under_streams_fails_these_and_nobody_else(servers: Any
                 for each in lines
             ]
         failed = [ending["error"]["code"] for ending in endings if "error" in ending]
-        assert failed == ["engine_dead"] * 4
-        assert sum(e.get("choices", [{}])[0].get("finish_reason") == "length" for e in endings) == 4
+        assert failed == ["engine_dead"] * broken
+        whole = [e for e in endings if e.get("choices", [{}])[0].get("finish_reason") == "length"]
+        assert len(whole) == 8 - broken
         time.sleep(max(0.0, broke_s + 0.5 - time.monotonic()))  # what the goal speaks of
         for _ in range(20):
             assert text_of(server) == right
