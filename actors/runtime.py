@@ -201,7 +201,11 @@ class ModelRuntime:
         """
         arrived_s = time.perf_counter()
         prompt = request.prompt
-        prompt_ids = self.codec.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
+        prompt_ids = self.codec.encode_prompt(
+            prompt,
+            add_special_tokens=request.add_special_tokens,
+            max_tokens=self.max_model_len,
+        )
         params = resolve(request.sampling, self._defaults, self.max_model_len - len(prompt_ids))
         request = replace(request, sampling=params)
         seed = secrets.randbits(63) if params.seed is None else params.seed

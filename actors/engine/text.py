@@ -20,7 +20,7 @@ from actors.engine.detokenizer import ByteStream, StreamDecoder, TokenBytes, Win
 from actors.engine.generation_config import read_generation_config
 from actors.engine.message_form import ChatConfig, ends_in_reasoning, form_of
 from actors.engine.validation import check_token_ids
-from actors.errors import InvalidRequest
+from actors.errors import ContextLengthExceeded, InvalidRequest
 from actors.protocol import ChatPrompt, MessageForm, Prompt, TokenLogprob
 
 # Arguments of `apply_chat_template` that belong to the request; the others are ours.
@@ -50,6 +50,7 @@ class TextCodec:
         self.vocab_size = vocab_size
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
+        self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters
         self._table: TokenBytes | None = None
         # A subclass with a decode of its own (as CodeGen's) is more than its backend.
         if (
@@ -93,10 +94,23 @@ class TextCodec:
         return tokenizer
 
     def encode_prompt(
-        self, prompt: Prompt, *, add_special_tokens: bool | None = None
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool | None = None,
+        max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """The prompt's token ids, at least one. Otherwise as `tokenize`."""
-        ids = self.tokenize(prompt, add_special_tokens=add_special_tokens)
+        """The prompt's token ids, at least one. Otherwise as `tokenize`.
+
+        Args:
+            max_tokens: there is no use for more. Text too long even for so many of the longest token is
+                not tokenised: a megabyte takes a second.
+
+        Raises:
+            ContextLengthExceeded: the text is longer than that.
+        """
+        max_chars = None if max_tokens is None else max_tokens * self._longest_token
+        ids = self._tokenize(prompt, add_special_tokens, max_chars)
         if not ids:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequest("the prompt has no tokens; it must have at least one", param)
@@ -116,16 +130,7 @@ class TextCodec:
             InvalidRequest: ids outside the vocabulary, no chat template, or the template refused the
                 messages.
         """
-        param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        if isinstance(prompt, ChatPrompt):
-            text = self._render(prompt)
-            ids = self._encode(text, param, add_special_tokens=bool(add_special_tokens))
-        elif isinstance(prompt, str):
-            ids = self._encode(prompt, param, add_special_tokens=add_special_tokens is not False)
-        else:
-            ids = tuple(prompt)
-        check_token_ids(ids, param, self.vocab_size)
-        return ids
+        return self._tokenize(prompt, add_special_tokens, None)
 
     def message_form(self, prompt: ChatPrompt, prompt_ids: Sequence[int]) -> MessageForm:
         """How the answer to these messages is written; `prompt_ids` are those of `prompt`."""
@@ -202,6 +207,28 @@ class TextCodec:
         )
         assert isinstance(text, str)
         return text
+
+    def _tokenize(
+        self, prompt: Prompt, add_special_tokens: bool | None, max_chars: int | None
+    ) -> tuple[int, ...]:
+        if isinstance(prompt, ChatPrompt):
+            param, text = "messages", self._render(prompt)
+            adds = bool(add_special_tokens)
+        elif isinstance(prompt, str):
+            param, text = "prompt", prompt
+            adds = add_special_tokens is not False
+        else:
+            check_token_ids(prompt, "prompt", self.vocab_size)
+            return tuple(prompt)
+        if max_chars is not None and len(text) > max_chars:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(text)} characters; the model's context (engine.max_model_len) "
+                f"never holds more than {max_chars}",
+                param,
+            )
+        ids = self._encode(text, param, add_special_tokens=adds)
+        check_token_ids(ids, param, self.vocab_size)
+        return ids
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         try:

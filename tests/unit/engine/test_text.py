@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 from actors.engine.detokenizer import ByteStream, WindowStream
 from actors.engine.output import OutputAssembler, StopMatcher
 from actors.engine.text import TextCodec
-from actors.errors import InvalidRequest
+from actors.errors import ContextLengthExceeded, InvalidRequest
 from actors.protocol import ChatPrompt, FinishReason, TokenLogprob
 
 SPECIALS = ["<|eos|>", "<|bos|>", "<｜end▁of▁turn｜>"]
@@ -257,6 +257,24 @@ def test_token_ids_outside_the_vocabulary_are_refused(codec: TextCodec, ids: tup
 def test_empty_prompt_is_refused(codec: TextCodec, prompt: str | tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequest, match="no tokens"):
         codec.encode_prompt(prompt)
+
+
+@pytest.mark.parametrize("in_chat", [False, True])
+def test_text_beyond_every_context_is_refused_before_it_is_tokenised(
+    codec: TextCodec, in_chat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(map(len, codec._tokenizer.get_vocab()))
+    assert (
+        len(codec.encode_prompt("a" * (3 * longest), max_tokens=3)) > 3
+    )  # for the engine to refuse
+    monkeypatch.setattr(codec, "_encode", lambda *args, **options: pytest.fail("tokenised"))
+    text = "a" * (3 * longest + 1)
+    prompt = ChatPrompt(({"role": "user", "content": text},)) if in_chat else text
+    with pytest.raises(
+        ContextLengthExceeded, match=f"never holds more than {3 * longest}$"
+    ) as caught:
+        codec.encode_prompt(prompt, max_tokens=3)
+    assert caught.value.param == ("messages" if in_chat else "prompt")
 
 
 def test_lone_surrogate_is_refused(codec: TextCodec) -> None:
