@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from actors.engine.validation import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from actors.errors import InvalidRequest, UnsupportedParameter
+from actors.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from serve_app.config_errors import did_you_mean
 from serve_app.heap import without_collections
 
@@ -28,6 +28,7 @@ MAX_PROMPTS = 65_536  # http.max_continuations says how many are answered
 MAX_PROMPT_TOKENS = 2**20  # the model's own limit is the engine's to check
 MAX_CHOICES = 4096
 MAX_OPTIONS = 128  # of the chat template
+MAX_COMMAS = 2 * MAX_PROMPT_TOKENS  # about the values of a body, without parsing it
 MAX_COUNT = 2**31 - 1  # of tokens; the model's own limit is the engine's to check
 
 Form = TypeVar("Form", bound=BaseModel)
@@ -39,7 +40,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     Raises:
         InvalidRequest: it is no JSON object. NaN and Infinity, invalid UTF-8, lone surrogates and
             nesting deeper than 200 are no JSON here either.
+        PayloadTooLarge: it has more values than any request needs.
     """
+    if len(body) > MAX_COMMAS and (commas := body.count(b",")) > MAX_COMMAS:
+        raise PayloadTooLarge(f"the body has {commas} commas; the limit is {MAX_COMMAS}")
     try:
         # pydantic keeps the interpreter's lock for all of it. Millions of small values take three times as
         # long if the collector looks at them again and again, or their keys are looked up in a cache.

@@ -14,7 +14,7 @@ from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt
 from serve_app import schemas
 from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels
-from serve_app.fields import parse_form, parse_json, shown
+from serve_app.fields import MAX_COMMAS, parse_form, parse_json, shown
 from serve_app.http_errors import KeyBusy, RequestTimeout, ServerBusy
 from serve_app.keys import Access, ApiKey
 from serve_app.schemas import BODIES, parse_chat, parse_completion
@@ -216,6 +216,18 @@ def test_body_of_millions_of_small_values_is_parsed_without_collections(
     parse_json(b"{}")
     assert enabled == [False]
     assert gc.isenabled()
+
+
+def test_body_with_more_values_than_any_request_needs_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(values: int) -> bytes:
+        return b'{"prompt":[' + b"1," * (values - 1) + b"1]}"
+
+    assert len(parse_json(body(MAX_COMMAS + 1))["prompt"]) == MAX_COMMAS + 1
+    monkeypatch.setattr("serve_app.fields.from_json", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(PayloadTooLarge, match="has 2097153 commas; the limit is 2097152"):
+        parse_json(body(MAX_COMMAS + 2))
 
 
 @pytest.mark.parametrize(
