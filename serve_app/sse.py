@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import ReplicaFailed, ShuttingDown
+from actors.errors import ReplicaFailed, ServingError, ShuttingDown
 from actors.protocol import TokenEvent
 from serve_app.http_errors import RequestTimeout, describe
 
@@ -287,13 +287,21 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait for their end. What they raise instead is logged."""
-    waited = [task for task in tasks if not task.done()]
-    for task in waited:
+    """Cancel tasks and wait for their end.
+
+    What they raised in the same moment, or raise instead, is nobody's any more: it is logged where it is not
+    an answer that a client could have had.
+    """
+    unfinished = {task for task in tasks if not task.done()}
+    for task in unfinished:
         task.cancel()
-    for outcome in await asyncio.gather(*waited, return_exceptions=True):
-        if isinstance(outcome, Exception):
-            logger.warning("a cancelled task failed while it ended", exc_info=outcome)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    for task, outcome in zip(tasks, outcomes, strict=True):
+        if task in unfinished and isinstance(outcome, Exception):
+            if isinstance(outcome, ServingError):
+                logger.debug("a cancelled task ended with: %r", outcome)
+            else:
+                logger.warning("a cancelled task failed while it ended", exc_info=outcome)
 
 
 def _check_finished(answer: Answer) -> None:

@@ -397,9 +397,11 @@ class TransformersEngine:
         allocators = self._cache.cache_allocators.values()
         used = sum(len(blocks) for a in allocators for blocks in list(a.block_table.values()))
         scheduler = self._processor.scheduler
+        waiting = len(scheduler.waiting_requests) + self._manager.input_queue.qsize()
         return EngineStats(
             running=len(scheduler.active_requests),
-            waiting=len(scheduler.waiting_requests) + self._manager.input_queue.qsize(),
+            # A paused loop takes no sequence away, and all of those that were cancelled meanwhile wait.
+            waiting=max(0, waiting - self._manager.cancel_queue.qsize()),
             kv_used_blocks=used,
             kv_total_blocks=sum(a.num_blocks for a in allocators),
         )

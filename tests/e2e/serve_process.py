@@ -86,6 +86,26 @@ class ServeProcess(bench.ServeProcess):
         status: dict[str, Any] = replica
         return status
 
+    def wait_until_free(self, model_id: str, deadline_s: float = 60.0) -> None:
+        """Until engine and ingresses say that no request, sequence or KV block is left."""
+        gauges = (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "vllm:kv_cache_usage_perc",
+        )
+        ends_s = time.monotonic() + deadline_s
+        while True:
+            found = {
+                line.partition("{")[0]: float(line.rsplit(" ", 1)[1])
+                for line in self.http.get("/metrics").text.splitlines()
+                if line.startswith(gauges) and f'model_name="{model_id}"' in line
+            } | self.get("/load")
+            # A replica that is silent has no gauges.
+            if len(found) == len(gauges) + 1 and not any(found.values()):
+                return
+            assert time.monotonic() < ends_s, f"not free within {deadline_s:g} s: {found}"
+            time.sleep(0.02)
+
     # --- what it holds and says ---
 
     def object_store_bytes(self) -> int:

@@ -1,40 +1,37 @@
 """Bodies and connections that no client would send, with another client's stream beside them.
 
-Everything is made from `SEED`, and bounded in bytes and connections.
+`SLEEPSERVE_FUZZ_SEED=... make test-all ARGS="-s -k fuzz"` has others made than those of the default.
 """
 
 import asyncio
+import copy
 import json
+import os
 import random
 import socket
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e.beside import beside
+from tests.e2e.conftest import Servers, config_with
 from tests.e2e.puzzles import Puzzle
-from tests.e2e.serve_process import ServeProcess, wait_until
+from tests.e2e.serve_process import ServeProcess, running
+from tests.process_memory import STEADY, Growth
 
 pytestmark = pytest.mark.slow
 
-SEED = 20261123
+SEED = os.environ.get("SLEEPSERVE_FUZZ_SEED", "20261123")
 MODEL = "tiny"
-PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/completions",
-    "/tokenize",
-    "/detokenize",
-    "/sleep",
-    "/wake_up",
-    "/scaleout",
-    "/scalein",
-)
-BODY_BYTES = 100 * 1024**2
+BODY_BYTES = 100 * 1024**2  # in all
+ROUNDS = 10
+CROWD = 40  # of each round
 MAX_BODY_BYTES = 8 * 1024**2
 STALL_S = 0.5
 FULL = 8_000_000
@@ -67,82 +64,6 @@ LARGE: dict[str, Callable[[], bytes]] = {
 }  # fmt: skip
 
 
-class Beside:
-    """Another client: asks for a stream again and again, and whether the front answers."""
-
-    def __init__(self, url: str) -> None:
-        self.longest_gap_s = 0.0
-        self.longest_ping_s = 0.0
-        self.wrong: list[str] = []
-        self.tokens = 0
-        self._url = url
-        self._ends = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._watched, args=(self._stream,)), threading.Thread(target=self._watched, args=(self._ping,))
-        ]  # fmt: skip
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        self._ends.set()
-        for thread in self._threads:
-            thread.join(60)
-            assert not thread.is_alive()
-
-    def _watched(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as exc:  # noqa: BLE001  # told by the test, or a stream that broke would pass
-            self.wrong.append(repr(exc))
-
-    def _stream(self) -> None:
-        body = {"model": MODEL, "prompt": "a story", "max_tokens": 900, "ignore_eos": True,
-                "stream": True}  # fmt: skip
-        with httpx.Client(base_url=self._url, timeout=30) as client:
-            while not self._ends.is_set():
-                with client.stream("POST", "/v1/completions", json=body) as response:
-                    if response.status_code != 200:
-                        self.wrong.append(f"stream: {response.status_code}")
-                        return
-                    last_s = None
-                    for line in response.iter_lines():
-                        now_s = time.perf_counter()
-                        if '"error"' in line:
-                            self.wrong.append(line)
-                        if last_s is not None and line:
-                            self.longest_gap_s = max(self.longest_gap_s, now_s - last_s)
-                        if line:
-                            last_s, self.tokens = now_s, self.tokens + 1
-                        if self._ends.is_set():
-                            return
-
-    def _ping(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=30) as client:
-            while not self._ends.wait(0.02):
-                began_s = time.perf_counter()
-                status = client.get("/ping").status_code
-                self.longest_ping_s = max(self.longest_ping_s, time.perf_counter() - began_s)
-                if status != 200:
-                    self.wrong.append(f"ping: {status}")
-
-
-@contextmanager
-def beside(server: ServeProcess) -> Iterator[Beside]:
-    other = Beside(server.url)
-    other.start()
-    wait_until(lambda: other.tokens > 20 or other.wrong, 30, "the other stream goes")
-    try:
-        yield other
-    finally:
-        other.stop()
-    print(f"longest gap {other.longest_gap_s:.3f} s, longest ping {other.longest_ping_s:.3f} s")
-    assert other.wrong == []
-    assert other.longest_ping_s < STALL_S
-    assert other.longest_gap_s < STALL_S
-
-
 def is_refused(response: httpx.Response) -> None:
     assert 400 <= response.status_code < 500, response.text[:300]
     error = response.json()["error"]
@@ -155,7 +76,7 @@ def test_largest_bodies_hold_nobody_up(tiny: ServeProcess, kind: str) -> None:
     tiny.wake_up()
     body = LARGE[kind]()
     assert len(body) <= MAX_BODY_BYTES
-    with beside(tiny):
+    with beside(tiny.url, MODEL, STALL_S):
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/sleep"):
             began_s = time.perf_counter()
             response = tiny.http.post(path, content=body)
@@ -164,40 +85,148 @@ def test_largest_bodies_hold_nobody_up(tiny: ServeProcess, kind: str) -> None:
                 is_refused(response)
 
 
-def test_a_hundred_megabytes_of_random_bodies(
-    tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
-) -> None:
-    rng = random.Random(SEED)
-    sent = 0
-    with beside(tiny):
-        while sent < BODY_BYTES:
-            body = random_body(rng)
-            path = rng.choice(PATHS)
-            response = tiny.http.post(path, content=body)
-            assert response.status_code < 500 or response.status_code == 503, response.text[:300]
-            sent += len(body)
-    tiny.wake_up()
-    response = tiny.post(
-        "/v1/completions", model=MODEL, prompt=puzzles[0].prompt,
-        max_tokens=puzzles[0].max_tokens, temperature=0,
-    )  # fmt: skip
-    assert response.json()["choices"][0]["text"] == puzzles[0].answer
+VALID: dict[str, Any] = {
+    "/v1/chat/completions": {
+        "model": MODEL,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "What is the weather?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{\"x\": 1}"}}
+            ]},
+            {"role": "tool", "tool_call_id": "a", "content": "Rain."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tool_choice": "auto", "max_tokens": 4, "n": 2, "temperature": 0.7, "top_p": 0.9, "stop": ["x"],
+        "seed": 1, "logprobs": True, "top_logprobs": 2, "stream": False, "frequency_penalty": 0.1,
+        "stream_options": None, "user": "me", "chat_template_kwargs": {"enable_thinking": False},
+    },
+    "/v1/completions": {
+        "model": MODEL, "prompt": ["once", "upon"], "max_tokens": 4, "n": 1, "best_of": 1, "echo": True,
+        "logprobs": 2, "logit_bias": {"7": 5, "8": -5}, "stop": "x", "temperature": 0, "seed": 3,
+        "min_tokens": 1, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "stream": True,
+        "stream_options": {"include_usage": True}, "response_format": {"type": "json_object"},
+        "ignore_eos": False, "stop_token_ids": [5], "presence_penalty": 0.2,
+    },
+    "/completions": {"prompt": "once", "max_tokens": 4, "stream": False},
+    "/tokenize": {"model": MODEL, "prompt": "once", "add_special_tokens": True, "return_token_strs": True},
+    "/detokenize": {"model": MODEL, "tokens": [1, 2, 3]},
+    # Never an order that anybody could mean.
+    "/sleep": {"nobody": 1, "model": MODEL, "level": 1, "mode": "wait", "hold": False},
+    "/wake_up": {"nobody": 1, "model": MODEL, "tags": ["weights"]},
+    "/scaleout": {"nobody": 1, "model": MODEL, "replicas": 1},
+    "/scalein": {"nobody": 1, "model": MODEL, "replicas": 1},
+}  # fmt: skip
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308, 1e-320,
+    float("nan"), float("inf"), "", "\x00", "\ud800", "\u202e", "é" * 50, "1", [], {}, [[]], [None], {"": ""},
+    "tiny", "auto", "none", "user", "text", "json_schema", "<|im_start|>", "{{ 7 * 7 }}", "<parameter=",
+)  # fmt: skip
 
 
-def random_body(rng: random.Random) -> bytes:
-    """Bytes, or a body of which some places were changed; never an order that anybody could mean."""
-    size = min(MAX_BODY_BYTES, int(2 ** rng.uniform(4, 23)))
-    if rng.random() < 0.3:
+def random_body(rng: random.Random, path: str, size: int) -> bytes:
+    """Noise, or a body of which some values or bytes are others; `size` bytes or somewhat more."""
+    if rng.random() < 0.1:
         return rng.randbytes(size)
-    text = json.dumps(
-        {"model": MODEL, "prompt": "x" * size, "max_tokens": 1, "n": rng.choice([1, 2, -1, 1e9]),
-         "temperature": rng.choice([0, "hot", -1, None, []]), "stop": rng.choice([None, [1], "\x00"]),
-         "messages": rng.choice([None, [], [{}], [{"role": "user", "content": [{"type": "x"}]}]])}
-    ).encode()  # fmt: skip
-    changed = bytearray(text)
+    body = copy.deepcopy(VALID[path])
     for _ in range(rng.randrange(4)):
-        changed[rng.randrange(min(200, len(changed)))] = rng.randrange(256)
-    return bytes(changed)
+        change(rng, body)
+    padding = size - len(json.dumps(body))
+    if padding > 0:
+        name = rng.choice([*body, "padding"])
+        body[name] = rng.choice([lambda: "x " * (padding // 2), lambda: [1] * (padding // 3),
+                                 lambda: {str(i): i for i in range(padding // 16)},
+                                 lambda: [rng.choice(ODD[:11])] * (padding // 24)])()  # fmt: skip
+    if "nobody" in VALID[path]:
+        body["nobody"] = 1
+    text = bytearray(json.dumps(body).encode())
+    if rng.random() < 0.3:
+        for _ in range(rng.randrange(1, 4)):
+            text[rng.randrange(len(text))] = rng.randrange(256)
+    if rng.random() < 0.1:
+        del text[rng.randrange(1, len(text)) :]  # an empty body is an order
+    return bytes(text[:MAX_BODY_BYTES])
+
+
+def change(rng: random.Random, tree: Any) -> None:
+    """Somewhere in it: another value, one value fewer or one more."""
+    places = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    if not places:
+        return
+    place = rng.choice(places)
+    if isinstance(tree[place], dict | list) and rng.random() < 0.7:
+        change(rng, tree[place])
+    elif rng.random() < 0.2:
+        del tree[place]
+    elif rng.random() < 0.2 and isinstance(tree, list):
+        tree.extend([tree[place]] * rng.randrange(1, 2000))
+    else:
+        tree[place] = copy.deepcopy(rng.choice(ODD))
+
+
+@contextmanager
+def steady() -> Iterator[ServeProcess]:
+    """A server whose memory can be looked at, and whose answers are short."""
+    config = config_with(
+        "tiny_cpu.yaml", engine={"max_model_len": 256}, sleep={"idle_timeout_s": None}
+    )
+    with running(config, **STEADY) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def test_a_hundred_megabytes_and_a_crowd_that_leaves_change_nothing(
+    servers: Servers, puzzles: tuple[Puzzle, ...]
+) -> None:
+    servers.stop()
+    rng = random.Random(SEED)
+    growth, statuses = Growth(), Counter[int]()
+    with steady() as server:
+        for _ in range(ROUNDS):
+            with beside(server.url, MODEL, STALL_S, max_tokens=200):
+                sent = 0
+                while sent < BODY_BYTES // ROUNDS:
+                    large = rng.random() < 0.05
+                    path = rng.choice(list(VALID))
+                    size = int(2 ** rng.uniform(4, 23 if large else 11))
+                    body = random_body(rng, path, size)
+                    response = server.http.post(path, content=body)
+                    assert response.status_code < 500, (path, body[:2000], response.text[:300])
+                    statuses[response.status_code] += 1
+                    sent += len(body)
+                asyncio.run(crowd(server, rng))
+            server.wait_until_free(MODEL, 20)
+            answers_right(server, puzzles[0])
+            server.sleep()  # malloc gives back what it keeps
+            growth.count(server.processes())
+            print(f"seed {SEED}: {dict(statuses)}", flush=True)
+        assert "Traceback" not in server.log()
+    assert {200, 400, 413} <= statuses.keys()
+    growth.check()
+
+
+async def crowd(server: ServeProcess, rng: random.Random) -> None:
+    """Clients that leave when they like."""
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+    async def one(client: httpx.AsyncClient, stays_s: float) -> None:
+        try:
+            async with asyncio.timeout(stays_s):
+                async with client.stream("POST", "/v1/completions", json=body) as response:
+                    assert response.status_code in (200, 429)
+                    async for _ in response.aiter_bytes():
+                        pass
+        except TimeoutError:
+            return  # it left
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        await asyncio.gather(*(one(client, rng.uniform(0.0, 2.0)) for _ in range(CROWD)))
+
+
+def answers_right(server: ServeProcess, puzzle: Puzzle) -> None:
+    response = server.post("/v1/completions", model=MODEL, prompt=puzzle.prompt,
+                           max_tokens=puzzle.max_tokens, temperature=0)  # fmt: skip
+    assert response.json()["choices"][0]["text"] == puzzle.answer
 
 
 def test_client_that_hangs_up_at_any_byte_leaves_nothing_behind(
@@ -205,29 +234,25 @@ def test_client_that_hangs_up_at_any_byte_leaves_nothing_behind(
 ) -> None:
     tiny.wake_up()
     body = json.dumps(
-        {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8,
+        {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4,
          "stream": True, "temperature": 0, "ignore_eos": True}
     ).encode()  # fmt: skip
     request = raw("/v1/chat/completions", body)
     whole = talk(tiny, request, None)
     assert whole.endswith(b"0\r\n\r\n")
-    for cut in range(0, len(whole), 3):
-        assert talk(tiny, request, cut)[:cut] or cut == 0
-    for cut in range(0, len(request), 7):
-        talk(tiny, request[:cut], 0)
-    for garbage in (
-        b"\x00" * 100,
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"\r\n\r\n",
-        b"POST " + b"a" * 100_000,
-    ):
-        talk(tiny, garbage, 0)
-    wait_until(lambda: tiny.wake_up()["in_flight"] == 0, 10, "the engine is free")
-    response = tiny.post(
-        "/v1/completions", model=MODEL, prompt=puzzles[1].prompt,
-        max_tokens=puzzles[1].max_tokens, temperature=0,
-    )  # fmt: skip
-    assert response.json()["choices"][0]["text"] == puzzles[1].answer
+    with beside(tiny.url, MODEL, STALL_S), ThreadPoolExecutor(4) as clients:
+        answers = clients.map(lambda cut: (cut, talk(tiny, request, cut)), range(len(whole)))
+        assert all(len(answer) == cut for cut, answer in answers)
+        list(clients.map(lambda cut: talk(tiny, request[:cut], 0), range(len(request))))
+        for garbage in (
+            b"\x00" * 100,
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"\r\n\r\n",
+            b"POST " + b"a" * 100_000,
+        ):
+            talk(tiny, garbage, 0)
+    tiny.wait_until_free(MODEL, 20)
+    answers_right(tiny, puzzles[1])
     assert "Traceback" not in tiny.log()
 
 
@@ -251,27 +276,3 @@ def talk(server: ServeProcess, request: bytes, cut: int | None) -> bytes:
                 break
             answer += piece
     return answer
-
-
-def test_crowd_of_clients_that_leave_at_random(tiny: ServeProcess) -> None:
-    rng = random.Random(SEED)
-    tiny.wake_up()
-    body: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 200, "ignore_eos": True,
-                            "stream": True}  # fmt: skip
-
-    async def one(client: httpx.AsyncClient, stays_s: float) -> None:
-        try:
-            async with asyncio.timeout(stays_s):
-                async with client.stream("POST", "/v1/completions", json=body) as response:
-                    assert response.status_code in (200, 429, 503)
-                    async for _ in response.aiter_bytes():
-                        pass
-        except TimeoutError:
-            return  # it left
-
-    async def crowd() -> None:
-        async with httpx.AsyncClient(base_url=tiny.url, timeout=60) as client:
-            await asyncio.gather(*(one(client, rng.uniform(0.0, 3.0)) for _ in range(100)))
-
-    asyncio.run(crowd())
-    wait_until(lambda: tiny.wake_up()["in_flight"] == 0, 20, "the engine is free")

@@ -7,57 +7,26 @@ prints what it saw.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import random
-import statistics
-from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.e2e.conftest import config_with
 from tests.e2e.serve_process import ServeProcess, running, wait_until
-from tests.process_memory import anonymous_regions
+from tests.process_memory import STEADY, Growth
 
 TOKENS = int(os.environ.get("SLEEPSERVE_LEAK_TOKENS", "50000"))
 CLIENTS = 64
 ROUNDS = 10  # between two of them nobody asks, and everything is counted
 LONGEST_ANSWER = 400
 HANG_UP = 0.5  # of the clients, after a random number of events
-MIB = 2**20
-# What grows up to a bound of its own would hide what has none.
-STEADY = {
-    # The last calls, of which Ray's GCS keeps 100,000 by default: some 75 MiB.
-    "RAY_task_events_max_num_task_in_gcs": "1000",
-    # Of each thread's own, malloc keeps what others could use (8 arenas per core; glibc's mallopt(3)).
-    "MALLOC_ARENA_MAX": "1",
-}
-
-
-@dataclass(slots=True)
-class Counted:
-    """Of one process, after each round."""
-
-    handles: list[int] = field(default_factory=list)
-    regions: list[Counter[str]] = field(default_factory=list)  # of `anonymous_regions`
-
-    @property
-    def bytes_held(self) -> list[int]:
-        return [regions.total() for regions in self.regions]
-
-    def told(self) -> str:
-        """In a line, and then where it grew most since the middle."""
-        each = ", ".join(f"{size / MIB:.1f}" for size in self.bytes_held)
-        grown = (self.regions[-1] - self.regions[ROUNDS // 2]).most_common(6)
-        where = "".join(f"\n    {size / MIB:+7.2f} MiB {name}" for name, size in grown)
-        return f"{each} MiB, {self.handles} handles{where}"
 
 
 @dataclass(slots=True)
@@ -135,55 +104,18 @@ async def round_of(url: str, until_tokens: int, traffic: Traffic, seed: int) -> 
                 group.create_task(ask(number))
 
 
-def nothing_in_flight(server: ServeProcess) -> bool:
-    metrics = dict(
-        line.rsplit(" ", 1)
-        for line in server.http.get("/metrics").text.splitlines()
-        if line.startswith("vllm:") and 'model_name="tiny"' in line
-    )
-    busy = {
-        name.partition("{")[0]: float(value)
-        for name, value in metrics.items()
-        if name.startswith(
-            ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-        )
-    }
-    answered = len(busy) == 3  # a replica that is silent has no gauges
-    return answered and not any(busy.values()) and server.get("/load")["server_load"] == 0
-
-
 @pytest.mark.slow
 def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
-    counted: dict[int, Counted] = defaultdict(Counted)
-    titles: dict[int, str] = {}
+    growth = Growth()
     traffic = Traffic()
     for number in range(ROUNDS):
         asyncio.run(round_of(busy.url, traffic.tokens + TOKENS // ROUNDS, traffic, number))
-        wait_until(lambda: nothing_in_flight(busy), what="sequences and blocks are given back")
+        wait_until(
+            lambda: busy.nothing_in_flight("tiny"), what="sequences and blocks are given back"
+        )
         busy.sleep()  # and what malloc keeps goes back; the next round's first request wakes it
-        for process in busy.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):  # Ray ends idle workers when it likes
-                title = " ".join(process.cmdline()) or process.name()
-                regions, handles = anonymous_regions(process), process.num_fds()
-                titles[process.pid] = title
-                counted[process.pid].handles.append(handles)
-                counted[process.pid].regions.append(regions)
-        print(f"{traffic}: {len(counted)} processes", flush=True)
+        growth.count(busy.processes())
+        print(traffic, flush=True)
     assert traffic.finished
     assert traffic.hung_up > traffic.finished / 3
-
-    grown = []
-    for pid, found in counted.items():
-        if len(found.handles) < ROUNDS:
-            assert not psutil.pid_exists(pid), titles[pid]
-            continue
-        middle = slice(ROUNDS // 2 - 1, ROUNDS // 2 + 2)
-        early, late = (
-            statistics.median(found.bytes_held[part]) / MIB for part in (middle, slice(-3, None))
-        )
-        opened = max(found.handles[-3:]) - max(found.handles[middle])
-        told = f"{titles[pid][:100]}: {found.told()}"
-        print(told)
-        if opened > 2 or late - early > 4:
-            grown.append(told)
-    assert not grown
+    growth.check()

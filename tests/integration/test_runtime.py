@@ -154,6 +154,29 @@ def test_closing_the_stream_frees_everything(tiny_checkpoint: Path, image: Weigh
     run(tiny_checkpoint, image, scenario)
 
 
+def test_stream_that_is_closed_while_the_model_sleeps_waits_no_longer(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        streams = [
+            h.runtime.generate(h.prepare(PROMPTS[i], max_tokens=500, ignore_eos=True, n=2))
+            for i in range(2)
+        ]
+        for stream in streams:
+            await anext(stream)
+        await h.runtime.sleep(1)  # freezes them
+        assert h.runtime.engine_stats().waiting == 4
+        await streams[0].aclose()  # type: ignore[attr-defined]
+        assert h.runtime.engine_stats().waiting == 2
+        await streams[1].aclose()  # type: ignore[attr-defined]
+        await h.until_free()
+        await h.runtime.wake()
+        await h.until_free()
+        assert len(await h.tokens(PROMPTS[0], ignore_eos=True)) == 20
+
+    run(tiny_checkpoint, image, scenario)
+
+
 def test_stop_string_ends_the_sequence_in_the_engine_too(
     tiny_checkpoint: Path, image: WeightImage
 ) -> None:

@@ -1,6 +1,7 @@
 """Merging generations, framing, keep-alives, errors in mid-stream, clients that leave."""
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -517,6 +518,24 @@ async def test_unless_gone_gives_the_result_or_the_error():
     assert await unless_gone(Wire().receive, good()) == 7
     with pytest.raises(QueueFull):
         await unless_gone(Wire().receive, bad())
+
+
+def test_work_that_fails_as_it_is_cancelled_is_no_unretrieved_exception(caplog):
+    """Serve cancels a request and its call to the replica at once."""
+
+    @on_loop
+    async def cancelled_as_it_fails():
+        async def bad() -> int:
+            call.cancel()
+            raise ShuttingDown("the replica gave the request up", 1.0)
+
+        call = asyncio.create_task(unless_gone(Wire().receive, bad()))
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    cancelled_as_it_fails()
+    gc.collect()
+    assert caplog.text == ""
 
 
 @on_loop
