@@ -28,6 +28,7 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 from transformers.generation.continuous_batching.scheduler import Scheduler
+from transformers.generation.continuous_batching.utils import drain_queue
 
 from actors.errors import DeviceMemoryShort
 from actors.memory.arena import RETRY_SHORT_AFTER_S
@@ -77,12 +78,35 @@ class PipelinedManager(ContinuousBatchingManager):
         )
         if isinstance(io, ContinuousBatchingAsyncIOs):
             io.infer_carry_over_ids = partial(carry_over_ids, io)  # type: ignore[method-assign]
-        update = processor._update_tp_group_state
-        processor._update_tp_group_state = lambda: update() or self._must_stop()  # type: ignore[method-assign]
+        processor._update_tp_group_state = partial(self._pause_and_take, processor)  # type: ignore[method-assign]
         return processor
 
+    def _pause_and_take(self, processor: ContinuousBatchProcessor) -> bool:
+        """Stand still for as long as somebody wants that, then take what came; whether to stop at once.
+
+        transformers 5.23 takes it before the pause: sequences that nobody wants any more would count as
+        waiting for as long as the model sleeps. It asks for a stop before the pause and not after it, when
+        memory may be gone. And of a sequence that is cancelled as it comes, it may take the cancellation
+        alone, and compute the sequence to its end.
+        """
+        status = self.background_thread_status
+        status.update_with_tp_status(status.local_status)
+        if not self._must_stop() and status.is_pause_requested():
+            if (stream := processor.inputs_and_outputs.compute_stream) is not None:
+                stream.synchronize()
+            status.pause_and_wait()
+        if self._must_stop():
+            return True
+        cancelled = drain_queue(
+            self.cancel_queue
+        )  # first, or it may be of a sequence still in the other
+        for state in drain_queue(self.input_queue):
+            processor.scheduler.add_waiting_request(state)
+        for sequence_id in cancelled:
+            processor.scheduler.set_request_cancellation(sequence_id)
+        return False
+
     def _must_stop(self) -> bool:
-        """At once. transformers 5.23 asks before a pause and not after it, when memory may be gone."""
         status = self.background_thread_status.local_status
         return bool(status == BackgroundThreadStatus.HARD_STOP)
 

@@ -190,6 +190,43 @@ def test_batch_in_flight_holds_sequences_that_were_cancelled(
     assert [output.request_id for output in delivered] == ["s0", "s1"][num_cancelled:]
 
 
+def test_sequence_that_is_cancelled_as_it_comes_is_not_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes and is cancelled between the two looks at what came."""
+    manager = manager_on_cpu(page_size=8, num_blocks=16, max_batch_tokens=64)
+    processor = manager._create_batch_processor()
+    state = RequestState(request_id="s", initial_tokens=[1, 2, 3], streaming=True)
+    drain, looks = pipeline.drain_queue, count()
+
+    def drain_before_it_comes(queue: Any) -> Any:
+        found = drain(queue)
+        if next(looks) == 0:
+            manager.input_queue.put(state)
+            manager.cancel_queue.put("s")
+        return found
+
+    monkeypatch.setattr(pipeline, "drain_queue", drain_before_it_comes)
+    processor._update_tp_group_state()
+    processor._update_tp_group_state()
+    processor.scheduler.clear_cancelled_requests()
+    assert not processor.scheduler.has_pending_requests()
+    assert manager.cancel_queue.empty()
+
+
+def test_what_comes_while_the_loop_stands_still_is_taken_after_it() -> None:
+    manager = manager_on_cpu(page_size=8, num_blocks=16, max_batch_tokens=64)
+    processor = manager._create_batch_processor()
+    status, lengths = manager.background_thread_status, []
+    manager.cancel_queue.put("of nobody")
+    status.is_pause_requested = lambda local=False: True  # type: ignore[method-assign]
+    status.pause_and_wait = lambda: lengths.append(manager.cancel_queue.qsize())  # type: ignore[method-assign]
+    assert not processor._update_tp_group_state()
+    assert (lengths, manager.cancel_queue.qsize()) == ([1], 0)
+    status.pause_and_wait = lambda: status.request_stop(BackgroundThreadStatus.HARD_STOP, 0)  # type: ignore[method-assign]
+    assert processor._update_tp_group_state(), "stopped while it stood still"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_carried_over_are_the_tokens_that_transformers_carries_over(seed: int) -> None:
     random = Random(seed)
