@@ -16,8 +16,9 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 # machine needs none of them from outside.
 LOOPBACK := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 
-# Serve's proxy takes streamed events over gRPC: half of its time for each (2.60).
-QUICK_PROXY := RAY_SERVE_PROXY_USE_GRPC=1
+# Serve's proxy takes streamed events over gRPC: half of its time for each (2.60). An answer that is not streamed is
+# one message; gRPC's own limit, 4 MiB, is reached by 3,000 tokens with 20 log-probabilities each.
+QUICK_PROXY := RAY_SERVE_PROXY_USE_GRPC=1 RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH=268435456
 
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 

@@ -30,7 +30,7 @@ from actors.engine.message_form import ChatConfig
 from actors.engine.sampling import SequenceSampling
 from actors.engine.sampling_defaults import ResolvedSampling, resolve
 from actors.engine.scoring import PromptScoring
-from actors.engine.stream import OpenStreams, Prepared, RequestStream
+from actors.engine.stream import OpenStreams, Prepared, RequestStream, pieces
 from actors.engine.text import TextCodec
 from actors.errors import EngineDied, ReplicaFailed, ServingError, Unavailable
 from actors.lifecycle import MemoryChange, SleepConfig
@@ -250,7 +250,8 @@ class ModelRuntime:
                 if prepared.request.echo:
                     logprobs = await self._prompt_logprobs(prepared, stream)
                     for index in range(len(prepared.sequences)):
-                        yield self._echo(prepared, index, logprobs)
+                        for piece in pieces(self._echo(prepared, index, logprobs)):
+                            yield piece
                 if not prepared.request.stream:
                     await self._until_told(stream)
                     if not stream.settled.is_set():
@@ -261,7 +262,8 @@ class ModelRuntime:
                     await self._until_told(stream)
                     events = stream.take()
                     for event in events:
-                        yield event
+                        for piece in pieces(event):
+                            yield piece
                     if stream.told:
                         return
                     if events:

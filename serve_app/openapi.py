@@ -4,6 +4,7 @@ It says what clients may rely on. Fields that are not in it are ignored in reque
 than those in it and those that OpenAI may add.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ def document(version: str, models: Sequence[str], keys: KeyRing | None = None) -
     paths = _paths(models)
     for path, operations in paths.items():
         for method, operation in operations.items():
+            operation["operationId"] = _operation_id(method, path)
+            if links := _LINKS.get(path):
+                operation["responses"]["200"]["links"] = links
             _secure(operation, method, _ACCESS[path], keys or KeyRing())
     return {
         "openapi": "3.1.0",
@@ -129,6 +133,32 @@ def _health(model: Schema) -> Schema:
 def _response(description: str, schema: Schema) -> Schema:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
+
+# --- what an answer is good for ---
+
+
+def _operation_id(method: str, path: str) -> str:
+    return re.sub(r"\W+", "_", f"{method}{path}").strip("_")
+
+
+def _link(method: str, path: str, **fields: str) -> Schema:
+    """An operation that takes parts of an answer, each by its JSON pointer.
+
+    They are what the path has in braces, or else fields of the body.
+    """
+    found = {name: f"$response.body#{pointer}" for name, pointer in fields.items()}
+    where = "parameters" if all(f"{{{name}}}" in path for name in found) else "requestBody"
+    return {"operationId": _operation_id(method, path), where: found}
+
+
+_LINKS: Schema = {
+    "/v1/models": {"first": _link("get", "/v1/models/{model_id}", model_id="/data/0/id")},
+    "/tokenize": {
+        "text": _link("post", "/detokenize", tokens="/tokens"),
+        "completion": _link("post", "/v1/completions", prompt="/tokens"),
+    },
+    "/detokenize": {"tokens": _link("post", "/tokenize", prompt="/prompt")},
+}
 
 # --- keys ---
 

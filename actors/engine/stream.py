@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from actors.control import call_unless_closed
@@ -25,6 +25,7 @@ from actors.telemetry import Ending, EngineMeter
 logger = logging.getLogger(__name__)
 
 _WORTH_A_TIMER_S = 0.005
+_MAX_LOGPROBS = 512  # of one event
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,29 @@ class Prepared:
     sequences: tuple[SequenceSampling, ...]  # one per continuation
     form: MessageForm | None  # of a chat
     arrived_s: float  # of `time.perf_counter`
+
+
+def pieces(event: TokenEvent) -> Iterator[TokenEvent]:
+    """The same in events of which each fits a message.
+
+    Ray Serve takes 4 MiB by default (2.60), and a token with the 20 likeliest beside it has 1 kB.
+    """
+    count = len(event.logprobs or ())
+    if event.logprobs is None or count <= _MAX_LOGPROBS:
+        yield event
+        return
+    for begin in range(0, count, _MAX_LOGPROBS):
+        end = begin + _MAX_LOGPROBS
+        is_first, is_last = begin == 0, end >= count
+        yield replace(
+            event,
+            text=event.text if is_first else "",
+            token_ids=event.token_ids[begin:end],
+            logprobs=event.logprobs[begin:end],
+            form=event.form if is_first else None,
+            finish_reason=event.finish_reason if is_last else None,
+            stop_reason=event.stop_reason if is_last else None,
+        )
 
 
 @dataclass(slots=True)

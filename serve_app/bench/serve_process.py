@@ -22,6 +22,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 STOP_DEADLINE_S = 30.0
 OBJECT_STORE_BYTES = 400_000_000
+MESSAGE_BYTES = 2**28  # as `make serve` has it
 
 # A shell's background job ignores SIGINT, and so would its children.
 _LISTEN_TO_SIGINT = """
@@ -227,6 +228,7 @@ def _environment(home: Path) -> dict[str, str]:
         "RAY_TMPDIR": str(home),
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),
         "RAY_SERVE_PROXY_USE_GRPC": "1",  # half of the proxy's time for a streamed event
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(MESSAGE_BYTES),  # 4 MiB by default
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_COLOR_PREFIX": "0",

@@ -3,9 +3,11 @@
 Nothing of the server is imported here: clients live in `.venv-clients`, which has no torch and no Ray.
 """
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,15 @@ PROJECT = Path(__file__).parents[2]
 STOP_DEADLINE_S = 90.0
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[str]:
+USER_KEY = "user-key-1234567890"
+ADMIN_KEY = "admin-key-1234567890"
+
+
+@contextmanager
+def serving(**environment: str) -> Iterator[str]:
     """The address of a server whose only model is called Qwen."""
     with subprocess.Popen(
-        [os.environ["SERVER_PYTHON"], "-m", "tests.clients.server"],
+        [os.environ["SERVER_PYTHON"], "-m", "tests.clients.server", json.dumps(environment)],
         cwd=PROJECT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -33,3 +39,16 @@ def server() -> Iterator[str]:
         finally:
             process.stdin.close()
             assert process.wait(STOP_DEADLINE_S) == 0, "the server did not end well"
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    with serving() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def guarded_server(server: str) -> Iterator[str]:
+    """One that takes `USER_KEY` and `ADMIN_KEY`, beside the other."""
+    with serving(SLEEPSERVE_API_KEYS=USER_KEY, SLEEPSERVE_ADMIN_KEYS=ADMIN_KEY) as url:
+        yield url

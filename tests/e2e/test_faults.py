@@ -56,6 +56,29 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+# --- large answers ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_larger_than_a_message_of_grpc_is_whole(tiny: ServeProcess, stream: bool) -> None:
+    tokens = 900
+    with tiny.http.stream(
+        "POST", "/v1/chat/completions", json={
+            "model": MODEL, "messages": [{"role": "user", "content": "a"}], "n": 4, "max_tokens": tokens,
+            "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "stream": stream,
+        },
+    ) as response:  # fmt: skip
+        body = response.read()
+    assert response.status_code == 200, body
+    assert len(body) > 4 * 2**20
+    answers = [json.loads(line[6:]) for line in body.splitlines() if line[:7] == b"data: {"]
+    found = [0] * 4
+    for choice in (c for answer in answers or [json.loads(body)] for c in answer["choices"]):
+        found[choice["index"]] += len((choice["logprobs"] or {"content": []})["content"])
+    assert found == [tokens] * 4
+
+
 # --- bad input ---
 
 

@@ -60,6 +60,37 @@ def test_paths_are_routes_and_openai_s_routes_are_paths(document, client):
     assert ours <= paths
 
 
+def test_links_lead_from_what_is_answered_to_what_is_taken(document):
+    operations = {
+        operation["operationId"]: (path, operation)
+        for path, each in document["paths"].items()
+        for operation in each.values()
+    }
+    assert len(operations) == sum(len(each) for each in document["paths"].values())
+    links = [
+        (operation, link)
+        for _, operation in operations.values()
+        for link in operation["responses"]["200"].get("links", {}).values()
+    ]
+    assert links
+    for operation, link in links:
+        (told,) = properties(document, operation["responses"]["200"])
+        path, taken = operations[link["operationId"]]
+        for name, expression in link.get("requestBody", {}).items():
+            assert any(name in form for form in properties(document, taken["requestBody"]))
+            assert expression.removeprefix("$response.body#/") in told
+        for name, expression in link.get("parameters", {}).items():
+            assert f"{{{name}}}" in path
+            assert expression.removeprefix("$response.body#/").partition("/")[0] in told
+
+
+def properties(document: dict[str, Any], content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each form that a body may have."""
+    schema = content["content"]["application/json"]["schema"]
+    names = [form["$ref"].rpartition("/")[2] for form in schema.get("anyOf", [schema])]
+    return [document["components"]["schemas"][name]["properties"] for name in names]
+
+
 def test_every_reference_leads_somewhere(document):
     def references(value: object) -> Iterator[str]:
         if isinstance(value, dict):
