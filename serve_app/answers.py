@@ -7,6 +7,8 @@ short and OpenAI's list has no word for that (typed clients refuse vLLM's "abort
 """
 
 import codecs
+import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,6 +25,7 @@ _FINISH: Mapping[FinishReason, str] = {
     FinishReason.ABORT: "length",
 }
 _MIN_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's value
+_AT_A_TIME = 256  # entries of log-probabilities are written in a millisecond or three
 
 
 class _TextOffsets:
@@ -87,13 +90,44 @@ class _Answer:
         continuation.text.append(event.text)
         continuation.logprobs.extend(event.logprobs or ())
 
-    def whole(self) -> dict[str, Any]:
-        choices = [
-            {"index": index, **self._choice(continuation), **_stop_reason(continuation.last)}
+    @property
+    def text(self) -> str:
+        """Of the first continuation."""
+        return "".join(self._continuations[0].text)
+
+    @property
+    def logprob_count(self) -> int:
+        return sum(len(continuation.logprobs) for continuation in self._continuations)
+
+    def written(self) -> bytes:
+        head = _json({**self._head, "object": self.whole_object, "usage": self._usage()})
+        choices = b",".join(
+            self._written_choice(index, continuation)
             for index, continuation in enumerate(self._continuations)
-        ]
-        head = {**self._head, "object": self.whole_object}
-        return {**head, "choices": choices, "usage": self._usage()}
+        )
+        return head[:-1] + b',"choices":[' + choices + b"]}"
+
+    def _written_choice(self, index: int, continuation: _Continuation) -> bytes:
+        choice = _json(
+            {"index": index, **self._choice(continuation), **_stop_reason(continuation.last)}
+        )
+        logprobs = b"null"
+        if self._ask.sampling.logprobs is not None:
+            logprobs = self._written_logprobs(continuation)
+        return choice[:-1] + b',"logprobs":' + logprobs + b"}"
+
+    def _written_logprobs(self, continuation: _Continuation) -> bytes:
+        """A part at a time: json keeps the interpreter's lock for as long as it writes."""
+        entries, lists, others = continuation.logprobs, defaultdict[str, list[bytes]](list), {}
+        for begin in range(0, max(1, len(entries)), _AT_A_TIME):
+            part = self._logprobs(entries[begin : begin + _AT_A_TIME], continuation)
+            for name, value in part.items():
+                if isinstance(value, list):
+                    lists[name].append(_json(value)[1:-1])
+                else:
+                    others[name] = _json(value)
+        whole = {name: b"[" + b",".join(parts) + b"]" for name, parts in lists.items()} | others
+        return b"{" + b",".join(_json(name) + b":" + value for name, value in whole.items()) + b"}"
 
     def keep_alive(self) -> dict[str, Any] | None:
         return self._chunk([]) if self._ask.include_usage else None
@@ -129,6 +163,13 @@ class _Answer:
         raise NotImplementedError
 
     def _choice(self, continuation: _Continuation) -> dict[str, Any]:
+        """All but its log-probabilities."""
+        raise NotImplementedError
+
+    def _logprobs(
+        self, entries: Sequence[TokenLogprob], continuation: _Continuation
+    ) -> dict[str, Any]:
+        """Of tokens that come one after the other: lists, and what is the same for all of them."""
         raise NotImplementedError
 
 
@@ -162,13 +203,12 @@ class ChatAnswer(_Answer):
             {"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
         if event.logprobs:  # the text of some of them may be held back, and come later
-            choices[begun]["logprobs"] = self._logprobs(event.logprobs)
+            choices[begun]["logprobs"] = self._logprobs(event.logprobs, continuation)
         if ended:
             choices[-1]["finish_reason"] = _finish_reason(event, continuation.calls > 0)
         return choices
 
     def _choice(self, continuation: _Continuation) -> dict[str, Any]:
-        wanted = self._ask.sampling.logprobs is not None
         parts = self._parser(continuation).feed("".join(continuation.text), last=True)
         calls = self._told_calls(parts, 0)
         nothing_else = not (parts.reasoning or calls)
@@ -178,7 +218,6 @@ class ChatAnswer(_Answer):
             message["reasoning_content"] = parts.reasoning
         return {
             "message": {**message, "tool_calls": calls} if calls else message,
-            "logprobs": self._logprobs(continuation.logprobs) if wanted else None,
             "finish_reason": _finish_reason(continuation.last, bool(calls)),
         }
 
@@ -190,7 +229,9 @@ class ChatAnswer(_Answer):
         limit = len(parts.calls) if self._ask.parallel_tool_calls else 1 - told
         return [_shown_call(call) for call in parts.calls[: max(0, limit)]]
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(
+        self, entries: Sequence[TokenLogprob], continuation: _Continuation
+    ) -> dict[str, Any]:
         def shown(entry: TokenLogprob) -> dict[str, Any]:
             logprob = _sendable(entry)
             return {"token": entry.token, "logprob": logprob, "bytes": list(entry.token_bytes)}
@@ -218,10 +259,8 @@ class CompletionAnswer(_Answer):
         return [{"text": event.text, "logprobs": logprobs, "finish_reason": finish}]
 
     def _choice(self, continuation: _Continuation) -> dict[str, Any]:
-        wanted = self._ask.sampling.logprobs is not None
         return {
             "text": "".join(continuation.text),
-            "logprobs": self._logprobs(continuation.logprobs, continuation) if wanted else None,
             "finish_reason": _finish_reason(continuation.last),
         }
 
@@ -252,6 +291,10 @@ def _top_of(entry: TokenLogprob, tops: int) -> dict[str, float | None] | None:
 
 def _sendable(entry: TokenLogprob) -> float | None:
     return None if entry.logprob is None else max(entry.logprob, _MIN_LOGPROB)
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _shown_call(call: ToolCall) -> dict[str, Any]:

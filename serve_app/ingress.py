@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -50,10 +51,11 @@ from serve_app.sse import HeldResponse, collect, event_stream, text_stream, unle
 from serve_app.status.feed import ReadImages
 from serve_app.status.routes import StatusRoutes
 from serve_app.tokenizing import Tokenizing
-from serve_app.work import Budget
+from serve_app.work import Admission, Budget
 
 logger = logging.getLogger(__name__)
 
+_FEW_LOGPROBS = 256  # entries: written in a millisecond or three, beside which a thread is no help
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -86,11 +88,17 @@ class HttpSettings(BaseModel):
         gt=0,
         description="Bytes of the bodies of these requests; what would be more gets 429.",
     )
+    max_logprobs_in_flight: int = Field(
+        default=2**23,
+        gt=0,
+        description="Log-probabilities of answers that are not streamed and not complete, some 200 bytes each; "
+        "an answer that would have more ends with 429.",
+    )
     max_share_per_key: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of both that the requests with one key may have, so that other keys find room.",
+        description="Share of these that the requests with one key may have, so that other keys find room.",
     )
     keepalive_after_s: float = Field(
         default=10.0,
@@ -214,6 +222,13 @@ class Ingress:
             settings.max_continuations_in_flight,
             settings.max_share_per_key,
         )
+        self._logprobs = Budget(
+            "log-probabilities",
+            "max_logprobs_in_flight",
+            settings.max_logprobs_in_flight,
+            settings.max_share_per_key,
+        )
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="large-answers")
         body_bytes = Budget(
             "bytes of request bodies",
             "max_body_bytes_in_flight",
@@ -295,8 +310,8 @@ class Ingress:
         prompt = str(ask.prompts[0])
         if ask.stream:
             return HeldResponse(text_stream(generations, answer, prompt), "text/plain")
-        whole = await self._whole(request, generations, answer)
-        return JSONResponse({"output": prompt + whole["choices"][0]["text"]})
+        await self._collect(request, generations, answer, ask)
+        return JSONResponse({"output": prompt + answer.text})
 
     async def _answer(
         self, request: Request, model: ModelClient, ask: Ask, answer: ChatAnswer | CompletionAnswer
@@ -305,7 +320,8 @@ class Ingress:
         logger.debug("request %s is answered as %s", request_id, answer.answer_id)
         generations = self._generations(request, model, ask, answer)
         if not ask.stream:
-            return JSONResponse(await self._whole(request, generations, answer))
+            await self._collect(request, generations, answer, ask)
+            return Response(await self._written(answer), media_type="application/json")
         frames = event_stream(
             generations,
             answer,
@@ -329,14 +345,28 @@ class Ingress:
             check_travels(prompt)
         return [model.generate(each) for each in ask.requests(answer.answer_id)]
 
-    async def _whole(
+    async def _collect(
         self,
         request: Request,
         generations: Sequence[AsyncIterator[TokenEvent]],
         answer: ChatAnswer | CompletionAnswer,
-    ) -> dict[str, Any]:
-        work = collect(generations, answer, self._settings.request_timeout_s)
-        return await unless_gone(request.receive, work)
+        ask: Ask,
+    ) -> None:
+        admission: Admission = request.scope["admission"]
+        each = 1 + (ask.sampling.logprobs or 0)
+
+        def admit(event: TokenEvent) -> None:
+            if event.logprobs:
+                admission.take(self._logprobs, each * len(event.logprobs))
+
+        work = collect(generations, answer, self._settings.request_timeout_s, admit)
+        await unless_gone(request.receive, work)
+
+    async def _written(self, answer: ChatAnswer | CompletionAnswer) -> bytes:
+        if answer.logprob_count <= _FEW_LOGPROBS:
+            return answer.written()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._writer, answer.written)
 
     def _head(self, model: ModelClient) -> tuple[str, int, str]:
         return model.info.model_id, int(time.time()), f"sleepserve-{self._version}"

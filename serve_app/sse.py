@@ -9,7 +9,7 @@ asks for `include_usage` and such clients must handle a chunk without choices.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
@@ -46,10 +46,13 @@ class Answer(Protocol):
         """The stream's objects for one event; often one, none while text is held back."""
 
     def add(self, prompt_index: int, event: TokenEvent) -> None:
-        """Keep an event for `whole`."""
+        """Keep an event for `written`."""
 
-    def whole(self) -> dict[str, Any]:
-        """The object that answers a request without `stream`."""
+    def written(self) -> bytes:
+        """The object that answers a request without `stream`, as JSON.
+
+        Any thread may write it, and nobody waits for long for the interpreter's lock meanwhile.
+        """
 
     def keep_alive(self) -> Mapping[str, Any] | None:
         """A chunk without choices, or None where a comment is better."""
@@ -141,9 +144,15 @@ class EventSource:
 
 
 async def collect(
-    generations: Sequence[AsyncIterator[TokenEvent]], answer: Answer, timeout_s: float
-) -> dict[str, Any]:
-    """The whole answer of a request without `stream`.
+    generations: Sequence[AsyncIterator[TokenEvent]],
+    answer: Answer,
+    timeout_s: float,
+    admit: Callable[[TokenEvent], None],
+) -> None:
+    """Gather the whole answer of a request without `stream`.
+
+    Args:
+        admit: whether there is room for one more event; raises if not.
 
     Raises:
         RequestTimeout: it took longer than `timeout_s`; what was being generated is cancelled.
@@ -152,6 +161,7 @@ async def collect(
     try:
         async with asyncio.timeout(timeout_s) as limit, EventSource(generations) as source:
             while (item := await source.next()) is not None:
+                admit(item[1])
                 answer.add(*item)
     except TimeoutError:
         if not limit.expired():
@@ -161,7 +171,6 @@ async def collect(
             'lower max_tokens or use "stream": true'
         ) from None
     _check_finished(answer)
-    return answer.whole()
 
 
 async def event_stream(

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from actors.errors import EngineDied, QueueFull, ReplicaFailed, ShuttingDown
-from actors.protocol import FinishReason, TokenEvent
+from actors.protocol import FinishReason, TokenEvent, TokenLogprob
 from serve_app.answers import ChatAnswer, CompletionAnswer
 from serve_app.http_errors import RequestTimeout
 from serve_app.schemas import parse_chat, parse_completion
@@ -356,33 +356,106 @@ async def test_closing_a_stream_closes_the_generation():
 # --- whole answers and plain text ---
 
 
+def anything(event: TokenEvent) -> None:
+    """There is room."""
+
+
 @on_loop
 async def test_collect_waits_for_all():
     scripts = [Script(event(text, FinishReason.LENGTH)) for text in ("a", "b")]
     answer = text_answer(prompt=["x", "y"])
-    whole = await collect([aiter(script) for script in scripts], answer, NEVER_S)
+    await collect([aiter(script) for script in scripts], answer, NEVER_S, anything)
+    whole = json.loads(answer.written())
     assert [choice["text"] for choice in whole["choices"]] == ["a", "b"]
     assert whole["usage"] == {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
+
+
+def with_logprobs(count: int, finish: FinishReason | None = None) -> TokenEvent:
+    entries = tuple(
+        TokenLogprob(i, f"t{i}", b"t%d" % i, -0.5 * i, (TokenLogprob(7, "é", "é".encode(), -0.25),))
+        for i in range(count)
+    )
+    return TokenEvent(0, "text", tuple(range(count)), 3, finish, logprobs=entries)
+
+
+@pytest.mark.parametrize("count", [0, 1, 256, 257, 1000])
+@pytest.mark.parametrize(
+    "answer_of",
+    [lambda: chat_answer(logprobs=True, top_logprobs=1), lambda: text_answer(logprobs=1)],
+    ids=["chat", "completion"],
+)
+def test_whole_answer_is_the_same_in_parts_of_any_size(
+    answer_of: Callable[[], ChatAnswer | CompletionAnswer],
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def written() -> dict[str, Any]:
+        answer = answer_of()
+        answer.add(0, with_logprobs(count, FinishReason.STOP))
+        found: dict[str, Any] = json.loads(answer.written())
+        del found["id"]
+        return found
+
+    in_parts = written()
+    monkeypatch.setattr("serve_app.answers._AT_A_TIME", 10**6)
+    assert in_parts == written()
+    ((choice,), usage) = in_parts["choices"], in_parts["usage"]
+    logprobs = choice["logprobs"]
+    tokens = logprobs.get("tokens") or [each["token"] for each in logprobs.get("content", ())]
+    assert tokens == [f"t{i}" for i in range(count)]
+    assert usage["completion_tokens"] == count
+
+
+def test_largest_part_of_an_answer_is_written_in_milliseconds() -> None:
+    """json keeps the interpreter's lock, and the event loop waits."""
+    longest = 0
+
+    def dumps(value: object, **options: Any) -> str:
+        nonlocal longest
+        text = encode(value, **options)
+        longest = max(longest, len(text))
+        return text
+
+    answer = chat_answer(logprobs=True, top_logprobs=1)
+    answer.add(0, with_logprobs(5000, FinishReason.STOP))
+    encode = json.dumps
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("serve_app.answers.json.dumps", dumps)
+        whole = answer.written()
+    assert longest < len(whole) / 15
+
+
+@on_loop
+async def test_collect_ends_where_there_is_no_more_room():
+    script = Script(with_logprobs(3), with_logprobs(3), asyncio.Event())
+
+    def admit(event: TokenEvent) -> None:
+        if script.given == 2:
+            raise QueueFull("full")
+
+    with pytest.raises(QueueFull):
+        await collect([aiter(script)], text_answer(logprobs=1), NEVER_S, admit)
+    assert script.closed
 
 
 @on_loop
 async def test_collect_gives_up_in_the_end():
     script = Script(event("a"), asyncio.Event())
     with pytest.raises(RequestTimeout, match="request_timeout_s"):
-        await collect([aiter(script)], text_answer(), AT_ONCE_S)
+        await collect([aiter(script)], text_answer(), AT_ONCE_S, anything)
     assert script.closed
 
 
 @on_loop
 async def test_collect_tells_its_own_timeout_from_a_generation_s():
     with pytest.raises(TimeoutError, match="theirs"):
-        await collect([aiter(Script(TimeoutError("theirs")))], text_answer(), NEVER_S)
+        await collect([aiter(Script(TimeoutError("theirs")))], text_answer(), NEVER_S, anything)
 
 
 @on_loop
 async def test_collect_refuses_half_an_answer():
     with pytest.raises(ReplicaFailed):
-        await collect([aiter(Script(event("a")))], text_answer(), NEVER_S)
+        await collect([aiter(Script(event("a")))], text_answer(), NEVER_S, anything)
 
 
 @on_loop

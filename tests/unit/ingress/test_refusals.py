@@ -246,3 +246,17 @@ def test_answer_that_takes_too_long(model):
         assert len(model.closed) == 1
         model.gate = None
         works(client)
+
+
+def test_log_probabilities_that_gather_are_limited_and_given_back() -> None:
+    asks = CHAT_BODY | {"logprobs": True, "top_logprobs": 2}  # three tokens, three each
+    with serving(FakeModel(), max_logprobs_in_flight=8, max_share_per_key=1.0) as client:
+        error = is_error(client.post(CHAT, json=asks), 429, "server_busy")
+        assert "(http.max_logprobs_in_flight)" in error["message"]
+        assert (
+            len(chunks_of(client.post(CHAT, json=asks | {"stream": True}))) > 1
+        )  # nothing gathers
+        works(client)
+    with serving(FakeModel(), max_logprobs_in_flight=9, max_share_per_key=1.0) as client:
+        for _ in range(3):
+            assert client.post(CHAT, json=asks).status_code == 200
