@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -17,6 +18,7 @@ from ray import serve
 from ray.serve._private.common import RequestRoutingInfo
 from ray.serve.context import _get_global_client
 
+from actors.control import call_unless_closed
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCorrupted
 from actors.lifecycle import Lifecycle
 from actors.protocol import (
@@ -161,7 +163,7 @@ class ModelReplica:
         )
         loop, lifecycle = asyncio.get_running_loop(), self._lifecycle
         self._runtime.failed.add_done_callback(
-            lambda failed: loop.call_soon_threadsafe(lifecycle.fail, failed.result())
+            lambda failed: call_unless_closed(loop, partial(lifecycle.fail, failed.result()))
         )
         self._changed()
         if not (config.sleep.start_asleep or self._lifecycle.held):

@@ -4,13 +4,9 @@ Whatever does not belong to a sequence is NaN: pages of others, the rest of the 
 the block table that point nowhere.
 """
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from actors.engine import paged_decode as module  # noqa: E402  # behind the skip
 from actors.engine.paged_decode import num_splits, paged_decode  # noqa: E402
+from tests.unit.hopper import run_with_compiler  # noqa: E402
 
 
 def interpreter_works() -> bool:
@@ -165,40 +162,22 @@ def test_splits_fill_the_device_and_need_no_lengths() -> None:
     assert [num_splits(rows, 132) for rows in (1, 4, 64, 256, 1024, 10**6)] == [64, 64, 8, 2, 1, 1]
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+def test_kernels_compile_for_hopper_without_one() -> None:
+    run_with_compiler("""
 from actors.engine.paged_decode import _decode, _join
 
-POINTERS = {name: "*i32" for name in ("block_table_ptr", "cu_seqlens_ptr")}
-POINTERS |= {name: "*fp32" for name in ("acc_ptr", "peak_ptr", "weight_ptr")}
+names = {*_decode.arg_names, *_join.arg_names}
+types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names} | {"scale": "fp32"}
+types |= {name: "*i32" for name in ("block_table_ptr", "cu_seqlens_ptr")}
+types |= {name: "*fp32" for name in ("acc_ptr", "peak_ptr", "weight_ptr")}
 for D, G in ((64, 7), (80, 1), (128, 8), (256, 2)):
     Dp = triton.next_power_of_2(D)
     for S in (1, 16):
         values = dict(K=4, G=G, Gp=16, D=D, Dp=Dp, P=256, T=min(64, 8192 // Dp), S=S)
         for kernel in (_decode, _join):
-            signature = {
-                name: "constexpr" if name in values
-                else POINTERS.get(name, "*bf16") if name.endswith("_ptr")
-                else "fp32" if name == "scale" else "i32"
-                for name in kernel.arg_names
-            }
-            constants = {(i,): values[n] for i, n in enumerate(kernel.arg_names) if n in values}
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-            assert compiled.metadata.shared < 100 * 1024, "one program fills a multiprocessor"
-"""
-
-
-def test_kernels_compile_for_hopper_without_one(project: Path) -> None:
-    """The interpreter accepts what the compiler does not; in a process that never interpreted."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(project), *sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+            found = compiled(kernel, types, values)
+            assert found.metadata.shared < 100 * 1024, "one program fills a multiprocessor"
+""")
 
 
 @pytest.mark.gpu

@@ -4,11 +4,7 @@ Both on the same device, so that logarithms are the same to the last bit.
 """
 
 import math
-import os
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ from actors.engine.logits import Param
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from actors.engine import sampling_kernels as kernels  # behind the skip
+from tests.unit.hopper import run_with_compiler
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -153,11 +150,8 @@ def test_adjusted_to_the_last_bit(width: int, tables: str) -> None:
             assert not torch.equal(theirs.cpu(), counts_SV)
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+def test_kernels_compile_for_hopper_without_one() -> None:
+    run_with_compiler("""
 from actors.engine import sampling_kernels as k
 
 types = dict.fromkeys(("logits", "peaks", "floors", "noisy", "best", "adjusted"), "*fp32")
@@ -171,24 +165,9 @@ for kernel, tile, warps in (
 ):
     for filters in (False, True):
         values = {"V": 152064, "N": 38, "NP": 64, "TILE": tile, "FILTERS": filters}
-        values = {name: values[name] for name in kernel.arg_names if name in values}
-        signature = {n: "constexpr" if n in values else types[n] for n in kernel.arg_names}
-        constants = {(i,): values[n] for i, n in enumerate(kernel.arg_names) if n in values}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        options = {"num_warps": warps, "enable_fp_fusion": False}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert ".local" not in compiled.asm["ptx"], "each multiprocessor would keep room for it"
-"""
-
-
-def test_kernels_compile_for_hopper_without_one(project: Path) -> None:
-    """The interpreter accepts what the compiler does not; in a process that never interpreted."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(project), *sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+        found = compiled(kernel, types, values, num_warps=warps, enable_fp_fusion=False)
+        assert ".local" not in found.asm["ptx"], "each multiprocessor would keep room for it"
+""")
 
 
 @pytest.mark.gpu

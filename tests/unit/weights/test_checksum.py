@@ -1,16 +1,12 @@
 """The checksum that CPU and GPU share."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from actors.weights import checksum as module
 from actors.weights.checksum import Checksums, checksum
 from actors.weights.layout import Checksum
+from tests.unit.hopper import run_with_compiler
 
 
 def content(size: int) -> torch.Tensor:
@@ -69,27 +65,14 @@ def test_kernel_gives_what_the_cpu_gives(words: int) -> None:
     assert Checksum(*sums.tolist()) == checksum(data)
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+def test_kernel_compiles_for_hopper_without_one() -> None:
+    pytest.importorskip("triton")
+    run_with_compiler("""
 from actors.weights.checksum_kernel import _sum_words
 
 for count in ("i32", "i64"):
-    signature = {"words": "*i64", "sums": "*i64", "count": count, "BLOCK": "constexpr"}
-    source = ASTSource(fn=_sum_words, signature=signature, constexprs={(3,): 2048})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32))
-"""
-
-
-def test_kernel_compiles_for_hopper_without_one(project: Path) -> None:
-    pytest.importorskip("triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(project), *sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    compiled(_sum_words, {"words": "*i64", "sums": "*i64", "count": count}, {"BLOCK": 2048})
+""")
 
 
 @pytest.mark.gpu
