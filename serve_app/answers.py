@@ -25,6 +25,7 @@ _FINISH: Mapping[FinishReason, str] = {
     FinishReason.ABORT: "length",
 }
 _MIN_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's value
+_LOGPROB_BYTES = 64  # of one entry, written
 _AT_A_TIME = 256  # entries of log-probabilities are written in a millisecond or three
 
 
@@ -96,8 +97,12 @@ class _Answer:
         return "".join(self._continuations[0].text)
 
     @property
-    def logprob_count(self) -> int:
-        return sum(len(continuation.logprobs) for continuation in self._continuations)
+    def size(self) -> int:
+        """Of `written`, in bytes; roughly, and not counting the likeliest tokens beside each."""
+        return sum(
+            sum(map(len, continuation.text)) + _LOGPROB_BYTES * len(continuation.logprobs)
+            for continuation in self._continuations
+        )
 
     def written(self) -> bytes:
         head = _json({**self._head, "object": self.whole_object, "usage": self._usage()})

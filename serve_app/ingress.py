@@ -55,7 +55,7 @@ from serve_app.work import Admission, Budget
 
 logger = logging.getLogger(__name__)
 
-_FEW_LOGPROBS = 256  # entries: written in a millisecond or three, beside which a thread is no help
+_LARGE_ANSWER = 16 * 1024  # bytes; what is smaller is written in a millisecond or two
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -363,7 +363,7 @@ class Ingress:
         await unless_gone(request.receive, work)
 
     async def _written(self, answer: ChatAnswer | CompletionAnswer) -> bytes:
-        if answer.logprob_count <= _FEW_LOGPROBS:
+        if answer.size <= _LARGE_ANSWER:
             return answer.written()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._writer, answer.written)

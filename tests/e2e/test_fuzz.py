@@ -258,6 +258,22 @@ def test_client_that_hangs_up_at_any_byte_leaves_nothing_behind(
     assert "Traceback" not in tiny.log()
 
 
+def test_watcher_of_the_status_that_hangs_up_at_any_byte_leaves_nothing_behind(
+    tiny: ServeProcess,
+) -> None:
+    tiny.wake_up()
+    request = b"GET /status/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    head = talk(tiny, request, 1500)  # it has no end; these are its headers and its first event
+    assert head.startswith(b"HTTP/1.1 200")
+    with beside(tiny.url, MODEL, STALL_S), ThreadPoolExecutor(4) as clients:
+        for cut, answer in enumerate(
+            clients.map(lambda cut: talk(tiny, request, cut), range(len(head)))
+        ):
+            assert answer[:20] == head[: min(cut, 20)]
+    tiny.wait_until_free(MODEL, 20)
+    assert "Traceback" not in tiny.log()
+
+
 def raw(path: str, body: bytes) -> bytes:
     head = (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
