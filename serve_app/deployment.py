@@ -19,7 +19,7 @@ from ray.serve._private.common import RequestRoutingInfo
 from ray.serve.context import _get_global_client
 
 from actors.control import call_unless_closed
-from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCorrupted
+from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
 from actors.lifecycle import Lifecycle
 from actors.protocol import (
     ChatPrompt,
@@ -138,8 +138,6 @@ class ModelReplica:
             lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
             tell=self._instruments.obtained,
         )
-        self._load = load
-        self._has_complained = False  # of the image
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
         self._device_reader = ThreadPoolExecutor(1, thread_name_prefix="device-reader")
         # First what needs no weights: a model that cannot be served is refused in a second.
@@ -332,18 +330,7 @@ class ModelReplica:
         """Serve calls it; raising makes Serve replace the replica. Asleep is healthy."""
         if self._lifecycle.state is ReplicaState.FAILED:
             raise ReplicaFailed(f"replica {self._replica_id} failed: {self._lifecycle.reason}")
-        try:
-            self._runtime.check_health()
-        except WeightsCorrupted:
-            await self._have_rechecked()
-            raise
-
-    async def _have_rechecked(self) -> None:
-        """Once, before Serve replaces this replica: the next one shall find a good image."""
-        image = self._runtime.memory.image
-        if image is not None and not self._has_complained:
-            self._has_complained = True
-            await self._load.recheck(image.manifest.key)
+        self._runtime.check_health()
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops, after it has drained."""

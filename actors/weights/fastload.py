@@ -120,36 +120,35 @@ class FastLoad:
         except Exception as exc:  # noqa: BLE001  # the views are gone; the lease ends with us
             logger.warning("could not release image %s: %s: %s", key, type(exc).__name__, exc)
 
-    async def recheck(self, key: ImageKey) -> None:
-        """Have the holder look at an image that was found to differ here.
-
-        It drops what is corrupted, so that the next replica gets a good one. Failures are logged.
-        """
-        if self.holder is None:
-            return
-        try:
-            async with asyncio.timeout(self.recheck_timeout_s):
-                dropped = await self.holder.recheck(key)
-        except Exception as exc:  # noqa: BLE001  # whoever attaches the image next finds it, too
-            logger.warning("image %s not rechecked: %s: %s", key, type(exc).__name__, exc)
-            return
-        logger.warning(
-            "image %s differs here: %s",
-            key,
-            "the holder had it wrong, and dropped it" if dropped else "the holder's is intact",
-        )
-
     async def _fast(self, key: ImageKey) -> tuple[WeightImage | None, Way]:
         if self.holder is None:
             return None, Way.NO_HOLDER
         try:
-            return await self._from_store(self.holder, key), Way.IMAGE
+            try:
+                image = await self._from_store(self.holder, key)
+            except WeightsCorrupted as exc:
+                if not await self._is_dropped(self.holder, key, exc):
+                    raise
+                image = await self._from_store(self.holder, key)
         except Exception as exc:  # noqa: BLE001  # whatever it was, loading from disk is left
             way, kind = way_of(exc), type(exc).__name__
             logger.warning("Fallback to load from disk. error:%s: %s (%s)", kind, exc, way)
-            if way is Way.DIGEST_MISMATCH:
-                await self.recheck(key)
             return None, way
+        return image, Way.IMAGE
+
+    async def _is_dropped(
+        self, holder: HolderClient, key: ImageKey, found: WeightsCorrupted
+    ) -> bool:
+        """Whether the holder, made to look at an image that differs here, had it wrong and dropped it."""
+        async with _at_most(self.recheck_timeout_s, "image not rechecked within"):
+            dropped = await holder.recheck(key)
+        logger.warning(
+            "image %s differs here (%s): %s",
+            key,
+            found,
+            "the holder had it wrong, and dropped it" if dropped else "the holder's is intact",
+        )
+        return dropped
 
     async def _from_store(self, holder: HolderClient, key: ImageKey) -> WeightImage:
         started_s = time.monotonic()

@@ -161,7 +161,7 @@ def test_cold_start_from_zero_reads_no_disk(
         wait_until(lambda: ways(server) == {"image": 2.0}, 60, "the metric", pause_s=2.0)
 
 
-def test_image_that_was_corrupted_is_dropped_so_that_the_next_replica_has_a_good_one(
+def test_image_that_was_corrupted_is_dropped_by_the_next_replica_which_has_a_good_one(
     servers: Any, tiny_checkpoint: Path, puzzles: tuple[Puzzle, ...]
 ) -> None:
     servers.stop()

@@ -274,7 +274,7 @@ def test_load_that_takes_too_long_is_not_waited_for_and_not_lost(
 
 
 @roomy
-def test_image_with_a_changed_byte_is_refused_dropped_and_loaded_anew(
+def test_image_with_a_changed_byte_is_dropped_and_loaded_anew(
     ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
@@ -286,20 +286,15 @@ def test_image_with_a_changed_byte_is_refused_dropped_and_loaded_anew(
         assert content(first) != right  # it is one copy
 
         second = await load.obtain()
-        assert second.origin == "disk"
+        assert second.origin == "image"
         assert content(second) == right
-        assert "error:RayTaskError" not in caplog.text
-        assert "error:WeightsCorrupted: segment" in caplog.text
+        assert "Fallback" not in caplog.text
         assert "the holder had it wrong, and dropped it" in caplog.text
-        assert await holder.stats() == []
-
-        third = await load.obtain()
-        assert third.origin == "image"
-        assert content(third) == right
-        assert ways == [Way.IMAGE, Way.DIGEST_MISMATCH, Way.IMAGE]
+        assert ways == [Way.IMAGE, Way.IMAGE]
+        assert len(await holder.stats()) == 1
 
         await holder.actor.change_a_byte.remote()
-        key = third.manifest.key
+        key = second.manifest.key
         assert any(await asyncio.gather(*(holder.recheck(key) for _ in range(4))))
         assert (await load.obtain()).origin == "image"
         assert not await holder.recheck(key)  # this one is right
@@ -312,7 +307,7 @@ def test_image_with_a_changed_byte_is_refused_dropped_and_loaded_anew(
 
 @roomy
 def test_replica_that_is_wrong_about_an_image_does_not_cost_the_others_theirs(
-    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+    ray_store: int, tiny_checkpoint: Path
 ) -> None:
     """A device that breaks bytes complains of every image."""
 
@@ -320,14 +315,11 @@ def test_replica_that_is_wrong_about_an_image_does_not_cost_the_others_theirs(
         holder = ActorHolder()
         load = fast_load(holder, tiny_checkpoint)
         image = await load.obtain()
-        await load.recheck(image.manifest.key)
-        assert "the holder's is intact" in caplog.text
+        assert not await holder.recheck(image.manifest.key)
         assert len(await holder.stats()) == 1
         assert (await load.obtain()).origin == "image"
         assert (await holder.counts()).disk_loads == 1
         holder.kill()
-        await load.recheck(image.manifest.key)  # nobody to tell: logged, no more
-        assert "not rechecked: ActorDiedError" in caplog.text
 
     run(scenario)
 

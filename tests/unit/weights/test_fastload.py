@@ -112,15 +112,38 @@ def test_image_from_the_store_is_told(tiny_checkpoint: Path, store: tuple[Any, I
     assert (image.origin, ways, holder.rechecked) == ("image", [Way.IMAGE], [])
 
 
-def test_changed_byte_is_told_to_the_holder_as_well(
-    tiny_checkpoint: Path, store: tuple[Any, ImageGrant]
+class FaultyHolder(FakeHolder):
+    """Has a byte of the image wrong until it is made to look; or always, or only the replica has."""
+
+    def __init__(self, answer: ImageGrant, byte: Any, drops: bool, repairs: bool) -> None:
+        super().__init__(answer)
+        self._byte, self._drops, self._repairs = byte, drops, repairs
+        self._byte ^= 1
+
+    async def recheck(self, key: ImageKey) -> bool:
+        await super().recheck(key)
+        if self._repairs:
+            self._byte ^= 1
+        return self._drops
+
+
+@pytest.mark.parametrize(
+    ("drops", "repairs", "way"),
+    [
+        (True, True, Way.IMAGE),
+        (True, False, Way.DIGEST_MISMATCH),  # wrong once more
+        (False, False, Way.DIGEST_MISMATCH),  # only here
+    ],
+)
+def test_image_with_a_changed_byte_is_dropped_and_loaded_once_more(
+    tiny_checkpoint: Path, store: tuple[Any, ImageGrant], drops: bool, repairs: bool, way: Way
 ) -> None:
     objects, grant = store
-    objects[-1][-1] ^= 1
-    holder, ways = FakeHolder(grant), []
+    holder, ways = FaultyHolder(grant, objects[-1][-1:], drops, repairs), []
     image = asyncio.run(load_with(holder, tiny_checkpoint, ways).obtain())
-    assert (image.origin, ways) == ("disk", [Way.DIGEST_MISMATCH])
+    assert image.origin == ("image" if way is Way.IMAGE else "disk")
     image.verify()
+    assert ways == [way]
     assert holder.rechecked == [grant.manifest.key]
 
 
