@@ -238,7 +238,7 @@ def pages(
     target: Target,
     page_sizes: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="N...", help="Tokens in a page; 16 32 64 256 when absent."),
+        typer.Option(min=1, metavar="N...", help="Tokens in a page; 8 16 32 64 256 when absent."),
     ] = None,
     concurrency: Annotated[
         list[int] | None,

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # bench pages: what of the KV cache holds no token, and what it costs
-DEFAULT_PAGE_SIZE = 256
+DEFAULT_PAGE_SIZE = 16
 
 
 class EngineConfig(BaseModel):
@@ -28,7 +28,10 @@ class EngineConfig(BaseModel):
         "frequencies hold, for all sequences: those for long ones if it is more than the length of training.",
     )
     page_size: int = Field(
-        default=DEFAULT_PAGE_SIZE, gt=0, description="Tokens in a page of the KV cache."
+        default=DEFAULT_PAGE_SIZE,
+        gt=0,
+        description="Tokens in a page of the KV cache. What a sequence's last page does not hold is lost to "
+        "others. The kernels of flash-attn, where it is installed, want a multiple of 256.",
     )
     min_shared_prefix_tokens: int = Field(
         default=256,

@@ -97,7 +97,8 @@ step() {
         --cycles 20 --limit-s 110 --assert goals --engine "$blocks" --json "$work/wake.json" ;;
     wake_default) run wake_default 150 bench wake "$checkpoint" --variants pipelined --cycles 20 --limit-s 45 \
         --engine num_blocks=null max_batch_tokens=8192 max_requests_per_batch=256 --json "$work/wake_default.json" ;;
-    throughput) run throughput 200 bench throughput "$checkpoint" --engine "$blocks" --profile "$work/profile" --json "$work/throughput.json" ;;
+    throughput) run throughput 260 bench throughput "$checkpoint" --engine "$blocks" --sampling 64 \
+        --profile "$work/profile" --json "$work/throughput.json" ;;
     serve) run serve 420 bench serve "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
         --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$work/serve.json" --log "$work/serve_run.log" ;;
     http) serve http ;;

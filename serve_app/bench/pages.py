@@ -45,7 +45,7 @@ class Plan:
         rounds: of each concurrency, behind one that does not count.
     """
 
-    page_sizes: tuple[int, ...] = (16, 32, 64, 256)
+    page_sizes: tuple[int, ...] = (8, 16, 32, 64, 256)
     shapes: tuple[Shape, ...] = ((21, 50), (40, 168), (128, 128))
     requests: int = 64
     concurrency: tuple[int, ...] = (64, 256)
