@@ -1,6 +1,6 @@
 """Segments on their way to the device: begun in one order, waited for one by one, timed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from actors.memory.driver import HostLink
@@ -48,7 +48,7 @@ class Transfer:
     A wake begins it, resumes the engine at once, and has forward pre-hooks call `gate` with the
     segment that the module lives in. `gate` costs nothing once `finish` was called, and nothing for
     segments that are not part of the transfer. A captured graph has no hooks: call `gate_all` on its
-    stream before the first replay. Gates and `finish` may be called from different threads.
+    stream before the first replay. Gates may be called from one thread, `arrived` and `finish` from another.
 
     Attributes:
         copies: in the order in which they arrive.
@@ -73,6 +73,16 @@ class Transfer:
         """Make what the caller's current stream does next wait for all segments."""
         if self._pending:
             self._marks[-1].gate()
+
+    def arrived(self) -> Iterator[SegmentCopy]:
+        """The copies in their order, each when its bytes are there. Blocks in between.
+
+        Raises:
+            DeviceMemoryError: a copy failed.
+        """
+        for copy, mark in zip(self.copies, self._marks[1:], strict=True):
+            mark.wait()
+            yield copy
 
     def finish(self) -> TransferStats:
         """Wait until everything has arrived. Blocks; any number of calls give the same.

@@ -120,12 +120,23 @@ def test_gates_cost_nothing_after_the_finish_and_finish_repeats_itself() -> None
     assert transfer.finish() == stats
 
 
-def test_copy_that_failed_is_told_by_finish() -> None:
+def test_copies_are_told_one_by_one_as_they_arrive() -> None:
+    link = LateLink()
+    transfer = late_transfer(link)
+    link.calls.clear()
+    for copy in transfer.arrived():
+        link.calls.append(f"segment {copy.segment}")
+    assert link.calls == ["wait 1", "segment 7", "wait 2", "segment 3"]
+
+
+def test_copy_that_failed_is_told_by_who_waits_for_it() -> None:
     link = LateLink()
     transfer = late_transfer(link)
     link.broken = True
     with pytest.raises(DeviceMemoryError, match="the copy failed"):
         transfer.finish()
+    with pytest.raises(DeviceMemoryError, match="the copy failed"):
+        next(transfer.arrived())
 
 
 def test_transfer_of_nothing_has_no_rate() -> None:
