@@ -207,6 +207,7 @@ class ModelRuntime:
             max_tokens=self.max_model_len,
         )
         params = resolve(request.sampling, self._defaults, self.max_model_len - len(prompt_ids))
+        self._engine.check(params, prompt_ids)
         request = replace(request, sampling=params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids) | (
@@ -216,7 +217,6 @@ class ModelRuntime:
             SequenceSampling(params, prompt_ids, _wrap_int64(seed + i), stops)
             for i in range(request.n)
         )
-        self._engine.check(sequences[0])
         if params.grammar is not None:
             grammar = self._grammars.compile(params.grammar)
             for sequence in sequences:

@@ -18,7 +18,7 @@ from pydantic import (
     PlainValidator,
 )
 
-from actors.engine.validation import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from actors.engine.validation import MAX_FLOAT32, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams, SleepMode
 from serve_app.chat_form import ChatForm, Part
@@ -137,7 +137,7 @@ class _Body(GrammarFields):
     # As vLLM: one token at least, although OpenAI's completions take 0 together with echo.
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=MAX_FLOAT32)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: Annotated[

@@ -34,6 +34,7 @@ from actors.engine.pipeline import PipelinedManager
 from actors.engine.prefixes import share_from
 from actors.engine.rotation import settle_rotation
 from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
+from actors.engine.sampling_defaults import ResolvedSampling
 from actors.engine.scheduling import NAME as TURNS
 from actors.engine.sizing import CardMemory, Limits, plan_limits
 from actors.engine.validation import check_token_ids, validate
@@ -80,8 +81,8 @@ class Engine(Protocol):
     @property
     def paused(self) -> bool: ...
 
-    def check(self, sequence: SequenceSampling) -> None:
-        """Refuse a sequence that must not enter.
+    def check(self, params: ResolvedSampling, prompt_ids: Sequence[int]) -> None:
+        """Refuse what must not enter; before a `SequenceSampling` is made, which holds what float32 can.
 
         Raises:
             InvalidRequest: naming the field.
@@ -280,16 +281,15 @@ class TransformersEngine:
     def paused(self) -> bool:
         return self._pause is not None
 
-    def check(self, sequence: SequenceSampling) -> None:
-        params, prompt = sequence.params, sequence.prompt_ids
+    def check(self, params: ResolvedSampling, prompt_ids: Sequence[int]) -> None:
         validate(params, self._vocab_size)
-        if not prompt:
+        if not prompt_ids:
             raise InvalidRequest("the prompt is empty", "prompt")
-        check_token_ids(prompt, "prompt", self._vocab_size)
-        wanted = len(prompt) + (params.max_tokens or 1)
+        check_token_ids(prompt_ids, "prompt", self._vocab_size)
+        wanted = len(prompt_ids) + (params.max_tokens or 1)
         if wanted > self.max_model_len:
             raise ContextLengthExceeded(
-                f"prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; together "
+                f"prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}; together "
                 f"the limit is {self.max_model_len} (engine.max_model_len)",
                 "prompt",
             )

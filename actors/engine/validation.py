@@ -13,7 +13,7 @@ MAX_LOGPROBS = 20  # OpenAI's limit for chat completions
 MAX_GRAMMAR_CHARS = 2**16
 MAX_LOGIT_BIAS = 1024  # tokens; OpenAI documents 300
 MAX_STOP_TOKEN_IDS = 1024
-_FLOAT32_MAX = 3.4028234e38
+MAX_FLOAT32 = 3.4028234e38
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
@@ -27,7 +27,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     p = params
     # Written so that NaN, which compares false with everything, fails.
     if p.temperature is not None:
-        _check(0 <= p.temperature <= _FLOAT32_MAX, "temperature", p.temperature, "0 or more")
+        _check(0 <= p.temperature <= MAX_FLOAT32, "temperature", p.temperature, "0 or more")
     if p.top_p is not None:
         _check(0 < p.top_p <= 1, "top_p", p.top_p, "above 0 and at most 1")
     if p.top_k is not None:
@@ -35,7 +35,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     if p.min_p is not None:
         _check(0 <= p.min_p <= 1, "min_p", p.min_p, "between 0 and 1")
     if (repetition := p.repetition_penalty) is not None:
-        _check(0 < repetition <= _FLOAT32_MAX, "repetition_penalty", repetition, "above 0")
+        _check(0 < repetition <= MAX_FLOAT32, "repetition_penalty", repetition, "above 0")
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(p, name)
         _check(-2 <= value <= 2, name, value, "between -2 and 2")

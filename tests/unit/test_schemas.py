@@ -312,6 +312,7 @@ SHARED_WRONG = [
     ({"max_tokens": 2, "min_tokens": 3}, "min_tokens", "min_tokens must be at most max_tokens (2)"),
     ({"min_tokens": -1}, "min_tokens", "min_tokens must be at least 0, found -1"),
     ({"repetition_penalty": 0}, "repetition_penalty", "must be greater than 0, found 0"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty", "must be at most 3.4028234e+38"),
     ({"presence_penalty": 2.5}, "presence_penalty", "must be at most 2, found 2.5"),
     ({"frequency_penalty": -3}, "frequency_penalty", "must be at least -2, found -3"),
     ({"logit_bias": [1]}, "logit_bias", "logit_bias must be an object of token ids and numbers"),
