@@ -272,9 +272,7 @@ def _fault(error: ErrorDetails) -> InvalidRequest:
         message = f"{param} {context['message']}"
         return fault(message if ", found" in message else f"{message}{_found(error)}", param)
     expected = _EXPECTED.get(kind)
-    bounds = {
-        k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in context.items()
-    }
+    bounds = {k: f"{v:.8g}" if isinstance(v, float) else v for k, v in context.items()}
     phrase = expected.format(**bounds) if expected else f"is wrong: {error['msg']}"
     return InvalidRequest(f"{param} {phrase}{_found(error)}", param)
 
