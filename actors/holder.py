@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import ray
 from ray.util import list_named_actors
 
 from actors.errors import ImageMissing, LayoutMismatch, WeightsCorrupted
+from actors.protocol import HeldImage, Origin
 from actors.weights import packer
 from actors.weights.download import CheckpointMissing, ensure_checkpoint
 from actors.weights.download_errors import DownloadError
@@ -35,8 +35,6 @@ from actors.weights.source import ModelSource
 logger = logging.getLogger(__name__)
 
 _LOOK_UPS = 16  # at a time; few models of a node are being downloaded
-
-Origin = Literal["disk", "node"]  # read here, or copied from another node's holder
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +71,6 @@ class _Held:
     ttl_s: float | None
     unused_since_s: float  # when it last had a lessee, or was loaded
     lessees: set[str] = field(default_factory=set)  # actor names
-
-
-@dataclass(frozen=True, slots=True)
-class HeldImage:
-    """What `stats` says of one image."""
-
-    key: str
-    bytes: int
-    segments: int
-    load_s: float
-    lessees: int
-    spilled: bool
-    origin: Origin
 
 
 @dataclass(slots=True)

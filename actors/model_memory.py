@@ -114,10 +114,6 @@ class ModelMemory:
         whole = self._weights.size + sum(part.size for part in self._scratch())
         return whole - self.mapped_bytes
 
-    def free_bytes(self) -> int:
-        """What the device has free now, for everybody."""
-        return self._driver.memory().free
-
     def spare_bytes(self) -> int:
         """What the device has free beside all of this model. While nothing runs on it.
 

@@ -6,7 +6,7 @@ No torch, no Ray: the router, the ingress and the tests import this for nothing.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from actors.errors import ServingError
 
@@ -259,3 +259,21 @@ class ReplicaStatus:
     device: DeviceNow
     device_memory: DeviceMemoryStatus
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
+
+
+Origin = Literal[
+    "disk", "node"
+]  # of an image: read from disk, or copied from another node's holder
+
+
+@dataclass(frozen=True, slots=True)
+class HeldImage:
+    """A weight holder's account of one image."""
+
+    key: str
+    bytes: int
+    segments: int
+    load_s: float
+    lessees: int
+    spilled: bool
+    origin: Origin

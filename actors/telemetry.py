@@ -104,6 +104,12 @@ class Observer:
     def ended(self, course: Course, ending: Ending, now_s: float) -> None:
         """A sequence is over."""
 
+    def refused(self, error: Exception) -> None:
+        """A request got this instead of an answer, or of the rest of one."""
+
+    def obtained(self, way: str) -> None:
+        """The replica has an image; `way` is one of `actors.weights.fastload.Way`."""
+
 
 class GuardedObserver(Observer):
     """Hands on what it is told, and keeps from who tells what went wrong in the counting.
@@ -140,6 +146,12 @@ class GuardedObserver(Observer):
 
     def ended(self, course: Course, ending: Ending, now_s: float) -> None:
         self._tell(self._inner.ended, course, ending, now_s)
+
+    def refused(self, error: Exception) -> None:
+        self._tell(self._inner.refused, error)
+
+    def obtained(self, way: str) -> None:
+        self._tell(self._inner.obtained, way)
 
     def _tell(self, method: Callable[..., None], *args: object) -> None:
         try:

@@ -62,10 +62,14 @@ def check(
     ] = Path("serve_config.yaml"),
 ) -> None:
     """Tell what is wrong with a configuration, before anything starts."""
+    from actors.engine.cards import has_nvidia_driver
     from serve_app.config import check_file
 
     with _errors_in_one_line():
         models = check_file(file)
+    for model in models:
+        if note := model.unused_card(has_nvidia_driver()):
+            _say(note)
     _say(f"{file}: ok, models: {', '.join(model.model_id for model in models) or 'none'}")
 
 

@@ -162,6 +162,19 @@ class ModelConfig(BaseModel):
             return self.engine.model_copy(update={"device": "cpu"})
         return self.engine
 
+    def unused_card(self, has_driver: bool) -> str | None:
+        """A line about a card that nobody asked for, where there is one.
+
+        Args:
+            has_driver: there is a card here (`actors.engine.cards.has_nvidia_driver`).
+        """
+        if not has_driver or self.num_gpus or self.engine.device != "auto":
+            return None
+        return (
+            f"{self.model_id} computes on the CPU although there is an NVIDIA GPU: num_gpus is 0. Set "
+            "num_gpus: 1 to use it, or engine.device: cpu to say that it should not"
+        )
+
     @property
     def image_ttl_s(self) -> float | None:
         """How long the image stays when there is no replica; None: for good."""

@@ -53,11 +53,10 @@ class Controls:
         A model without replicas is not: there is nothing that a wake could find.
         """
         models = self._models.chosen(query_form(request, ModelQuery).model)
-        statuses = await asyncio.gather(*(self._models.status(m) for m in models.values()))
+        found = await asyncio.gather(*(self._models.states(m) for m in models.values()))
         asleep = {
-            model_id: bool(replicas)
-            and all(replica.state is ReplicaState.ASLEEP for replica in replicas)
-            for model_id, replicas in zip(models, statuses, strict=True)
+            model_id: bool(states) and all(state is ReplicaState.ASLEEP for state in states)
+            for model_id, states in zip(models, found, strict=True)
         }
         everyone = all(asleep.values())
         return JSONResponse({"is_sleeping": everyone, "sleeping": everyone, "models": asleep})

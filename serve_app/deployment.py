@@ -10,8 +10,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -19,6 +20,7 @@ from ray.serve._private.common import RequestRoutingInfo
 from ray.serve.context import _get_global_client
 
 from actors.control import call_unless_closed
+from actors.engine.cards import has_nvidia_driver
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
 from actors.lifecycle import Lifecycle
 from actors.protocol import (
@@ -33,6 +35,7 @@ from actors.protocol import (
 )
 from actors.telemetry import GuardedObserver, WakeCause
 from serve_app.config import ModelConfig
+from serve_app.device_reading import DeviceReading
 from serve_app.heap import give_back, set_aside, uncollected
 from serve_app.holders import HolderOfThisNode
 from serve_app.instruments import Instruments, gauges, saved_bytes
@@ -47,7 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 _LONG_PROMPT = 16_384  # characters; of them 15 ms are spent on a tokenizer
 _READERS = 2  # of long prompts at a time; the CPUs are for those who are served
@@ -122,13 +124,16 @@ class ModelReplica:
             from actors.weights.download import ensure_checkpoint
             from actors.weights.fastload import FastLoad
 
+        if note := config.unused_card(has_nvidia_driver()):
+            logger.warning("%s", note)
         context = serve.get_replica_context()
         self._config = config
         self._replica_id = context.replica_id.unique_id
         self._announcer = await asyncio.to_thread(_Announcer)
         self._mirror = RayMirror(config.model_id)
         self._instruments = Instruments(Tally(self._mirror), time.monotonic)
-        self._node = ray.get_runtime_context().get_node_id()
+        self._observer = observer = GuardedObserver(self._instruments)
+        node = self._node = ray.get_runtime_context().get_node_id()
         request = ImageRequest(config.model_id, config.source, config.dtype, config.image_ttl_s)
         checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
         load = FastLoad(
@@ -136,18 +141,18 @@ class ModelReplica:
             request=request,
             checkpoint=checkpoint,
             lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
-            tell=self._instruments.obtained,
+            tell=observer.obtained,
         )
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
-        self._device_reader = ThreadPoolExecutor(1, thread_name_prefix="device-reader")
         # First what needs no weights: a model that cannot be served is refused in a second.
         device = config.engine_of_replica.device
         module = await asyncio.to_thread(build_module, checkpoint, config.dtype, device)
         defaults = sampling_defaults(checkpoint) if config.generation_config == "auto" else None
         image = await load.obtain()
-        observer = GuardedObserver(self._instruments)
         settings = config.engine_of_replica, config.sleep, config.chat, observer, defaults
         self._runtime = await build_runtime(module, image, load, *settings, config.watchdog)
+        device_now = self._runtime.memory.device_now
+        self._device = await asyncio.to_thread(DeviceReading, partial(device_now, node))
         follower = Follower(ClusterStore(context.app_name, config.model_id))
         wanted = await follower.at_start()
         self._lifecycle = Lifecycle(
@@ -190,7 +195,7 @@ class ModelReplica:
                     yield event
         except (InvalidRequest, Unavailable, ReplicaFailed) as refusal:
             logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
-            self._instruments.refused(refusal)
+            self._observer.refused(refusal)
             yield Refusal(refusal, self._replica_id)
 
     async def _prepare(self, request: GenerateRequest) -> "Prepared":
@@ -227,7 +232,7 @@ class ModelReplica:
     async def status(self) -> ReplicaStatus:
         """This replica's account of itself; never wakes it and never counts as use."""
         lifecycle, runtime = self._lifecycle, self._runtime
-        device = await self._read_device(runtime.memory.device_now, self._node)
+        device = replace(await self._device.now(), wake_bytes=runtime.memory.wake_bytes)
         return ReplicaStatus(
             model_id=self._config.model_id,
             replica_id=self._replica_id,
@@ -259,10 +264,6 @@ class ModelReplica:
         now = gauges(self._lifecycle, self._runtime)
         return self._instruments.snapshot(self._replica_id, self._lifecycle.state, now)
 
-    async def _read_device(self, read: Callable[..., T], *args: object) -> T:
-        """Ask a driver, which may take its time, beside the event loop that tokens go through."""
-        return await asyncio.get_running_loop().run_in_executor(self._device_reader, read, *args)
-
     def _device_memory(self) -> DeviceMemoryStatus:
         slept, memory = self._lifecycle.last_sleep, self._runtime.memory
         return DeviceMemoryStatus(
@@ -282,7 +283,7 @@ class ModelReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks for it, keeps the samples and hands them to the policy, if there is one."""
         lifecycle, memory = self._lifecycle, self._runtime.memory
-        free_bytes = await self._read_device(memory.free_bytes)
+        device = await self._device.now()
         sample = ScalingSample(
             state=lifecycle.state,
             in_flight=lifecycle.idle.in_flight,
@@ -291,7 +292,7 @@ class ModelReplica:
             held=lifecycle.held,
             wake_s=lifecycle.last_wake_s,
             node=self._node,
-            device_free_bytes=free_bytes,
+            device_free_bytes=device.free,
             wake_bytes=memory.wake_bytes,
         )
         return sample.as_numbers()

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import psutil
 import yaml
 from packaging.requirements import Requirement
 
-from actors.engine.cards import card_problem
+from actors.engine.cards import card_problem, has_nvidia_driver
 from actors.weights.download_progress import text_size
 
 MIN_PYTHON = (3, 11)
@@ -86,6 +85,7 @@ class Wanted:
     port: int = 8000
     image_bytes: int = 0  # of the checkpoints that are there already, once each
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what works, but may not be meant
 
 
 # --- the checks ---
@@ -266,6 +266,9 @@ def check_configuration(file: Path, wanted: Wanted | None) -> Finding:
     if wanted.problems:
         remedy = f"correct that; sleepserve check {file} tells what is left"
         return Finding(name, Verdict.FAIL, "; ".join(wanted.problems), remedy)
+    if wanted.notes:
+        remedy = f"change {file}, or the model's own file that it names"
+        return Finding(name, Verdict.WARN, "; ".join(wanted.notes), remedy)
     return Finding(name, Verdict.OK, f"{file} is as it should be")
 
 
@@ -279,8 +282,8 @@ def examine(file: Path) -> list[Finding]:
         file: a serve_config.yaml, from which come the port and the size of the weights.
     """
     installed = _installed()
-    has_driver = Path("/proc/driver/nvidia/version").exists() or bool(shutil.which("nvidia-smi"))
-    read = _wanted(file)
+    has_driver = has_nvidia_driver()
+    read = _wanted(file, has_driver)
     wanted = read or Wanted()
     shared = psutil.disk_usage(str(SHARED_MEMORY))
     return [
@@ -392,7 +395,7 @@ def _disks() -> list[Finding]:
     return found
 
 
-def _wanted(file: Path) -> Wanted | None:
+def _wanted(file: Path, has_driver: bool) -> Wanted | None:
     if not file.is_file():
         return None
     if find_spec("ray") is None:
@@ -414,7 +417,8 @@ def _wanted(file: Path) -> Wanted | None:
         sizes[folder] = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
     http = _http_options(file)
     image_bytes = sum(sizes.values())
-    return Wanted(http.get("host", "127.0.0.1"), http.get("port", 8000), image_bytes)
+    notes = tuple(note for model in models if (note := model.unused_card(has_driver)))
+    return Wanted(http.get("host", "127.0.0.1"), http.get("port", 8000), image_bytes, notes=notes)
 
 
 def _http_options(file: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Health:
     async def _ask(self) -> None:
         try:
             found = await asyncio.gather(
-                *(self._models.states(model) for model in self._models.all.values())
+                *(self._models.known_states(model) for model in self._models.all.values())
             )
             self._known = dict(zip(self._models.all, map(_state_of, found), strict=True))
             self._known_until_s = self._now() + _FRESH_FOR_S

@@ -18,6 +18,7 @@ from ray.serve.schema import ApplicationStatus
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.protocol import HeldImage
 from actors.weights.layout import PACKER_VERSION
 from serve_app import metrics
 from serve_app.config import ModelConfig
@@ -26,7 +27,7 @@ from serve_app.logs import adopt_serve_handlers, log_to_stderr
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-    from actors.holder import HeldImage, HolderCounts, ImageGrant, ImageRequest, WeightHolder
+    from actors.holder import HolderCounts, ImageGrant, ImageRequest, WeightHolder
     from actors.weights.layout import ImageKey, Manifest
     from actors.weights.plasma import ByteArray
     from actors.weights.pull import Peer
@@ -88,7 +89,7 @@ class Holder:
     async def segment(self, key: "ImageKey", index: int) -> "ByteArray":
         return await (await self._holder()).segment(key, index)
 
-    async def stats(self) -> "list[HeldImage]":
+    async def stats(self) -> list[HeldImage]:
         return await (await self._holder()).stats()
 
     async def counts(self) -> "HolderCounts":

@@ -20,7 +20,6 @@ from serve_app.tally import Key, Snapshot, Tally
 
 if TYPE_CHECKING:
     from actors.runtime import ModelRuntime
-    from actors.weights.fastload import Way
 
 _HITS = ("image",)
 _MISSES = ("missing_key", "no_holder")
@@ -96,16 +95,15 @@ class Instruments(Observer):
             per_token_s = (course.last_s - course.first_s) / (course.tokens - 1)
             observe(metrics.TIME_PER_TOKEN, per_token_s)
 
-    # --- what nobody observes ---
-
     def refused(self, error: Exception) -> None:
         self._tally.add(metrics.REFUSED, type(error).__name__)
 
-    def obtained(self, way: "Way") -> None:
-        """The replica got its image."""
+    def obtained(self, way: str) -> None:
         result = "hit" if way in _HITS else "miss" if way in _MISSES else "fallback"
         self._tally.add(metrics.FASTLOAD, result)
         self._tally.add(metrics.IMAGES_OBTAINED, way)
+
+    # --- what nobody observes ---
 
     def saves(self, size: int) -> None:
         """From now on a sleep saves so many bytes of device memory; call it at every change."""

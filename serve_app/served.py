@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TypeVar
 
 from actors.errors import InvalidRequest, ModelNotFound, Unavailable
 from actors.protocol import ReplicaState, ReplicaStatus
@@ -10,6 +11,8 @@ from serve_app.http_errors import unwrap
 from serve_app.model_client import ModelClient
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class ServedModels:
@@ -51,28 +54,38 @@ class ServedModels:
         Raises:
             Unavailable: they do not say it in time.
         """
+        return await self._in_time(model, model.status())
+
+    async def states(self, model: ModelClient) -> Sequence[ReplicaState]:
+        """Of its replicas, without asking their devices.
+
+        Raises:
+            Unavailable: they do not say it in time.
+        """
+        return await self._in_time(model, model.replica_states())
+
+    async def known_status(self, model: ModelClient) -> Sequence[ReplicaStatus] | None:
+        """`status`, or None: lists must not fail on one model."""
+        return await _known(model, self.status(model))
+
+    async def known_states(self, model: ModelClient) -> Sequence[ReplicaState] | None:
+        """`states`, or None: health checks must not fail on one model."""
+        return await _known(model, self.states(model))
+
+    async def _in_time(self, model: ModelClient, answer: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self._status_timeout_s):
-                return await model.status()
+                return await answer
         except TimeoutError:
             name = model.info.model_id
             raise Unavailable(
                 f"the replicas of {name!r} did not tell their state in time"
             ) from None
 
-    async def states(self, model: ModelClient) -> Sequence[ReplicaState] | None:
-        """Of its replicas, without asking their devices; None if they do not say it in time."""
-        try:
-            async with asyncio.timeout(self._status_timeout_s):
-                return await model.replica_states()
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the answer is "unknown"
-            logger.warning("no state of %s: %s", model.info.model_id, unwrap(exc))
-            return None
 
-    async def known_status(self, model: ModelClient) -> Sequence[ReplicaStatus] | None:
-        """The same, or None: lists and health checks must not fail on one model."""
-        try:
-            return await self.status(model)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the answer is "unknown"
-            logger.warning("no status of %s: %s", model.info.model_id, unwrap(exc))
-            return None
+async def _known(model: ModelClient, answer: Awaitable[T]) -> T | None:
+    try:
+        return await answer
+    except Exception as exc:  # noqa: BLE001 - whatever it is, the answer is "unknown"
+        logger.warning("no state of %s: %s", model.info.model_id, unwrap(exc))
+        return None

@@ -1,8 +1,15 @@
 """Which cards the engine computes on. No torch."""
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 MIN_CAPABILITY = (8, 0)
+
+
+def has_nvidia_driver() -> bool:
+    """Whether there is a driver, and so a card, on this machine; it is not asked."""
+    return Path("/proc/driver/nvidia/version").exists() or bool(shutil.which("nvidia-smi"))
 
 
 def card_problem(capability: Sequence[int]) -> str | None:

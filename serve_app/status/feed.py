@@ -11,10 +11,9 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from actors.errors import ServingError
-from actors.protocol import ReplicaState, ReplicaStatus
+from actors.protocol import HeldImage, ReplicaState, ReplicaStatus
 from serve_app.http_errors import unwrap
 from serve_app.model_client import ModelClient
 from serve_app.served import ServedModels
@@ -22,12 +21,9 @@ from serve_app.sse import frame
 from serve_app.status.history import History
 from serve_app.status.snapshot import View, host_view, merge_patch, model_view, replica_views
 
-if TYPE_CHECKING:
-    from actors.holder import HeldImage
-
 logger = logging.getLogger(__name__)
 
-ReadImages = Callable[[], Awaitable["Sequence[HeldImage]"]]
+ReadImages = Callable[[], Awaitable[Sequence[HeldImage]]]
 
 _LOOK_INTERVAL_S = 1.0
 _MOVING_INTERVAL_S = 0.2  # while a replica drains or wakes, which may be over soon

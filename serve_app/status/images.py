@@ -1,17 +1,14 @@
 """What the weight holder keeps in the object store of its node."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ray import serve
 
+from actors.protocol import HeldImage
 from serve_app.holders import HOLDER_APP, HOLDER_DEPLOYMENT
 
-if TYPE_CHECKING:
-    from actors.holder import HeldImage
 
-
-async def held_images() -> "Sequence[HeldImage]":
+async def held_images() -> Sequence[HeldImage]:
     """Ask the deployment, which is the holder of one node. It answers when it has brought torch in.
 
     Raises:

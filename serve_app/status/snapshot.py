@@ -2,15 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-from actors.protocol import ReplicaStatus
+from actors.protocol import HeldImage, ReplicaStatus
 from serve_app.model_client import ModelInfo
-
-if TYPE_CHECKING:
-    from actors.holder import HeldImage
 
 View = dict[str, Any]
 
@@ -57,7 +54,7 @@ def _replica_view(status: ReplicaStatus, now_s: float, before: View | None) -> V
     return view | {"quiet_since": quiet_since}
 
 
-def host_view(images: "Sequence[HeldImage] | None") -> View:
+def host_view(images: Sequence[HeldImage] | None) -> View:
     """The memory of this process' machine, in bytes, and what the weight holder keeps there.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import uvicorn
 
-from actors.holder import HeldImage
+from actors.protocol import HeldImage
 from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.keys import KeyRing
 from tests.browser.staged import CARD, GIB, StagedModel

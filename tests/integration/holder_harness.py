@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 
-from actors.holder import HeldImage, HolderCounts, ImageGrant, ImageRequest, WeightHolder
+from actors.holder import HolderCounts, ImageGrant, ImageRequest, WeightHolder
+from actors.protocol import HeldImage
 from actors.weights import packer
 from actors.weights.fastload import FastLoad, Way, keep_quiet
 from actors.weights.image import WeightImage

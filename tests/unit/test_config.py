@@ -432,3 +432,20 @@ def test_card_that_ray_has_not_reserved_is_not_taken(
         }
     )
     assert model.engine_of_replica.device == decided
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_gpus", "has_driver", "told"),
+    [
+        ({}, 0, True, "m computes on the CPU although there is an NVIDIA GPU: num_gpus is 0"),
+        ({"device": "cpu"}, 0, True, None),
+        ({}, 1, True, None),
+        ({}, 0, False, None),
+    ],
+)
+def test_card_that_nobody_asked_for_is_told_in_one_line(
+    engine: dict[str, str], num_gpus: float, has_driver: bool, told: str | None
+) -> None:
+    fields = {"model_id": "m", "source": {"id": "/m"}, "engine": engine, "num_gpus": num_gpus}
+    line = ModelConfig.model_validate(fields).unused_card(has_driver)
+    assert line is None if told is None else line is not None and line.startswith(told)

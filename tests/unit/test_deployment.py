@@ -3,15 +3,17 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams
+from actors.protocol import ChatPrompt, DeviceNow, GenerateRequest, Prompt, SamplingParams
 from actors.telemetry import GuardedObserver, Observer
 from serve_app import deployment
 from serve_app.deployment import ModelReplica, kept_running
+from serve_app.device_reading import DeviceReading
 
 
 class Runtime:
@@ -99,12 +101,54 @@ def test_guard_hands_on_everything_that_there_is_to_tell() -> None:
     assert all(each[1:] == tuple(range(len(each) - 1)) for each in told)
 
 
+DEVICE = DeviceNow("GPU-1", "card", 100, 60, 40)
+
+
 def test_device_is_read_beside_the_event_loop() -> None:
-    reader = ThreadPoolExecutor(1, thread_name_prefix="device-reader")
-    replica: Any = SimpleNamespace(_device_reader=reader)
+    threads = []
 
-    def read(node: str) -> str:
-        return f"{node}: {threading.current_thread().name}"
+    def read() -> DeviceNow:
+        threads.append(threading.current_thread().name)
+        return DEVICE
 
-    found = asyncio.run(ModelReplica._read_device(replica, read, "n"))
-    assert found.startswith("n: device-reader")
+    async def scenario() -> None:
+        reading = await asyncio.to_thread(DeviceReading, read)
+        assert await reading.now() == DEVICE
+
+    asyncio.run(scenario())
+    assert len(threads) == 2
+    assert threads[1].startswith("device-reader")
+
+
+def test_driver_that_hangs_is_asked_once_and_the_last_answer_given() -> None:
+    goes_on, asked = threading.Event(), []
+    after = replace(DEVICE, free=10)
+
+    def read() -> DeviceNow:
+        asked.append(1)
+        if len(asked) == 2:
+            goes_on.wait()
+        return DEVICE if len(asked) == 1 else after
+
+    async def scenario() -> None:
+        reading = DeviceReading(read)
+        assert await asyncio.gather(*(reading.now() for _ in range(5))) == [DEVICE] * 5
+        assert len(asked) == 2
+        goes_on.set()
+        while await reading.now() != after:  # as soon as the driver has answered
+            assert len(asked) == 2
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_driver_that_raises_is_heard_of() -> None:
+    answers: list[DeviceNow] = [DEVICE]
+
+    async def scenario() -> None:
+        reading = DeviceReading(answers.pop)
+        with pytest.raises(IndexError):
+            await reading.now()
+        answers.append(DEVICE)
+        assert await reading.now() == DEVICE
+
+    asyncio.run(scenario())

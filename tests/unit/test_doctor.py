@@ -72,6 +72,11 @@ IN_USE, FORBIDDEN, ELSEWHERE = (
             "fail",
             "sleepserve check a.yaml",
         ),
+        (
+            doctor.check_configuration(Path("a.yaml"), Wanted(notes=("m computes on the CPU",))),
+            "warn",
+            "change a.yaml",
+        ),
     ],
 )
 def test_check(finding: Finding, verdict: str, remedy: str) -> None:
@@ -158,7 +163,7 @@ def test_packages_without_compiled_files_are_found(
 def test_weights_of_the_configuration_are_counted_once(
     monkeypatch: pytest.MonkeyPatch, project: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    wanted = doctor._wanted(_two_of_one_checkpoint(tiny_checkpoint, tmp_path))
+    wanted = doctor._wanted(_two_of_one_checkpoint(tiny_checkpoint, tmp_path), False)
     assert wanted is not None
     assert wanted.problems == ()
     size = sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors"))
@@ -185,7 +190,7 @@ def _two_of_one_checkpoint(checkpoint: Path, folder: Path) -> Path:
 def test_mistakes_of_the_configuration_are_findings(tmp_path: Path) -> None:
     file = tmp_path / "serve_config.yaml"
     file.write_text("applications: []\nhttp_options: {hots: 127.0.0.1}\n")
-    wanted = doctor._wanted(file)
+    wanted = doctor._wanted(file, False)
     assert wanted is not None
     assert any("hots" in problem for problem in wanted.problems)
 
@@ -193,7 +198,7 @@ def test_mistakes_of_the_configuration_are_findings(tmp_path: Path) -> None:
 def test_quantised_weights_are_a_finding(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
     (checkpoint / "quant_config.json").write_text('{"w_bit": 4}')
-    wanted = doctor._wanted(_two_of_one_checkpoint(checkpoint, tmp_path))
+    wanted = doctor._wanted(_two_of_one_checkpoint(checkpoint, tmp_path), False)
     assert wanted is not None
     assert all("quantised (awq" in problem for problem in wanted.problems)
     assert len(wanted.problems) == 2

@@ -1,5 +1,6 @@
 """Processes without a GPU import no torch, and ruff keeps it that way."""
 
+import asyncio
 import pickle
 import subprocess
 import sys
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from actors.protocol import ReplicaState
+from actors.errors import EngineDied
+from actors.protocol import HeldImage, Refusal, ReplicaState, TokenEvent
 from actors.telemetry import SleepCause, WakeCause, WakePhase, WakeResult
 from actors.weights.fastload import Way
 from serve_app.instruments import Instruments
 from serve_app.tally import Tally
+from tests.fakes import FakeModel
 
 HEAVY = ("torch", "transformers")
 
@@ -38,16 +41,30 @@ def test_importing_module_loads_no_torch(module: str, project: Path) -> None:
     assert run.stdout.strip() == "[]"
 
 
-def test_reading_what_a_replica_counted_loads_no_torch(project: Path) -> None:
-    """An ingress that did was busy importing it for seconds with the first scrape, and routed nothing."""
-    tally = Tally()
-    instruments = Instruments(tally, lambda: 0.0)
+def counted() -> object:
+    instruments = Instruments(Tally(), lambda: 0.0)
     for way in Way:
         instruments.obtained(way)
     instruments.woke(WakeCause.START, WakeResult.OK, 1.0)
     instruments.slept(SleepCause.IDLE, 1, 1.0, 5)
     instruments.wake_phase(WakePhase.MAP, 1.0)
-    pickled = pickle.dumps(instruments.snapshot("r", ReplicaState.AWAKE, {}))
+    return instruments.snapshot("r", ReplicaState.AWAKE, {})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        counted(),
+        asyncio.run(FakeModel("m").status()),
+        TokenEvent(0, "text", (1,), 3),
+        Refusal(EngineDied("hung"), "r"),
+        HeldImage("m@1", 5, 3, 0.5, 1, False, "disk"),
+    ],
+    ids=["metrics", "status", "event", "refusal", "image"],
+)
+def test_reading_what_other_processes_send_loads_no_torch(message: object, project: Path) -> None:
+    """An ingress that imported it with the first scrape or status page routed nothing for seconds."""
+    pickled = pickle.dumps(message)
     code = f"import pickle, sys; pickle.loads({pickled!r}); print([n for n in {HEAVY} if n in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=True

@@ -209,11 +209,11 @@ def test_without_a_figure_of_our_own_the_device_s_is_told_alone(bench: Bench) ->
 def test_the_graphs_pool_comes_and_goes_with_the_weights(bench: Bench) -> None:
     pool = bench.driver.pool
     assert pool.mapped_bytes == 0
-    free, wanted = bench.memory.free_bytes(), bench.memory.wake_bytes
+    free, wanted = bench.driver.memory().free, bench.memory.wake_bytes
     bench.wake()
     assert pool.mapped_bytes == POOL_BYTES
     assert bench.memory.wake_bytes == 0
-    assert bench.memory.free_bytes() == free - wanted
+    assert bench.driver.memory().free == free - wanted
     assert bench.memory.mapped_bytes == bench.driver.mapped
     bench.memory.unmap(1)
     assert pool.mapped_bytes == 0

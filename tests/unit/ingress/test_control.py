@@ -194,12 +194,14 @@ def test_sleep_that_fails_for_one_model_still_reaches_the_other():
     ],
 )
 def test_is_sleeping(states, sleeping):
-    with serving(FakeModel(states=states)) as client:
+    model = FakeModel(states=states)
+    with serving(model) as client:
         assert client.get("/is_sleeping").json() == {
             "is_sleeping": sleeping,
             "sleeping": sleeping,
             "models": {"fake": sleeping},
         }
+    assert not model.asked_for_status  # which looks at the device
 
 
 # --- how many replicas ---
