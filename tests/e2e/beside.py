@@ -1,4 +1,4 @@
-"""Another client, in a process of its own: `python -m tests.e2e.beside URL MODEL MAX_TOKENS`.
+"""Another client, in a process of its own: `python -m tests.e2e.beside URL MODEL MAX_TOKENS [KEY]`.
 
 It asks for one stream after the other, and whether the front answers. Says `going` once tokens come, and when
 its standard input closes what it saw: the longest waits in seconds, and what was wrong.
@@ -13,10 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
-from tests.e2e.serve_process import PROJECT
+_PROJECT = Path(__file__).parents[
+    2
+]  # nothing of the server is imported: clients of other people use this, too
 
 _GOING_TOKENS = 20
 _PING_INTERVAL_S = 0.02
@@ -24,11 +27,13 @@ _DEADLINE_S = 60.0
 
 
 @contextmanager
-def beside(url: str, model: str, bound_s: float, max_tokens: int = 900) -> Iterator[None]:
+def beside(
+    url: str, model: str, bound_s: float, max_tokens: int = 900, key: str = ""
+) -> Iterator[None]:
     """Have another client at work in the body, and fail if it had to wait for longer than that."""
-    command = [sys.executable, "-m", "tests.e2e.beside", url, model, str(max_tokens)]
+    command = [sys.executable, "-m", "tests.e2e.beside", url, model, str(max_tokens), key]
     with subprocess.Popen(
-        command, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=_PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
@@ -47,12 +52,13 @@ def beside(url: str, model: str, bound_s: float, max_tokens: int = 900) -> Itera
 class Beside:
     """The client."""
 
-    def __init__(self, url: str, model: str, max_tokens: int) -> None:
+    def __init__(self, url: str, model: str, max_tokens: int, key: str) -> None:
         self.wrong: list[str] = []
         self.longest_gap_s = 0.0
         self.longest_ping_s = 0.0
         self.going = threading.Event()
         self._url = url
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._body = {"model": model, "prompt": "a story", "max_tokens": max_tokens,
                       "ignore_eos": True, "stream": True}  # fmt: skip
         self._ends = threading.Event()
@@ -72,7 +78,7 @@ class Beside:
 
     def _watched(self, work: Callable[[httpx.Client], None]) -> None:
         try:
-            with httpx.Client(base_url=self._url, timeout=30) as client:
+            with httpx.Client(base_url=self._url, headers=self._headers, timeout=30) as client:
                 work(client)
         except Exception as exc:  # noqa: BLE001  # told by the test, or a stream that broke would pass
             self.wrong.append(repr(exc))
@@ -109,8 +115,8 @@ class Beside:
                 self.wrong.append(f"ping: {status}")
 
 
-def main(url: str, model: str, max_tokens: str) -> None:
-    client = Beside(url, model, int(max_tokens))
+def main(url: str, model: str, max_tokens: str, key: str) -> None:
+    client = Beside(url, model, int(max_tokens), key)
     client.start()
     client.going.wait()
     print("going", flush=True)

@@ -85,6 +85,21 @@ def test_largest_bodies_hold_nobody_up(tiny: ServeProcess, kind: str) -> None:
                 is_refused(response)
 
 
+def test_body_of_ones_is_refused_at_once_and_a_stream_of_the_demo_model_goes_on(
+    own: ServeProcess,
+) -> None:
+    """What once froze another client's stream for half a minute."""
+    body = LARGE["ones"]()
+    seconds = []
+    with beside(own.url, "demo", 0.25):
+        for _ in range(5):
+            began_s = time.perf_counter()
+            is_refused(own.http.post("/v1/chat/completions", content=body))
+            seconds.append(time.perf_counter() - began_s)
+    print(f"refused after {', '.join(f'{each:.3f}' for each in seconds)} s")
+    assert max(seconds) < 0.3
+
+
 VALID: dict[str, Any] = {
     "/v1/chat/completions": {
         "model": MODEL,
