@@ -49,6 +49,7 @@ class DeviceArena:
         self.address = driver.reserve(self.size)
         self._mapped: set[int] = set()
         self._mapped_bytes = 0  # of them; other threads read it
+        self._is_short = False  # the last `map` found too little memory
         self._bytes = driver.tensor(self.address, self.size)
 
     @property
@@ -86,7 +87,10 @@ class DeviceArena:
             wanted = sum(self.spans[i].size for i in missing)
             memory = self._driver.memory()
             holders = describe(memory, self._driver.holders())
-            logger.warning("%s do not fit on %s: %s", gib(wanted), self.device, holders)
+            # Once, not at each try of a cache that would grow.
+            level = logging.DEBUG if self._is_short else logging.WARNING
+            self._is_short = True
+            logger.log(level, "%s do not fit on %s: %s", gib(wanted), self.device, holders)
             raise DeviceMemoryShort(
                 f"{gib(wanted)} do not fit on {self.device}: {gib(memory.free)} of "
                 f"{gib(memory.total)} are free",
@@ -95,6 +99,7 @@ class DeviceArena:
         except BaseException:
             self.unmap(done)
             raise
+        self._is_short = False
 
     def unmap(self, segments: Iterable[int] | None = None) -> int:
         """Give the memory of segments (all, when None) back; returns how many bytes went.

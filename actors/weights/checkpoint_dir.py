@@ -69,7 +69,7 @@ def missing_from_checkpoint(directory: Path) -> str | None:
 
 def _missing_shard(index: Path) -> str | None:
     try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        shards = _shards(index)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{INDEX_NAME} is unreadable ({type(error).__name__}: {error})"
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
@@ -78,10 +78,15 @@ def _missing_shard(index: Path) -> str | None:
     return f"{len(missing)} of {len(shards)} shards are missing, {missing[0]} first"
 
 
+def _shards(index: Path) -> list[str]:
+    return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+
+
 def unsupported_weights(directory: Path) -> str | None:
     """Why the weights of a checkpoint cannot be served, in one line; None if they can.
 
-    transformers loads some quantised weights as if they were none, and wants packages for others.
+    transformers loads some quantised weights as if they were none, and wants packages for others. It also
+    unpickles a file that an index names, whatever `use_safetensors` says (5.23).
     """
     try:
         config = json.loads((directory / CONFIG_NAME).read_bytes())
@@ -91,6 +96,14 @@ def unsupported_weights(directory: Path) -> str | None:
         return f"{CONFIG_NAME} is unreadable ({type(error).__name__}: {error})"
     if (method := _quantisation(directory, config)) is not None:
         return f"the weights are quantised ({method}): not supported; choose them in float16 or bfloat16"
+    if (index := directory / INDEX_NAME).is_file():
+        with suppress(
+            ValueError, KeyError, AttributeError, TypeError
+        ):  # `missing_from_checkpoint` tells
+            for shard in _shards(index):
+                if Path(shard).name != shard or not shard.endswith(".safetensors"):
+                    text = f"{INDEX_NAME} names {shard[:80]!r}"
+                    return f"{text}: not supported; weights are read from *.safetensors beside it"
     if (name := config.get("transformers_weights")) is not None:
         text = f"{CONFIG_NAME} names {str(name)[:80]!r} in transformers_weights"
         return f"{text}: not supported; weights are read from {WEIGHTS_NAME} or its shards"

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from actors.errors import LayoutMismatch
-from actors.weights.checkpoint_dir import unsupported_weights
+from actors.weights.checkpoint_dir import CONFIG_NAME, INDEX_NAME, unsupported_weights
 from actors.weights.checksum import checksum
 from actors.weights.image import digest
 from actors.weights.layout import Checksum, ImageKey, Layout, Segment, TensorKind, TensorSlot, align
@@ -56,7 +56,7 @@ def image_key(checkpoint: Path, dtype: torch.dtype) -> ImageKey:
     """
     state = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
-        if path.suffix == ".safetensors" or path.name == "config.json":
+        if path.suffix == ".safetensors" or path.name in (CONFIG_NAME, INDEX_NAME):
             stat = path.stat()
             state.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
     return ImageKey(

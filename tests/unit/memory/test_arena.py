@@ -132,6 +132,10 @@ def test_map_without_enough_memory_rolls_back_and_logs_who_has_it(
     assert str(caught.value) == "1.00 GiB do not fit on cpu: 80.00 GiB of 140.00 GiB are free"
     assert "held are 60.00 GiB by pid 41 (trainer)" in caplog.text
     assert caught.value.retry_after_s > 0
+    driver.left = 1
+    with pytest.raises(DeviceMemoryShort):  # as a KV cache asks that would grow, every few seconds
+        arena.map()
+    assert caplog.text.count("trainer") == 1
 
 
 def test_mapped_bytes_can_be_read_while_another_thread_maps() -> None:

@@ -222,6 +222,25 @@ def test_pickled_weights_are_never_read(qwen2: Path) -> None:
         packer.load_reference(qwen2, torch.float32)
 
 
+@pytest.mark.parametrize("name", ["w.bin", "../model.safetensors", "parts/model.safetensors"])
+def test_index_that_names_anything_but_safetensors_files_beside_it_is_refused(
+    qwen2: Path, name: str
+) -> None:
+    state = packer.load_reference(qwen2, torch.float32).state_dict()
+    torch.save(state, qwen2 / "w.bin")
+    (qwen2 / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, name)}
+    (qwen2 / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"names '{name}': not supported"):
+        packer.load_reference(qwen2, torch.float32)
+
+
+def test_image_of_a_checkpoint_with_another_index_is_another(qwen2: Path) -> None:
+    key = packer.image_key(qwen2, torch.float32)
+    (qwen2 / "model.safetensors.index.json").write_text("{}")
+    assert key != packer.image_key(qwen2, torch.float32)
+
+
 @pytest.mark.parametrize("read", [packer.load_reference, build_on_meta])
 def test_quantised_weights_are_refused_before_they_are_read(
     qwen2: Path, read: Callable[[Path, torch.dtype], object], monkeypatch: pytest.MonkeyPatch
