@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from actors.errors import ContextLengthExceeded, PayloadTooLarge
+from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt, Prompt
 from serve_app.fields import Form, parse_form, parse_json
 from serve_app.http_errors import RequestTimeout
@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 # Of a prompt on its way to a replica, and an answer on its way to the proxy: Serve takes 4 MiB a message (2.60).
 MAX_MESSAGE_BYTES = 3 * 2**20
+# Routes have a handful of short fields, and some ask for no key. A query is read on the event loop.
+MAX_QUERY_BYTES = 4096
+MAX_QUERY_PAIRS = 64
 _LARGE_BYTES = 64 * 1024  # parsed in a millisecond at most
 _READERS = 2  # of large bodies at a time
 
@@ -108,5 +111,19 @@ def query_form(request: Request, form: type[Form]) -> Form:
 
 
 def _query(request: Request) -> dict[str, Any]:
-    query = request.query_params
-    return {name: values if len(values := query.getlist(name)) > 1 else values[0] for name in query}
+    """Values by name, in a list where a name comes more than once.
+
+    Raises:
+        InvalidRequest: there is more than any route has a use for; nothing of it was looked at.
+    """
+    text: bytes = request.scope["query_string"]
+    pairs = text.count(b"&") + 1
+    if len(text) > MAX_QUERY_BYTES or pairs > MAX_QUERY_PAIRS:
+        raise InvalidRequest(
+            f"the query has {len(text)} bytes and {pairs} pairs; the limits are {MAX_QUERY_BYTES} and "
+            f"{MAX_QUERY_PAIRS}"
+        )
+    found: dict[str, list[str]] = {}
+    for name, value in request.query_params.multi_items():
+        found.setdefault(name, []).append(value)
+    return {name: values if len(values) > 1 else values[0] for name, values in found.items()}

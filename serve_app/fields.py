@@ -67,7 +67,8 @@ def parse_form(form: type[Form], fields: Mapping[str, Any]) -> Form:
     if form.model_config.get("extra") == "forbid":
         for name in fields:  # the first one: pydantic would collect them all
             if name not in known:
-                hint = did_you_mean(name[:80], known) or f"; known are {', '.join(known)}"
+                names = f"; known are {', '.join(known)}" if known else "; nothing is known"
+                hint = did_you_mean(name[:80], known) or names
                 raise InvalidRequest(f"{name[:80]} is unknown here{hint}", name[:80])
     try:
         return form.model_validate({k: v for k, v in fields.items() if v is not None})

@@ -267,6 +267,12 @@ class ModelQuery(BaseModel):
     model: str | None = None
 
 
+class NoQuery(BaseModel):
+    """The query of routes that have none: whoever asks of one model learns that the answer is of all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
 class SleepForm(BaseModel):
     """POST /sleep; from a query, so strings are read as what they stand for."""
 

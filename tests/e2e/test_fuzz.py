@@ -85,6 +85,30 @@ def test_largest_bodies_hold_nobody_up(tiny: ServeProcess, kind: str) -> None:
                 is_refused(response)
 
 
+QUERY_BYTES = 60_000  # what a server reads of a request's first line, or somewhat less
+QUERIES: dict[str, str] = {
+    "names": "&".join(f"{i}=" for i in range(8000)),
+    "one name again and again": "model=&" * (QUERY_BYTES // 7),
+    "nothing between": "&" * QUERY_BYTES,
+    "no names": "=&" * (QUERY_BYTES // 2),
+    "escapes": "%41" * (QUERY_BYTES // 3),
+    "long value": "model=" + "a" * (QUERY_BYTES - 6),
+}
+QUERIED = ("GET /health", "GET /is_sleeping", "GET /replicas", "GET /tokenizer_info", "GET /status",
+           "GET /status/events", "POST /sleep", "POST /wake_up", "POST /scaleout", "POST /scalein")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", QUERIES)
+def test_longest_queries_hold_nobody_up_and_are_no_orders(tiny: ServeProcess, kind: str) -> None:
+    tiny.wake_up()
+    with beside(tiny.url, MODEL, STALL_S):
+        for method, path in (route.split() for route in QUERIED):
+            began_s = time.perf_counter()
+            response = tiny.http.request(method, f"{path}?{QUERIES[kind]}")
+            print(f"{kind} {path}: {response.status_code} in {time.perf_counter() - began_s:.3f} s")
+            is_refused(response)
+
+
 VALID: dict[str, Any] = {
     "/v1/chat/completions": {
         "model": MODEL,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt
 from serve_app import schemas
-from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels
+from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
 from serve_app.fields import MAX_COMMAS, parse_form, parse_json, shown
 from serve_app.http_errors import KeyBusy, RequestTimeout, ServerBusy
 from serve_app.keys import Access, ApiKey
@@ -254,3 +255,25 @@ def test_unknown_keys_of_an_order_are_refused_at_the_first() -> None:
     with pytest.raises(ValidationError) as collected:
         schemas.SleepForm.model_validate({f"key {i}": 1 for i in range(100)})
     assert collected.value.error_count() == 100, "or this is not needed any more"
+
+
+# --- queries ---
+
+
+def query(text: bytes) -> Request:
+    return Request({"type": "http", "method": "GET", "headers": [], "query_string": text})
+
+
+def test_query_of_twenty_thousand_keys_is_refused_at_once() -> None:
+    request = query(b"&".join(b"%d=" % i for i in range(20_000)))
+    began_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="20000 pairs; the limits are 4096 and 64"):
+        query_form(request, schemas.ModelQuery)
+    assert time.thread_time() - began_s < 0.05
+
+
+def test_query_within_the_limits_is_read_whole() -> None:
+    found = query_form(query(b"tags=weights&model=m&tags=kv_cache"), schemas.WakeForm)
+    assert (found.model, found.tags) == ("m", ("weights", "kv_cache"))
+    with pytest.raises(InvalidRequest, match="x63 is unknown here"):
+        query_form(query(b"&".join(b"x%d=" % (63 - i) for i in range(64))), schemas.WakeForm)
