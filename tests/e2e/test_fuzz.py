@@ -43,6 +43,11 @@ def full(element: bytes, head: bytes, tail: bytes) -> bytes:
     return head + b",".join([element] * count) + tail
 
 
+def deep(depth: int) -> bytes:
+    """Of few commas."""
+    return full(b"[" * depth + b"]" * depth, b'{"model":"tiny","prompt":[', b"]}")
+
+
 # The largest bodies of each kind: what a parser, a validator or a template may be slow at.
 LARGE: dict[str, Callable[[], bytes]] = {
     "ones": lambda: full(b"1", b'{"messages":[', b"]}"),
@@ -58,6 +63,10 @@ LARGE: dict[str, Callable[[], bytes]] = {
     "number": lambda: b'{"n":' + b"9" * FULL + b"}",
     "exponents": lambda: full(b"1e300", b'{"prompt":[', b"]}"),
     "nested lists": lambda: b'{"a":' + b"[" * (FULL // 2) + b"]" * (FULL // 2) + b"}",
+    "lists 2 deep": lambda: deep(2),
+    "lists 20 deep": lambda: deep(20),
+    "lists 100 deep": lambda: deep(100),
+    "objects 20 deep": lambda: full(b'{"":' * 20 + b"1" + b"}" * 20, b'{"messages":[', b"]}"),
     "wrong elements in an error": lambda: full(b"1", b'{"prompt":{"a":[', b"]}}"),
     "tools": lambda: full(b'{"type":"function","function":{"name":"f"}}', b'{"messages":[],"tools":[', b"]}"),
     "unclosed parameters": lambda: b'{"model":"tiny","prompt":"' + b"<parameter=a>" * 600_000 + b'"}',

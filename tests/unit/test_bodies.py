@@ -15,7 +15,7 @@ from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt
 from serve_app import schemas
 from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
-from serve_app.fields import MAX_COMMAS, parse_form, parse_json, shown
+from serve_app.fields import MAX_BRACKETS, MAX_COLONS, MAX_COMMAS, parse_form, parse_json, shown
 from serve_app.http_errors import KeyBusy, RequestTimeout, ServerBusy
 from serve_app.keys import Access, ApiKey
 from serve_app.schemas import BODIES, parse_chat, parse_completion
@@ -219,16 +219,51 @@ def test_body_of_millions_of_small_values_is_parsed_without_collections(
     assert gc.isenabled()
 
 
-def test_body_with_more_values_than_any_request_needs_is_refused_before_it_is_parsed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def body(values: int) -> bytes:
-        return b'{"prompt":[' + b"1," * (values - 1) + b"1]}"
+def groups(depth: int, count: int) -> bytes:
+    """So many lists in one another, again and again, until there are about `count`."""
+    return b",".join([b"[" * depth + b"]" * depth] * (count // depth))
 
-    assert len(parse_json(body(MAX_COMMAS + 1))["prompt"]) == MAX_COMMAS + 1
+
+@pytest.mark.parametrize(
+    ("most", "more", "message"),
+    [
+        (b"1" + b",1" * MAX_COMMAS, b"1" + b",1" * (MAX_COMMAS + 1),
+         "has 2097153 commas; the limit is 2097152"),
+        (groups(2, MAX_BRACKETS - 2), groups(2, MAX_BRACKETS),
+         "has 524290 brackets; the limit is 524288"),
+        (groups(100, MAX_BRACKETS - 2), groups(100, 4_000_000), "has 4000002 brackets"),
+        (b"{}" + b",{}" * (MAX_BRACKETS - 3), b"{}" + b",{}" * MAX_BRACKETS,
+         "has 524291 brackets; the limit"),
+        (b'{"a":1' + b',"a":1' * (MAX_COLONS - 2) + b"}", b'{"a":1' + b',"a":1' * MAX_COLONS + b"}",
+         "has 524290 colons; the limit is 524288"),
+        (b"{}" + b',{"a":1}' * (3 * 2**17 - 2), b"{}" + b',{"a":1}' * (3 * 2**17),
+         "has 786436 brackets and colons; the limit is 786432"),
+    ],
+    ids=["values", "lists", "lists in lists", "objects", "keys", "all"],
+)  # fmt: skip
+def test_body_with_more_values_than_any_request_needs_is_refused_before_it_is_parsed(
+    most: bytes, more: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse_json(b'{"prompt":[' + most + b"]}")["prompt"]
     monkeypatch.setattr("serve_app.fields.from_json", lambda *_, **__: pytest.fail("parsed"))
-    with pytest.raises(PayloadTooLarge, match="has 2097153 commas; the limit is 2097152"):
-        parse_json(body(MAX_COMMAS + 2))
+    with pytest.raises(PayloadTooLarge, match=message):
+        parse_json(b'{"prompt":[' + more + b"]}")
+
+
+def test_long_texts_full_of_marks_are_taken() -> None:
+    """They are counted where they say nothing of values, too."""
+    code = "for (int i[2] = {0, 1}; i[0] < std::max({a, b}); ++i[0]) { f(x[i[0]], y); }\n"
+    data = '[12.5,{"lat":1.25,"lon":[3]}]\n'
+    for text in (code, data):
+        prompt = text * (MAX_MESSAGE_BYTES // len(text))
+        assert parse_json(json.dumps({"prompt": prompt}).encode())["prompt"] == prompt
+
+
+def test_values_in_the_text_of_arguments_are_counted_as_those_of_the_body() -> None:
+    """A body may write a bracket as an escape."""
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * (MAX_BRACKETS + 1)}}
+    with pytest.raises(PayloadTooLarge, match="is called with has 524289 brackets"):
+        parse_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
 
 
 @pytest.mark.parametrize(
