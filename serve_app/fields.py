@@ -119,6 +119,18 @@ def bounded(value: list[Any] | dict[Any, Any], most: int) -> None:
         raise wrong(f"must have at most {most} elements, found {len(value)}")
 
 
+def bounded_inside(value: object, most: int) -> None:
+    """Raises PydanticCustomError if there are more values in a value, at any depth, than that."""
+    found, pending = 0, [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, dict | list | tuple):
+            found += len(each)
+            if found > most:  # before they are put on the list
+                raise wrong(f"must have at most {most} values inside, found more")
+            pending.extend(each.values() if isinstance(each, dict) else each)
+
+
 def _is_token_ids(value: object, most: int = MAX_PROMPT_TOKENS) -> bool:
     if not isinstance(value, list) or not value or type(value[0]) is not int:
         return False
