@@ -28,6 +28,7 @@ MAX_PROMPTS = 65_536  # http.max_continuations says how many are answered
 MAX_PROMPT_TOKENS = 2**20  # the model's own limit is the engine's to check
 MAX_CHOICES = 4096
 MAX_OPTIONS = 128  # of the chat template
+MAX_NAME_CHARS = 256  # of a model
 # About the values of a body, its lists and objects, and its keys, without parsing it: as many as these take 0.15 s, and
 # 0.25 s in a process that has to get the memory first. Texts have such characters, too, but not in every sixth place
 # of the longest prompt.
@@ -295,6 +296,7 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
     "too_long": "must have at most {max_length} elements",
     "literal_error": "must be {expected}",
     "enum": "must be {expected}",

@@ -24,6 +24,7 @@ from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams,
 from serve_app.chat_form import ChatForm, Part
 from serve_app.fields import (
     MAX_COUNT,
+    MAX_NAME_CHARS,
     MAX_PROMPT_TOKENS,
     MAX_PROMPTS,
     MAX_STOP_CHARS,
@@ -43,6 +44,7 @@ from serve_app.grammars import GrammarFields
 MAX_N = 128
 MAX_INT64 = 2**63 - 1
 
+_ModelName = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 _TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Ids = Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 _Prompts = (
@@ -117,7 +119,7 @@ class _StreamOptions(Part):
 class _Body(GrammarFields):
     """What all three forms have in common."""
 
-    model: str | None = None
+    model: _ModelName | None = None
     n: int = Field(default=1, ge=1, le=MAX_N)
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
@@ -211,7 +213,7 @@ class _CompletionBody(_Body):
     max_tokens: int = Field(default=16, ge=1, le=MAX_COUNT)
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool = False
-    best_of: int = Field(default=1, ge=1)
+    best_of: int = Field(default=1, ge=1, le=MAX_COUNT)
 
 
 class _SeedBody(_Body):
@@ -223,7 +225,7 @@ class _SeedBody(_Body):
 
 
 class _TokenizeOptions(Part):
-    model: str | None = None
+    model: _ModelName | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -239,7 +241,7 @@ class _TokenizeChat(ChatForm, _TokenizeOptions):
 class DetokenizeForm(Part):
     """POST /detokenize."""
 
-    model: str | None = None
+    model: _ModelName | None = None
     tokens: Annotated[
         tuple[int, ...],
         PlainValidator(
@@ -264,7 +266,7 @@ class ModelQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
+    model: _ModelName | None = None
 
 
 class NoQuery(BaseModel):
@@ -278,7 +280,7 @@ class SleepForm(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
+    model: _ModelName | None = None
     level: int = Field(default=1, ge=1, le=2)
     mode: SleepMode = SleepMode.WAIT
     hold: bool = False
@@ -292,7 +294,7 @@ class WakeForm(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
+    model: _ModelName | None = None
     tags: Annotated[
         tuple[Literal["weights", "kv_cache"], ...],
         Field(max_length=2, fail_fast=True),
@@ -305,8 +307,8 @@ class ScaleForm(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
-    replicas: int | None = Field(default=None, ge=0)
+    model: _ModelName | None = None
+    replicas: int | None = Field(default=None, ge=0, le=MAX_COUNT)
 
 
 BODIES: Mapping[str, tuple[type[BaseModel], ...]] = {
