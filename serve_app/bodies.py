@@ -92,13 +92,39 @@ class Bodies:
 
 
 def check_travels(prompt: Prompt, most: int = MAX_MESSAGE_BYTES) -> None:
-    """Raises ContextLengthExceeded if a prompt takes more bytes than that, as it is sent to a replica."""
+    """Look whether a prompt takes no more bytes than that, as it is sent to a replica.
+
+    Takes its time with a large one, so it belongs where bodies are parsed.
+
+    Raises:
+        ContextLengthExceeded: it takes more. Nobody knows how many: it is not looked at to its end.
+    """
     if not isinstance(prompt, ChatPrompt) and len(prompt) < most // 8:
         return
-    if (size := len(pickle.dumps(prompt))) > most:
+    try:
+        pickle.Pickler(_Scale(most)).dump(prompt)
+    except _TooHeavy:
         raise ContextLengthExceeded(
-            f"the prompt takes {size} bytes; the limit of a prompt is {most} here", "prompt"
-        )
+            f"the prompt takes more bytes than the limit of a prompt, which is {most} here",
+            "prompt",
+        ) from None
+
+
+class _TooHeavy(Exception):
+    """More bytes than a scale takes."""
+
+
+class _Scale:
+    """A file that counts what is written to it, up to a limit, and keeps nothing."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def write(self, data: bytes) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise _TooHeavy
+        return len(data)
 
 
 def query_form(request: Request, form: type[Form]) -> Form:

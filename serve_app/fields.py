@@ -28,7 +28,11 @@ MAX_PROMPTS = 65_536  # http.max_continuations says how many are answered
 MAX_PROMPT_TOKENS = 2**20  # the model's own limit is the engine's to check
 MAX_CHOICES = 4096
 MAX_OPTIONS = 128  # of the chat template
+# At any depth of all tools, of all earlier calls, of the chat template's options: they are pickled, copied and
+# written into the prompt, each time for a microsecond a value.
+MAX_INSIDE = 2**16
 MAX_NAME_CHARS = 256  # of a model
+MAX_TEXT_TOKENS = 2**19  # made text of in this process, in a tenth of a second
 # About the values of a body, its lists and objects, and its keys, without parsing it: as many as these take 0.15 s, and
 # 0.25 s in a process that has to get the memory first. Texts have such characters, too, but not in every sixth place
 # of the longest prompt.
@@ -125,11 +129,14 @@ def bounded_inside(value: object, most: int) -> None:
     found, pending = 0, [value]
     while pending:
         each = pending.pop()
-        if isinstance(each, dict | list | tuple):
-            found += len(each)
-            if found > most:  # before they are put on the list
-                raise wrong(f"must have at most {most} values inside, found more")
-            pending.extend(each.values() if isinstance(each, dict) else each)
+        if isinstance(each, dict):
+            each = list(each.values())
+        elif not isinstance(each, list):
+            continue
+        found += len(each)
+        if found > most:  # before they are put on the list
+            raise wrong(f"must have at most {most} values inside, found more")
+        pending += each
 
 
 def _is_token_ids(value: object, most: int = MAX_PROMPT_TOKENS) -> bool:
@@ -165,9 +172,8 @@ def to_stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def to_token_ids(value: object) -> tuple[int, ...]:
-    """Of a text."""
-    return _to_token_ids(value, MAX_PROMPT_TOKENS)
+def to_text_token_ids(value: object) -> tuple[int, ...]:
+    return _to_token_ids(value, MAX_TEXT_TOKENS)
 
 
 def to_stop_token_ids(value: object) -> tuple[int, ...]:
@@ -220,6 +226,7 @@ def to_tools(value: object) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list):
         raise wrong("must be an array of tools")
     bounded(value, MAX_TOOLS)
+    bounded_inside(value, MAX_INSIDE)
     for tool in value:
         function = tool.get("function") if isinstance(tool, dict) else None
         if (
@@ -240,7 +247,9 @@ def to_tool_calls(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise wrong("must be an array of tool calls")
     bounded(value, MAX_TOOL_CALLS)
-    return [_to_tool_call(call) for call in value]
+    calls = [_to_tool_call(call) for call in value]
+    bounded_inside(calls, MAX_INSIDE)
+    return calls
 
 
 def _to_tool_call(call: object) -> dict[str, Any]:
@@ -268,6 +277,11 @@ def _is_name(value: object) -> bool:
 
 def to_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def small_inside(value: dict[str, Any]) -> dict[str, Any]:
+    bounded_inside(value, MAX_INSIDE)
+    return value
 
 
 def to_tool_choice(value: object) -> str:

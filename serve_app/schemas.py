@@ -29,6 +29,7 @@ from serve_app.fields import (
     MAX_PROMPTS,
     MAX_STOP_CHARS,
     MAX_STOPS,
+    MAX_TEXT_TOKENS,
     parse_form,
     shown,
     to_list,
@@ -36,7 +37,7 @@ from serve_app.fields import (
     to_prompts,
     to_stop,
     to_stop_token_ids,
-    to_token_ids,
+    to_text_token_ids,
     to_tool_choice,
 )
 from serve_app.grammars import GrammarFields
@@ -245,8 +246,8 @@ class DetokenizeForm(Part):
     tokens: Annotated[
         tuple[int, ...],
         PlainValidator(
-            to_token_ids,
-            json_schema_input_type=Annotated[list[_TokenId], Field(max_length=MAX_PROMPT_TOKENS)],
+            to_text_token_ids,
+            json_schema_input_type=Annotated[list[_TokenId], Field(max_length=MAX_TEXT_TOKENS)],
         ),
     ]
 

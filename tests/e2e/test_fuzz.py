@@ -69,6 +69,13 @@ LARGE: dict[str, Callable[[], bytes]] = {
     "objects 20 deep": lambda: full(b'{"":' * 20 + b"1" + b"}" * 20, b'{"messages":[', b"]}"),
     "wrong elements in an error": lambda: full(b"1", b'{"prompt":{"a":[', b"]}}"),
     "tools": lambda: full(b'{"type":"function","function":{"name":"f"}}', b'{"messages":[],"tools":[', b"]}"),
+    "values of parameters": lambda: b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function",'
+        b'"function":{"name":"f","parameters":{"enum":[' + b",".join([b"[]"] * 500_000) + b"]}}}]}",
+    "values of options": lambda: b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"chat_template_kwargs":{"a":['
+        + b",".join([b"[]"] * 500_000) + b"]}}",
+    "regex": lambda: b'{"model":"tiny","prompt":"hi","max_tokens":1,"guided_regex":"' + b"a" * (FULL - 100) + b'"}',
+    "name": lambda: b'{"prompt":"hi","messages":[{"role":"user","content":"hi"}],"model":"' + b"a" * (FULL - 100) + b'"}',
+    "tokens of a text": lambda: b'{"model":"tiny","tokens":[7' + b",7" * (2**19 - 1) + b"]}",
     "unclosed parameters": lambda: b'{"model":"tiny","prompt":"' + b"<parameter=a>" * 600_000 + b'"}',
 }  # fmt: skip
 
@@ -86,11 +93,13 @@ def test_largest_bodies_hold_nobody_up(tiny: ServeProcess, kind: str) -> None:
     body = LARGE[kind]()
     assert len(body) <= MAX_BODY_BYTES
     with beside(tiny.url, MODEL, STALL_S):
-        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/sleep"):
+        for path in (
+            "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/sleep"
+        ):  # fmt: skip
             began_s = time.perf_counter()
             response = tiny.http.post(path, content=body)
             print(f"{kind} {path}: {response.status_code} in {time.perf_counter() - began_s:.3f} s")
-            if response.status_code != 200:  # /tokenize may well answer
+            if response.status_code != 200:  # /tokenize and /detokenize may well answer
                 is_refused(response)
 
 

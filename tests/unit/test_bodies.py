@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,11 +15,22 @@ from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt
 from serve_app import schemas
 from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
-from serve_app.fields import MAX_BRACKETS, MAX_COLONS, MAX_COMMAS, parse_form, parse_json, shown
+from serve_app.fields import (
+    MAX_BRACKETS,
+    MAX_COLONS,
+    MAX_COMMAS,
+    MAX_INSIDE,
+    parse_form,
+    parse_json,
+    shown,
+)
 from serve_app.http_errors import KeyBusy, RequestTimeout, ServerBusy
+from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.keys import Access, ApiKey
-from serve_app.schemas import BODIES, parse_chat, parse_completion
+from serve_app.schemas import BODIES, parse_chat, parse_completion, parse_tokenize
 from serve_app.work import Budget, admitted
+from tests.fakes import FakeModel
+from tests.unit.asgi_client import client_of
 
 ANN, BOB = ApiKey("ann", Access.INFERENCE, b"a"), ApiKey("bob", Access.INFERENCE, b"b")
 
@@ -194,6 +205,46 @@ def test_long_prompts_of_token_ids_are_taken() -> None:
     assert ask.prompts == (tuple(range(2**17)),)
 
 
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": json.dumps(arguments)}
+    return {"id": "a", "type": "function", "function": function}
+
+
+MANY: list[Any] = [[]] * MAX_INSIDE
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": MANY}}}]},
+         "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}, "more": MANY}]}, "tools"),
+        ({"chat_template_kwargs": {"documents": MANY}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call({"a": MANY})]}]},
+         "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call({"a": MANY[: MAX_INSIDE // 2]})]}] * 2},
+         "messages"),
+    ],
+    ids=["parameters", "tool", "options", "arguments", "arguments of all"],
+)  # fmt: skip
+@pytest.mark.parametrize("parse", [parse_chat, parse_tokenize])
+def test_values_of_any_shape_have_a_limit_in_all(
+    parse: Callable[[Any], Any], fields: dict[str, Any], param: str
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    with pytest.raises(InvalidRequest, match="at most 65536 values inside, found more") as caught:
+        parse(chat)
+    assert caught.value.param == param
+
+
+def test_tools_and_calls_of_many_values_are_taken() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    messages = [{"role": "assistant", "tool_calls": [call({"rows": [[1, 2, 3]] * 10})]}] * 1000
+    ask = parse_chat({"messages": messages, "tools": [tool] * 1000})
+    assert len(ask.tools) == len(ask.prompts[0].messages) == 1000  # type: ignore[union-attr]
+
+
 def test_what_was_found_is_shown_without_being_written_out() -> None:
     class Huge(list):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
@@ -274,8 +325,41 @@ def test_values_in_the_text_of_arguments_are_counted_as_those_of_the_body() -> N
 )  # fmt: skip
 def test_prompt_that_is_too_long_to_travel_is_refused(prompt: Any) -> None:
     """Serve's gRPC between replicas would end with an internal error."""
-    with pytest.raises(ContextLengthExceeded, match="the limit of a prompt is 3145728"):
+    with pytest.raises(ContextLengthExceeded, match="the limit of a prompt, which is 3145728"):
         check_travels(prompt)
+
+
+def test_prompt_is_weighed_no_further_than_the_limit() -> None:
+    class Never:
+        def __reduce__(self) -> str:
+            pytest.fail("weighed")
+
+    heavy = {"role": "user", "content": "x" * (MAX_MESSAGE_BYTES + 1)}
+    with pytest.raises(ContextLengthExceeded):
+        check_travels(ChatPrompt((heavy, {"role": "user", "content": Never()})))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        ("/v1/completions", {"prompt": "x" * 100_000}),
+        ("/completions", {"prompt": "x" * 100_000, "stream": False}),
+        ("/tokenize", {"prompt": "x" * 100_000}),
+    ],
+)
+def test_large_prompts_are_weighed_beside_the_event_loop(
+    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    for module in ("ingress", "tokenizing"):
+        monkeypatch.setattr(
+            f"serve_app.{module}.check_travels",
+            lambda *_: names.append(threading.current_thread().name),
+        )
+    with client_of(build_asgi({"fake": FakeModel()}, HttpSettings())) as client:
+        assert client.post(path, json=fields).status_code == 200
+    assert [name.startswith("large-bodies") for name in names] == [True]
 
 
 def test_long_prompts_that_fit_travel() -> None:
