@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from actors.errors import ContextLengthExceeded, PayloadTooLarge
+from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt, Prompt
 from serve_app.fields import Form, parse_form, parse_json
 from serve_app.http_errors import RequestTimeout
@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 # Of a prompt on its way to a replica, and an answer on its way to the proxy: Serve takes 4 MiB a message (2.60).
 MAX_MESSAGE_BYTES = 3 * 2**20
+# Routes have a handful of short fields, and some ask for no key. A query is read on the event loop.
+MAX_QUERY_BYTES = 4096
+MAX_QUERY_PAIRS = 64
 _LARGE_BYTES = 64 * 1024  # parsed in a millisecond at most
 _READERS = 2  # of large bodies at a time
 
@@ -89,13 +92,39 @@ class Bodies:
 
 
 def check_travels(prompt: Prompt, most: int = MAX_MESSAGE_BYTES) -> None:
-    """Raises ContextLengthExceeded if a prompt takes more bytes than that, as it is sent to a replica."""
+    """Look whether a prompt takes no more bytes than that, as it is sent to a replica.
+
+    Takes its time with a large one, so it belongs where bodies are parsed.
+
+    Raises:
+        ContextLengthExceeded: it takes more. Nobody knows how many: it is not looked at to its end.
+    """
     if not isinstance(prompt, ChatPrompt) and len(prompt) < most // 8:
         return
-    if (size := len(pickle.dumps(prompt))) > most:
+    try:
+        pickle.Pickler(_Scale(most)).dump(prompt)
+    except _TooHeavy:
         raise ContextLengthExceeded(
-            f"the prompt takes {size} bytes; the limit of a prompt is {most} here", "prompt"
-        )
+            f"the prompt takes more bytes than the limit of a prompt, which is {most} here",
+            "prompt",
+        ) from None
+
+
+class _TooHeavy(Exception):
+    """More bytes than a scale takes."""
+
+
+class _Scale:
+    """A file that counts what is written to it, up to a limit, and keeps nothing."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def write(self, data: bytes) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise _TooHeavy
+        return len(data)
 
 
 def query_form(request: Request, form: type[Form]) -> Form:
@@ -108,5 +137,19 @@ def query_form(request: Request, form: type[Form]) -> Form:
 
 
 def _query(request: Request) -> dict[str, Any]:
-    query = request.query_params
-    return {name: values if len(values := query.getlist(name)) > 1 else values[0] for name in query}
+    """Values by name, in a list where a name comes more than once.
+
+    Raises:
+        InvalidRequest: there is more than any route has a use for; nothing of it was looked at.
+    """
+    text: bytes = request.scope["query_string"]
+    pairs = text.count(b"&") + 1
+    if len(text) > MAX_QUERY_BYTES or pairs > MAX_QUERY_PAIRS:
+        raise InvalidRequest(
+            f"the query has {len(text)} bytes and {pairs} pairs; the limits are {MAX_QUERY_BYTES} and "
+            f"{MAX_QUERY_PAIRS}"
+        )
+    found: dict[str, list[str]] = {}
+    for name, value in request.query_params.multi_items():
+        found.setdefault(name, []).append(value)
+    return {name: values if len(values) > 1 else values[0] for name, values in found.items()}

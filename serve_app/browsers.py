@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from serve_app.fields import shown
 from serve_app.http_errors import ForeignPage, NotJson
 
 _READS = ("GET", "HEAD", "OPTIONS")
@@ -45,7 +46,7 @@ class Browsers:
         host = headers.get("host", "")
         if not self._is_ours(host):
             raise ForeignPage(
-                f"this server does not answer to the name {host!r} without API keys; add the name to "
+                f"this server does not answer to the name {shown(host)} without API keys; add the name to "
                 "http.allowed_hosts if it is yours"
             )
         if scope["method"] in _READS:
@@ -64,7 +65,7 @@ class Browsers:
             foreign = not allowed and not _is_same(origin, host)
         if foreign:
             raise ForeignPage(
-                f"a page of {origin or 'another site'} may not use this server without an API key; add its "
+                f"a page of {shown(origin) if origin else 'another site'} may not use this server without an API key; add its "
                 "origin to http.cors_allow_origins if it may"
             )
 

@@ -7,21 +7,26 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
+    field_validator,
     model_validator,
 )
 
 from actors.protocol import ChatPrompt
 from serve_app.fields import (
+    MAX_INSIDE,
     MAX_MESSAGES,
     MAX_OPTIONS,
     MAX_PARTS,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
+    bounded_inside,
+    small_inside,
     to_text,
     to_tool_calls,
     to_tools,
@@ -109,7 +114,15 @@ class ChatForm(Part):
     ] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=MAX_OPTIONS)
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(small_inside)] = Field(
+        default={}, max_length=MAX_OPTIONS
+    )
+
+    @field_validator("messages")
+    @classmethod
+    def _has_few_values(cls, messages: list[_Message]) -> list[_Message]:
+        bounded_inside([message.tool_calls for message in messages], MAX_INSIDE)
+        return messages
 
     def prompt(self, *, with_tools: bool = True) -> ChatPrompt:
         template_kwargs = dict(self.chat_template_kwargs)

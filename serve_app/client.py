@@ -27,6 +27,7 @@ from actors.protocol import (
     SleepCommand,
     TokenEvent,
 )
+from serve_app.http_errors import unwrap
 from serve_app.model_client import ModelInfo, Scrape
 from serve_app.patience import Patience
 from serve_app.scaling import Scaler
@@ -183,10 +184,10 @@ class HandleClient:
     async def _broadcast(self, method: str, *args: object) -> list[Any]:
         """Call every running replica; past queues and routing, so that it works while all wake.
 
-        One that dies meanwhile is left out: it is no more, and what comes in its place reads what is
-        wanted.
+        One that dies meanwhile or has failed is left out: what comes in its place reads what is wanted.
 
         Raises:
+            ReplicaFailed: all of them have failed.
             Exception: of the first other one that raised.
         """
         try:
@@ -194,11 +195,25 @@ class HandleClient:
             results = await response.results_async(return_exceptions=True)
         except DeploymentUnavailableError:
             return []
-        answers = [result for result in results if not isinstance(result, _LOST)]
-        for answer in answers:
+        there = [result for result in results if not isinstance(result, _LOST)]
+        failed = [result for result in there if _is_failed(result)]
+        answers = [result for result in there if not _is_failed(result)]
+        for answer in answers or failed:
             if isinstance(answer, BaseException):
                 raise answer
+        for failure in failed:
+            logger.warning(
+                "%s: a replica of %s is left out: %s",
+                method,
+                self._info.model_id,
+                unwrap(failure),
+            )
         return answers
+
+
+def _is_failed(result: object) -> bool:
+    """Whether a replica that raised this has failed. Ray may have wrapped what it raised."""
+    return isinstance(result, BaseException) and isinstance(unwrap(result), ReplicaFailed)
 
 
 def _another_may_do(refusal: Refusal, request: GenerateRequest) -> bool:

@@ -47,6 +47,7 @@ from serve_app.config_errors import (
     unknown_keys,
     validate,
 )
+from serve_app.fields import MAX_NAME_CHARS
 from serve_app.ingress import HttpSettings
 from serve_app.keys import read_keys, variables_in
 
@@ -75,7 +76,9 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model_id: str = Field(
-        pattern=r"^[A-Za-z0-9][\w.:/-]*$", description="The `model` that clients ask for."
+        pattern=r"^[A-Za-z0-9][\w.:/-]*$",
+        max_length=MAX_NAME_CHARS,
+        description="The `model` that clients ask for.",
     )
     source: ModelSource = Field(description="Where the checkpoint comes from.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

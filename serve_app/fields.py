@@ -28,7 +28,24 @@ MAX_PROMPTS = 65_536  # http.max_continuations says how many are answered
 MAX_PROMPT_TOKENS = 2**20  # the model's own limit is the engine's to check
 MAX_CHOICES = 4096
 MAX_OPTIONS = 128  # of the chat template
-MAX_COMMAS = 2 * MAX_PROMPT_TOKENS  # about the values of a body, without parsing it
+# At any depth of all tools, of all earlier calls, of the chat template's options: they are pickled, copied and
+# written into the prompt, each time for a microsecond a value.
+MAX_INSIDE = 2**16
+MAX_NAME_CHARS = 256  # of a model
+MAX_TEXT_TOKENS = 2**19  # made text of in this process, in a tenth of a second
+# About the values of a body, its lists and objects, and its keys, without parsing it: as many as these take 0.15 s, and
+# 0.25 s in a process that has to get the memory first. Texts have such characters, too, but not in every sixth place
+# of the longest prompt.
+MAX_COMMAS = 2 * MAX_PROMPT_TOKENS
+MAX_BRACKETS = 2**19
+MAX_COLONS = 2**19
+MAX_BRACKETS_AND_COLONS = 3 * 2**18
+_COUNTED = (
+    ((b",",), "commas", MAX_COMMAS),
+    ((b"[", b"{"), "brackets", MAX_BRACKETS),
+    ((b":",), "colons", MAX_COLONS),
+    ((b"[", b"{", b":"), "brackets and colons", MAX_BRACKETS_AND_COLONS),
+)
 MAX_COUNT = 2**31 - 1  # of tokens; the model's own limit is the engine's to check
 
 Form = TypeVar("Form", bound=BaseModel)
@@ -42,18 +59,32 @@ def parse_json(body: bytes) -> dict[str, Any]:
             nesting deeper than 200 are no JSON here either.
         PayloadTooLarge: it has more values than any request needs.
     """
-    if len(body) > MAX_COMMAS and (commas := body.count(b",")) > MAX_COMMAS:
-        raise PayloadTooLarge(f"the body has {commas} commas; the limit is {MAX_COMMAS}")
     try:
-        # pydantic keeps the interpreter's lock for all of it. Millions of small values take three times as
-        # long if the collector looks at them again and again, or their keys are looked up in a cache.
-        with without_collections():
-            value = from_json(body, allow_inf_nan=False, cache_strings="none")
+        value = parsed(body, "the body")
     except ValueError as exc:
         raise InvalidRequest(f"the body must be valid JSON: {exc}") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body must be a JSON object, found {shown(value)}")
     return value
+
+
+def parsed(text: bytes, what: str) -> Any:
+    """The value that a JSON text is of.
+
+    Args:
+        what: the text's name in messages.
+
+    Raises:
+        ValueError: as `parse_json` raises InvalidRequest.
+        PayloadTooLarge: it has more values than any request needs.
+    """
+    for marks, names, limit in _COUNTED:
+        if len(text) > limit and (found := sum(map(text.count, marks))) > limit:
+            raise PayloadTooLarge(f"{what} has {found} {names}; the limit is {limit}")
+    # pydantic keeps the interpreter's lock for all of it. Millions of small values take three times as
+    # long if the collector looks at them again and again, or their keys are looked up in a cache.
+    with without_collections():
+        return from_json(text, allow_inf_nan=False, cache_strings="none")
 
 
 def parse_form(form: type[Form], fields: Mapping[str, Any]) -> Form:
@@ -67,7 +98,8 @@ def parse_form(form: type[Form], fields: Mapping[str, Any]) -> Form:
     if form.model_config.get("extra") == "forbid":
         for name in fields:  # the first one: pydantic would collect them all
             if name not in known:
-                hint = did_you_mean(name[:80], known) or f"; known are {', '.join(known)}"
+                names = f"; known are {', '.join(known)}" if known else "; nothing is known"
+                hint = did_you_mean(name[:80], known) or names
                 raise InvalidRequest(f"{name[:80]} is unknown here{hint}", name[:80])
     try:
         return form.model_validate({k: v for k, v in fields.items() if v is not None})
@@ -90,6 +122,21 @@ def bounded(value: list[Any] | dict[Any, Any], most: int) -> None:
     """Raises PydanticCustomError if there are more elements than that."""
     if len(value) > most:
         raise wrong(f"must have at most {most} elements, found {len(value)}")
+
+
+def bounded_inside(value: object, most: int) -> None:
+    """Raises PydanticCustomError if there are more values in a value, at any depth, than that."""
+    found, pending = 0, [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, dict):
+            each = list(each.values())
+        elif not isinstance(each, list):
+            continue
+        found += len(each)
+        if found > most:  # before they are put on the list
+            raise wrong(f"must have at most {most} values inside, found more")
+        pending += each
 
 
 def _is_token_ids(value: object, most: int = MAX_PROMPT_TOKENS) -> bool:
@@ -125,9 +172,8 @@ def to_stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def to_token_ids(value: object) -> tuple[int, ...]:
-    """Of a text."""
-    return _to_token_ids(value, MAX_PROMPT_TOKENS)
+def to_text_token_ids(value: object) -> tuple[int, ...]:
+    return _to_token_ids(value, MAX_TEXT_TOKENS)
 
 
 def to_stop_token_ids(value: object) -> tuple[int, ...]:
@@ -180,6 +226,7 @@ def to_tools(value: object) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list):
         raise wrong("must be an array of tools")
     bounded(value, MAX_TOOLS)
+    bounded_inside(value, MAX_INSIDE)
     for tool in value:
         function = tool.get("function") if isinstance(tool, dict) else None
         if (
@@ -200,7 +247,9 @@ def to_tool_calls(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise wrong("must be an array of tool calls")
     bounded(value, MAX_TOOL_CALLS)
-    return [_to_tool_call(call) for call in value]
+    calls = [_to_tool_call(call) for call in value]
+    bounded_inside(calls, MAX_INSIDE)
+    return calls
 
 
 def _to_tool_call(call: object) -> dict[str, Any]:
@@ -214,7 +263,7 @@ def _to_tool_call(call: object) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
-            arguments = from_json(arguments, allow_inf_nan=False)
+            arguments = parsed(arguments.encode(), "what a function is called with")
         except ValueError:
             arguments = None
     if not isinstance(arguments, dict):
@@ -228,6 +277,11 @@ def _is_name(value: object) -> bool:
 
 def to_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def small_inside(value: dict[str, Any]) -> dict[str, Any]:
+    bounded_inside(value, MAX_INSIDE)
+    return value
 
 
 def to_tool_choice(value: object) -> str:
@@ -256,6 +310,7 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
     "too_long": "must have at most {max_length} elements",
     "literal_error": "must be {expected}",
     "enum": "must be {expected}",

@@ -7,12 +7,12 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator
-from pydantic_core import from_json
 
+from actors.engine.validation import MAX_GRAMMAR_CHARS, check_grammar
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import Grammar, GrammarKind
 from serve_app.chat_form import Part
-from serve_app.fields import MAX_CHOICES, shown, wrong
+from serve_app.fields import MAX_CHOICES, bounded_inside, parsed, shown, wrong
 
 # Of `structured_outputs`: known, but they would change the answer in ways that we do not know.
 _UNSUPPORTED = (
@@ -31,11 +31,13 @@ def _to_schema(value: object) -> str:
     """A JSON schema, as an object or as the text of one."""
     if isinstance(value, str):
         try:
-            value = from_json(value, allow_inf_nan=False)
+            value = parsed(value.encode(), "a JSON schema")
         except ValueError as exc:
             raise wrong(f"must be a JSON schema: {exc}") from None
     if not isinstance(value, dict):
         raise wrong("must be a JSON schema, an object or its text")
+    # Each value takes a character at least, and json keeps the interpreter's lock for as long as it writes.
+    bounded_inside(value, MAX_GRAMMAR_CHARS)
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -75,7 +77,8 @@ class GrammarFields(Part):
 
         Raises:
             InvalidRequest: two fields ask for one, or a field for none where it must.
-            UnsupportedParameter: a field asks for what this server does not have.
+            UnsupportedParameter: a field asks for what this server does not have, or for a longer
+                grammar than it compiles.
         """
         asked = [
             *self._of_response_format(),
@@ -92,7 +95,11 @@ class GrammarFields(Part):
             raise InvalidRequest(
                 f"{asked[0].param} and {asked[1].param} exclude each other", asked[1].param
             )
-        return asked[0] if asked else None
+        if not asked:
+            return None
+        # Here, too: a much longer one would not even get to a replica.
+        check_grammar(asked[0])
+        return asked[0]
 
     def _of_response_format(self) -> list[Grammar]:
         asked, param = self.response_format, "response_format"

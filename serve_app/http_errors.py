@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MIN_RETRY_AFTER_S = 1
 MAX_RETRY_AFTER_S = 60  # openai-python 2 ignores a longer one
+MAX_MESSAGE_CHARS = 1500
 
 
 _SANE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -152,6 +153,9 @@ def row_of(kind: type[errors.ServingError]) -> Row:
 
 
 def error_body(row: Row, message: str, param: str | None = None) -> dict[str, object]:
+    """OpenAI's error object. A chat template or a library may put a whole request into its message."""
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = f"{message[: MAX_MESSAGE_CHARS - 3]}..."
     return {"error": {"message": message, "type": row.type, "param": param, "code": row.code}}
 
 

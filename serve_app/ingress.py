@@ -291,19 +291,23 @@ class Ingress:
     # --- generation ---
 
     async def chat(self, request: Request) -> Response:
-        ask = await self._bodies.read(request, parse_chat)
+        ask = await self._bodies.read(request, lambda fields: _travelling(parse_chat(fields)))
         model = self._models.one(ask.model)
         return await self._answer(request, model, ask, ChatAnswer(ask, *self._head(model)))
 
     async def completions(self, request: Request) -> Response:
         most = self._settings.max_continuations
-        ask = await self._bodies.read(request, lambda fields: parse_completion(fields, most))
+        ask = await self._bodies.read(
+            request, lambda fields: _travelling(parse_completion(fields, most))
+        )
         model = self._models.one(ask.model)
         return await self._answer(request, model, ask, CompletionAnswer(ask, *self._head(model)))
 
     async def seed_completions(self, request: Request) -> Response:
         """The form of the project this one started from; the prompt leads the output."""
-        ask = await self._bodies.read(request, parse_seed, empty=b"{}")
+        ask = await self._bodies.read(
+            request, lambda fields: _travelling(parse_seed(fields)), empty=b"{}"
+        )
         model = self._models.one(ask.model)
         answer = CompletionAnswer(ask, *self._head(model))
         generations = self._generations(request, model, ask, answer)
@@ -338,11 +342,8 @@ class Ingress:
 
         Raises:
             ServerBusy, KeyBusy: so many more continuations would be too many now.
-            ContextLengthExceeded: a prompt is too long for any model.
         """
         request.scope["admission"].take(self._continuations, len(ask.prompts) * ask.n)
-        for prompt in ask.prompts:
-            check_travels(prompt)
         return [model.generate(each) for each in ask.requests(answer.answer_id)]
 
     async def _collect(
@@ -423,6 +424,13 @@ class Ingress:
 
     async def show_openapi(self, request: Request) -> Response:
         return JSONResponse(document(self._version, list(self._models.all), self._keys))
+
+
+def _travelling(ask: Ask) -> Ask:
+    """The same; raises ContextLengthExceeded if a prompt is too long to be sent to any replica."""
+    for prompt in ask.prompts:
+        check_travels(prompt)
+    return ask
 
 
 def _status_value(replicas: Sequence[ReplicaStatus] | None) -> str:

@@ -24,10 +24,12 @@ from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams,
 from serve_app.chat_form import ChatForm, Part
 from serve_app.fields import (
     MAX_COUNT,
+    MAX_NAME_CHARS,
     MAX_PROMPT_TOKENS,
     MAX_PROMPTS,
     MAX_STOP_CHARS,
     MAX_STOPS,
+    MAX_TEXT_TOKENS,
     parse_form,
     shown,
     to_list,
@@ -35,7 +37,7 @@ from serve_app.fields import (
     to_prompts,
     to_stop,
     to_stop_token_ids,
-    to_token_ids,
+    to_text_token_ids,
     to_tool_choice,
 )
 from serve_app.grammars import GrammarFields
@@ -43,6 +45,7 @@ from serve_app.grammars import GrammarFields
 MAX_N = 128
 MAX_INT64 = 2**63 - 1
 
+_ModelName = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 _TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Ids = Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 _Prompts = (
@@ -117,7 +120,7 @@ class _StreamOptions(Part):
 class _Body(GrammarFields):
     """What all three forms have in common."""
 
-    model: str | None = None
+    model: _ModelName | None = None
     n: int = Field(default=1, ge=1, le=MAX_N)
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
@@ -211,7 +214,7 @@ class _CompletionBody(_Body):
     max_tokens: int = Field(default=16, ge=1, le=MAX_COUNT)
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool = False
-    best_of: int = Field(default=1, ge=1)
+    best_of: int = Field(default=1, ge=1, le=MAX_COUNT)
 
 
 class _SeedBody(_Body):
@@ -223,7 +226,7 @@ class _SeedBody(_Body):
 
 
 class _TokenizeOptions(Part):
-    model: str | None = None
+    model: _ModelName | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -239,12 +242,12 @@ class _TokenizeChat(ChatForm, _TokenizeOptions):
 class DetokenizeForm(Part):
     """POST /detokenize."""
 
-    model: str | None = None
+    model: _ModelName | None = None
     tokens: Annotated[
         tuple[int, ...],
         PlainValidator(
-            to_token_ids,
-            json_schema_input_type=Annotated[list[_TokenId], Field(max_length=MAX_PROMPT_TOKENS)],
+            to_text_token_ids,
+            json_schema_input_type=Annotated[list[_TokenId], Field(max_length=MAX_TEXT_TOKENS)],
         ),
     ]
 
@@ -264,7 +267,13 @@ class ModelQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
+    model: _ModelName | None = None
+
+
+class NoQuery(BaseModel):
+    """The query of routes that have none: whoever asks of one model learns that the answer is of all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class SleepForm(BaseModel):
@@ -272,7 +281,7 @@ class SleepForm(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
+    model: _ModelName | None = None
     level: int = Field(default=1, ge=1, le=2)
     mode: SleepMode = SleepMode.WAIT
     hold: bool = False
@@ -286,7 +295,7 @@ class WakeForm(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
+    model: _ModelName | None = None
     tags: Annotated[
         tuple[Literal["weights", "kv_cache"], ...],
         Field(max_length=2, fail_fast=True),
@@ -299,8 +308,8 @@ class ScaleForm(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
-    replicas: int | None = Field(default=None, ge=0)
+    model: _ModelName | None = None
+    replicas: int | None = Field(default=None, ge=0, le=MAX_COUNT)
 
 
 BODIES: Mapping[str, tuple[type[BaseModel], ...]] = {

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from actors.errors import InvalidRequest, ModelNotFound, Unavailable
 from actors.protocol import ReplicaState, ReplicaStatus
+from serve_app.fields import shown
 from serve_app.http_errors import unwrap
 from serve_app.model_client import ModelClient
 
@@ -45,7 +46,9 @@ class ServedModels:
             return self.all
         if model_id not in self.all:
             served = ", ".join(self.all)
-            raise ModelNotFound(f"model {model_id!r} is not served here; served: {served}", "model")
+            raise ModelNotFound(
+                f"model {shown(model_id)} is not served here; served: {served}", "model"
+            )
         return {model_id: self.all[model_id]}
 
     async def status(self, model: ModelClient) -> Sequence[ReplicaStatus]:

@@ -7,7 +7,7 @@ of range is a device-side assertion. No torch, so that an ingress may check as w
 from collections.abc import Iterable
 
 from actors.errors import InvalidRequest, UnsupportedParameter
-from actors.protocol import SamplingParams
+from actors.protocol import Grammar, SamplingParams
 
 MAX_LOGPROBS = 20  # OpenAI's limit for chat completions
 MAX_GRAMMAR_CHARS = 2**16
@@ -63,10 +63,16 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
             raise UnsupportedParameter(
                 f"logprobs is {p.logprobs}; this server gives at most {MAX_LOGPROBS}", "logprobs"
             )
-    if p.grammar is not None and len(p.grammar.text) > MAX_GRAMMAR_CHARS:
+    if p.grammar is not None:
+        check_grammar(p.grammar)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raises UnsupportedParameter if a grammar is longer than what is compiled."""
+    if (chars := len(grammar.text)) > MAX_GRAMMAR_CHARS:
         raise UnsupportedParameter(
-            f"{p.grammar.param} has {len(p.grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARS}",
-            p.grammar.param,
+            f"{grammar.param} has {chars} characters; the limit is {MAX_GRAMMAR_CHARS}",
+            grammar.param,
         )
 
 

@@ -11,6 +11,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from serve_app.bodies import query_form
+from serve_app.schemas import NoQuery
 from serve_app.served import ServedModels
 from serve_app.sse import HeldResponse
 from serve_app.status.feed import ReadImages, StatusFeed
@@ -64,9 +66,11 @@ class StatusRoutes:
         return response
 
     async def snapshot(self, request: Request) -> Response:
+        query_form(request, NoQuery)
         return JSONResponse(await self._feed.snapshot(), headers={"Cache-Control": "no-store"})
 
     async def events(self, request: Request) -> Response:
+        query_form(request, NoQuery)
         return HeldResponse(self._feed.watch(), "text/event-stream")
 
 

@@ -43,6 +43,11 @@ def full(element: bytes, head: bytes, tail: bytes) -> bytes:
     return head + b",".join([element] * count) + tail
 
 
+def deep(depth: int) -> bytes:
+    """Of few commas."""
+    return full(b"[" * depth + b"]" * depth, b'{"model":"tiny","prompt":[', b"]}")
+
+
 # The largest bodies of each kind: what a parser, a validator or a template may be slow at.
 LARGE: dict[str, Callable[[], bytes]] = {
     "ones": lambda: full(b"1", b'{"messages":[', b"]}"),
@@ -58,8 +63,19 @@ LARGE: dict[str, Callable[[], bytes]] = {
     "number": lambda: b'{"n":' + b"9" * FULL + b"}",
     "exponents": lambda: full(b"1e300", b'{"prompt":[', b"]}"),
     "nested lists": lambda: b'{"a":' + b"[" * (FULL // 2) + b"]" * (FULL // 2) + b"}",
+    "lists 2 deep": lambda: deep(2),
+    "lists 20 deep": lambda: deep(20),
+    "lists 100 deep": lambda: deep(100),
+    "objects 20 deep": lambda: full(b'{"":' * 20 + b"1" + b"}" * 20, b'{"messages":[', b"]}"),
     "wrong elements in an error": lambda: full(b"1", b'{"prompt":{"a":[', b"]}}"),
     "tools": lambda: full(b'{"type":"function","function":{"name":"f"}}', b'{"messages":[],"tools":[', b"]}"),
+    "values of parameters": lambda: b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function",'
+        b'"function":{"name":"f","parameters":{"enum":[' + b",".join([b"[]"] * 500_000) + b"]}}}]}",
+    "values of options": lambda: b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"chat_template_kwargs":{"a":['
+        + b",".join([b"[]"] * 500_000) + b"]}}",
+    "regex": lambda: b'{"model":"tiny","prompt":"hi","max_tokens":1,"guided_regex":"' + b"a" * (FULL - 100) + b'"}',
+    "name": lambda: b'{"prompt":"hi","messages":[{"role":"user","content":"hi"}],"model":"' + b"a" * (FULL - 100) + b'"}',
+    "tokens of a text": lambda: b'{"model":"tiny","tokens":[7' + b",7" * (2**19 - 1) + b"]}",
     "unclosed parameters": lambda: b'{"model":"tiny","prompt":"' + b"<parameter=a>" * 600_000 + b'"}',
 }  # fmt: skip
 
@@ -76,12 +92,16 @@ def test_largest_bodies_hold_nobody_up(tiny: ServeProcess, kind: str) -> None:
     tiny.wake_up()
     body = LARGE[kind]()
     assert len(body) <= MAX_BODY_BYTES
+    # The first one has the ingress import torch, which takes its time whatever the body.
+    assert tiny.post("/tokenize", model=MODEL, prompt="hi").status_code == 200
     with beside(tiny.url, MODEL, STALL_S):
-        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/sleep"):
+        for path in (
+            "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/sleep"
+        ):  # fmt: skip
             began_s = time.perf_counter()
             response = tiny.http.post(path, content=body)
             print(f"{kind} {path}: {response.status_code} in {time.perf_counter() - began_s:.3f} s")
-            if response.status_code != 200:  # /tokenize may well answer
+            if response.status_code != 200:  # /tokenize and /detokenize may well answer
                 is_refused(response)
 
 
@@ -98,6 +118,30 @@ def test_body_of_ones_is_refused_at_once_and_a_stream_of_the_demo_model_goes_on(
             seconds.append(time.perf_counter() - began_s)
     print(f"refused after {', '.join(f'{each:.3f}' for each in seconds)} s")
     assert max(seconds) < 0.3
+
+
+QUERY_BYTES = 60_000  # what a server reads of a request's first line, or somewhat less
+QUERIES: dict[str, str] = {
+    "names": "&".join(f"{i}=" for i in range(8000)),
+    "one name again and again": "model=&" * (QUERY_BYTES // 7),
+    "nothing between": "&" * QUERY_BYTES,
+    "no names": "=&" * (QUERY_BYTES // 2),
+    "escapes": "%41" * (QUERY_BYTES // 3),
+    "long value": "model=" + "a" * (QUERY_BYTES - 6),
+}
+QUERIED = ("GET /health", "GET /is_sleeping", "GET /replicas", "GET /tokenizer_info", "GET /status",
+           "GET /status/events", "POST /sleep", "POST /wake_up", "POST /scaleout", "POST /scalein")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", QUERIES)
+def test_longest_queries_hold_nobody_up_and_are_no_orders(tiny: ServeProcess, kind: str) -> None:
+    tiny.wake_up()
+    with beside(tiny.url, MODEL, STALL_S):
+        for method, path in (route.split() for route in QUERIED):
+            began_s = time.perf_counter()
+            response = tiny.http.request(method, f"{path}?{QUERIES[kind]}")
+            print(f"{kind} {path}: {response.status_code} in {time.perf_counter() - began_s:.3f} s")
+            is_refused(response)
 
 
 VALID: dict[str, Any] = {

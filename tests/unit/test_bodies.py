@@ -3,7 +3,8 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -13,12 +14,23 @@ from starlette.requests import Request
 from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt
 from serve_app import schemas
-from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels
-from serve_app.fields import MAX_COMMAS, parse_form, parse_json, shown
+from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
+from serve_app.fields import (
+    MAX_BRACKETS,
+    MAX_COLONS,
+    MAX_COMMAS,
+    MAX_INSIDE,
+    parse_form,
+    parse_json,
+    shown,
+)
 from serve_app.http_errors import KeyBusy, RequestTimeout, ServerBusy
+from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.keys import Access, ApiKey
-from serve_app.schemas import BODIES, parse_chat, parse_completion
+from serve_app.schemas import BODIES, parse_chat, parse_completion, parse_tokenize
 from serve_app.work import Budget, admitted
+from tests.fakes import FakeModel
+from tests.unit.asgi_client import client_of
 
 ANN, BOB = ApiKey("ann", Access.INFERENCE, b"a"), ApiKey("bob", Access.INFERENCE, b"b")
 
@@ -193,6 +205,46 @@ def test_long_prompts_of_token_ids_are_taken() -> None:
     assert ask.prompts == (tuple(range(2**17)),)
 
 
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": json.dumps(arguments)}
+    return {"id": "a", "type": "function", "function": function}
+
+
+MANY: list[Any] = [[]] * MAX_INSIDE
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": MANY}}}]},
+         "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}, "more": MANY}]}, "tools"),
+        ({"chat_template_kwargs": {"documents": MANY}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call({"a": MANY})]}]},
+         "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call({"a": MANY[: MAX_INSIDE // 2]})]}] * 2},
+         "messages"),
+    ],
+    ids=["parameters", "tool", "options", "arguments", "arguments of all"],
+)  # fmt: skip
+@pytest.mark.parametrize("parse", [parse_chat, parse_tokenize])
+def test_values_of_any_shape_have_a_limit_in_all(
+    parse: Callable[[Any], Any], fields: dict[str, Any], param: str
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    with pytest.raises(InvalidRequest, match="at most 65536 values inside, found more") as caught:
+        parse(chat)
+    assert caught.value.param == param
+
+
+def test_tools_and_calls_of_many_values_are_taken() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    messages = [{"role": "assistant", "tool_calls": [call({"rows": [[1, 2, 3]] * 10})]}] * 1000
+    ask = parse_chat({"messages": messages, "tools": [tool] * 1000})
+    assert len(ask.tools) == len(ask.prompts[0].messages) == 1000  # type: ignore[union-attr]
+
+
 def test_what_was_found_is_shown_without_being_written_out() -> None:
     class Huge(list):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
@@ -218,16 +270,51 @@ def test_body_of_millions_of_small_values_is_parsed_without_collections(
     assert gc.isenabled()
 
 
-def test_body_with_more_values_than_any_request_needs_is_refused_before_it_is_parsed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def body(values: int) -> bytes:
-        return b'{"prompt":[' + b"1," * (values - 1) + b"1]}"
+def groups(depth: int, count: int) -> bytes:
+    """So many lists in one another, again and again, until there are about `count`."""
+    return b",".join([b"[" * depth + b"]" * depth] * (count // depth))
 
-    assert len(parse_json(body(MAX_COMMAS + 1))["prompt"]) == MAX_COMMAS + 1
+
+@pytest.mark.parametrize(
+    ("most", "more", "message"),
+    [
+        (b"1" + b",1" * MAX_COMMAS, b"1" + b",1" * (MAX_COMMAS + 1),
+         "has 2097153 commas; the limit is 2097152"),
+        (groups(2, MAX_BRACKETS - 2), groups(2, MAX_BRACKETS),
+         "has 524290 brackets; the limit is 524288"),
+        (groups(100, MAX_BRACKETS - 2), groups(100, 4_000_000), "has 4000002 brackets"),
+        (b"{}" + b",{}" * (MAX_BRACKETS - 3), b"{}" + b",{}" * MAX_BRACKETS,
+         "has 524291 brackets; the limit"),
+        (b'{"a":1' + b',"a":1' * (MAX_COLONS - 2) + b"}", b'{"a":1' + b',"a":1' * MAX_COLONS + b"}",
+         "has 524290 colons; the limit is 524288"),
+        (b"{}" + b',{"a":1}' * (3 * 2**17 - 2), b"{}" + b',{"a":1}' * (3 * 2**17),
+         "has 786436 brackets and colons; the limit is 786432"),
+    ],
+    ids=["values", "lists", "lists in lists", "objects", "keys", "all"],
+)  # fmt: skip
+def test_body_with_more_values_than_any_request_needs_is_refused_before_it_is_parsed(
+    most: bytes, more: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse_json(b'{"prompt":[' + most + b"]}")["prompt"]
     monkeypatch.setattr("serve_app.fields.from_json", lambda *_, **__: pytest.fail("parsed"))
-    with pytest.raises(PayloadTooLarge, match="has 2097153 commas; the limit is 2097152"):
-        parse_json(body(MAX_COMMAS + 2))
+    with pytest.raises(PayloadTooLarge, match=message):
+        parse_json(b'{"prompt":[' + more + b"]}")
+
+
+def test_long_texts_full_of_marks_are_taken() -> None:
+    """They are counted where they say nothing of values, too."""
+    code = "for (int i[2] = {0, 1}; i[0] < std::max({a, b}); ++i[0]) { f(x[i[0]], y); }\n"
+    data = '[12.5,{"lat":1.25,"lon":[3]}]\n'
+    for text in (code, data):
+        prompt = text * (MAX_MESSAGE_BYTES // len(text))
+        assert parse_json(json.dumps({"prompt": prompt}).encode())["prompt"] == prompt
+
+
+def test_values_in_the_text_of_arguments_are_counted_as_those_of_the_body() -> None:
+    """A body may write a bracket as an escape."""
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * (MAX_BRACKETS + 1)}}
+    with pytest.raises(PayloadTooLarge, match="is called with has 524289 brackets"):
+        parse_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
 
 
 @pytest.mark.parametrize(
@@ -238,8 +325,41 @@ def test_body_with_more_values_than_any_request_needs_is_refused_before_it_is_pa
 )  # fmt: skip
 def test_prompt_that_is_too_long_to_travel_is_refused(prompt: Any) -> None:
     """Serve's gRPC between replicas would end with an internal error."""
-    with pytest.raises(ContextLengthExceeded, match="the limit of a prompt is 3145728"):
+    with pytest.raises(ContextLengthExceeded, match="the limit of a prompt, which is 3145728"):
         check_travels(prompt)
+
+
+def test_prompt_is_weighed_no_further_than_the_limit() -> None:
+    class Never:
+        def __reduce__(self) -> str:
+            pytest.fail("weighed")
+
+    heavy = {"role": "user", "content": "x" * (MAX_MESSAGE_BYTES + 1)}
+    with pytest.raises(ContextLengthExceeded):
+        check_travels(ChatPrompt((heavy, {"role": "user", "content": Never()})))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        ("/v1/completions", {"prompt": "x" * 100_000}),
+        ("/completions", {"prompt": "x" * 100_000, "stream": False}),
+        ("/tokenize", {"prompt": "x" * 100_000}),
+    ],
+)
+def test_large_prompts_are_weighed_beside_the_event_loop(
+    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    for module in ("ingress", "tokenizing"):
+        monkeypatch.setattr(
+            f"serve_app.{module}.check_travels",
+            lambda *_: names.append(threading.current_thread().name),
+        )
+    with client_of(build_asgi({"fake": FakeModel()}, HttpSettings())) as client:
+        assert client.post(path, json=fields).status_code == 200
+    assert [name.startswith("large-bodies") for name in names] == [True]
 
 
 def test_long_prompts_that_fit_travel() -> None:
@@ -254,3 +374,25 @@ def test_unknown_keys_of_an_order_are_refused_at_the_first() -> None:
     with pytest.raises(ValidationError) as collected:
         schemas.SleepForm.model_validate({f"key {i}": 1 for i in range(100)})
     assert collected.value.error_count() == 100, "or this is not needed any more"
+
+
+# --- queries ---
+
+
+def query(text: bytes) -> Request:
+    return Request({"type": "http", "method": "GET", "headers": [], "query_string": text})
+
+
+def test_query_of_twenty_thousand_keys_is_refused_at_once() -> None:
+    request = query(b"&".join(b"%d=" % i for i in range(20_000)))
+    began_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="20000 pairs; the limits are 4096 and 64"):
+        query_form(request, schemas.ModelQuery)
+    assert time.thread_time() - began_s < 0.05
+
+
+def test_query_within_the_limits_is_read_whole() -> None:
+    found = query_form(query(b"tags=weights&model=m&tags=kv_cache"), schemas.WakeForm)
+    assert (found.model, found.tags) == ("m", ("weights", "kv_cache"))
+    with pytest.raises(InvalidRequest, match="x63 is unknown here"):
+        query_form(query(b"&".join(b"x%d=" % (63 - i) for i in range(64))), schemas.WakeForm)

@@ -288,6 +288,29 @@ def test_replicas_that_died_are_left_out_of_a_command() -> None:
     run(scenario)
 
 
+class Wrapped(Exception):
+    """What Ray makes of an exception that comes from another process."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+@pytest.mark.parametrize("failure", [EngineDied("died"), Wrapped(ReplicaFailed("a has failed"))])
+def test_replicas_that_failed_are_left_out_of_a_command_unless_all_have(failure: Exception) -> None:
+    async def scenario() -> None:
+        handle = Handle(replicas=[failure, Status("b"), DEAD])
+        found = [await client(handle).sleep(SleepCommand()), await client(handle).wake_up(())]
+        assert [[status.replica_id for status in each] for each in found] == [["b"], ["b"]]
+        handle.replicas[1] = DrainTimeout("1 requests still run", 60)
+        with pytest.raises(DrainTimeout):
+            await client(handle).sleep(SleepCommand())
+        handle.replicas = [failure, DEAD, failure]
+        with pytest.raises(type(failure)):
+            await client(handle).wake_up(())
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("holds", [False, True])
 def test_hold_outlives_a_drain_that_takes_too_long_and_says_so(holds: bool) -> None:
     async def scenario() -> None:

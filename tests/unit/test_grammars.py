@@ -1,11 +1,14 @@
 """Fields that prescribe the form of an answer: what they become, what is refused and how that is said."""
 
 import json
+import re
 
 import pytest
 
-from actors.errors import InvalidRequest, UnsupportedParameter
+from actors.engine.validation import MAX_GRAMMAR_CHARS
+from actors.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from actors.protocol import Grammar, GrammarKind
+from serve_app.fields import MAX_BRACKETS
 from serve_app.schemas import parse_chat, parse_completion, parse_seed
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": ["é", None]}}}
@@ -174,3 +177,51 @@ def test_known_but_unsupported(fields, param):
     with pytest.raises(UnsupportedParameter, match="is not supported, found") as caught:
         completion(**fields)
     assert caught.value.param == param
+
+
+LONG = "a" * (MAX_GRAMMAR_CHARS + 1)
+
+
+@pytest.mark.parametrize("ask", [chat, completion, seed])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": LONG}, "guided_regex"),
+        ({"guided_grammar": LONG}, "guided_grammar"),
+        ({"guided_json": {"title": LONG}}, "guided_json"),
+        ({"guided_json": json.dumps({"title": LONG})}, "guided_json"),
+        ({"guided_choice": ["b", LONG]}, "guided_choice"),
+        ({"structured_outputs": {"regex": LONG}}, "structured_outputs.regex"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": LONG}}}},
+            "response_format",
+        ),
+    ],
+)
+def test_longer_than_what_is_compiled_asks_no_replica(ask, fields, param):
+    """With 5 MB of it no message would have got there, and the client have read of an internal error."""
+    with pytest.raises(UnsupportedParameter) as caught:
+        ask(**fields)
+    assert caught.value.param == param
+    assert re.fullmatch(rf"{param} has 65\d\d\d characters; the limit is 65536", str(caught.value))
+
+
+def test_as_long_as_what_is_compiled_is_passed_on():
+    assert len(chat(guided_regex=LONG[:-1]).sampling.grammar.text) == MAX_GRAMMAR_CHARS
+    spaced = json.dumps({"enum": list(range(5000))}, indent=16)
+    assert len(spaced) > MAX_GRAMMAR_CHARS
+    assert json.loads(chat(guided_json=spaced).sampling.grammar.text) == json.loads(spaced)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_schema_of_more_values_than_characters_is_not_written(as_text, monkeypatch):
+    schema = {"enum": [[]] * (MAX_GRAMMAR_CHARS + 1)}
+    given = json.dumps(schema) if as_text else schema
+    monkeypatch.setattr("serve_app.grammars.json.dumps", lambda *_, **__: pytest.fail("written"))
+    with pytest.raises(InvalidRequest, match="guided_json must have at most 65536 values inside"):
+        completion(guided_json=given)
+
+
+def test_schema_in_a_text_is_counted_as_a_body_is():
+    with pytest.raises(PayloadTooLarge, match="a JSON schema has 524289 brackets"):
+        completion(guided_json="[" * (MAX_BRACKETS + 1))

@@ -1,6 +1,8 @@
 """/tokenize, /detokenize and /tokenizer_info, and the tokenizer behind them."""
 
 import asyncio
+import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from actors.engine.text import TextCodec
 from actors.errors import InvalidRequest, Unavailable
 from actors.protocol import ChatPrompt, ReplicaState
 from actors.weights.source import Hub, ModelSource
+from serve_app import tokenizing
 from serve_app.ingress import HttpSettings, build_asgi
 from serve_app.tokenizer import LocalTokenizer
 from tests.fakes import FakeModel, FakeTokenizer
@@ -148,7 +151,42 @@ def test_local_tokenizer_without_a_checkpoint(hub: Hub, tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_answer_that_does_not_fit_a_message_is_refused(client, model):
-    response = client.post("/tokenize", json={"prompt": "x" * 1_000_000})
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/tokenize", {"prompt": "x" * 1_000_000}),
+        ("/detokenize", {"tokens": [0] * 524_288}),  # each six bytes of JSON
+    ],
+)
+def test_answer_that_does_not_fit_a_message_is_refused(client, path, fields):
+    response = client.post(path, json=fields)
     assert response.status_code == 400
     assert "ask for parts" in response.json()["error"]["message"]
+
+
+def test_more_tokens_than_the_text_of_a_message_has_are_not_decoded(client, model, monkeypatch):
+    monkeypatch.setattr(model.info.tokenizer, "decode", lambda _: pytest.fail("decoded"))
+    response = client.post("/detokenize", json={"tokens": [65] * (2**19 + 1)})
+    assert response.status_code == 400
+    assert "must have at most 524288 elements" in response.json()["error"]["message"]
+
+
+def test_answers_are_written_beside_the_event_loop(client, monkeypatch):
+    threads = set()
+
+    def note(answer):
+        threads.add(threading.current_thread().name.startswith("asyncio_"))
+        return write(answer)
+
+    write = tokenizing._answer
+    monkeypatch.setattr("serve_app.tokenizing._answer", note)
+    client.post("/tokenize", json={"prompt": "hi"})
+    client.post("/detokenize", json={"tokens": [104]})
+    assert threads == {True}
+
+
+def test_answer_that_is_written_in_pieces_is_the_whole():
+    ids, texts = list(range(10_000)), [chr(65 + i % 60) for i in range(10_000)]
+    answer = {"n": None, "ids": tuple(ids), "texts": texts, "none": [], "text": '"é👋\n' * 100_000}
+    expected = {"n": None, "ids": ids, "texts": texts, "none": [], "text": '"é👋\n' * 100_000}
+    assert json.loads(tokenizing._answer(answer).body) == expected

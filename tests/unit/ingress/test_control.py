@@ -362,6 +362,8 @@ def test_version(client):
         ("GET", "/is_sleeping?modle=a", None, "modle", "; did you mean model?"),
         ("GET", "/replicas?modle=a", None, "modle", "; did you mean model?"),
         ("GET", "/tokenizer_info?modle=a", None, "modle", "; did you mean model?"),
+        ("GET", "/status?model=a", None, "model", "; nothing is known"),
+        ("GET", "/status/events?model=a", None, "model", "; nothing is known"),
     ],
 )
 def test_unknown_key_of_an_order_is_no_order_to_everybody(
@@ -369,6 +371,30 @@ def test_unknown_key_of_an_order_is_no_order_to_everybody(
 ):
     error = is_error(client.request(method, path, json=body), 400, "invalid_request_error", key)
     assert error["message"] == f"{key} is unknown here{hint}"
+    assert model.orders == []
+    assert model.scaler.written == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/health"),
+        ("POST", "/health"),
+        ("GET", "/is_sleeping"),
+        ("GET", "/replicas"),
+        ("GET", "/tokenizer_info"),
+        ("GET", "/status"),
+        ("GET", "/status/events"),
+        ("POST", "/sleep"),
+        ("POST", "/wake_up"),
+        ("POST", "/scaleout"),
+        ("POST", "/scalein"),
+    ],
+)
+@pytest.mark.parametrize("query", ["model=" + "a" * 4096, "model=fake&" * 64])
+def test_query_longer_than_any_route_needs_is_refused(client, model, method, path, query):
+    error = is_error(client.request(method, f"{path}?{query}"), 400, "invalid_request_error")
+    assert "the limits are 4096 and 64" in error["message"]
     assert model.orders == []
     assert model.scaler.written == []
 

@@ -157,6 +157,47 @@ def test_unknown_model_is_404(client, ask):
     is_error(ask(client), 404, "model_not_found", "model")
 
 
+LONG = "é" * 20_000
+
+
+@pytest.mark.parametrize(
+    ("ask", "status"),
+    [
+        (lambda client: client.post(CHAT, json={**CHAT_BODY, "model": LONG}), 400),
+        (lambda client: client.post(TEXT, json={**TEXT_BODY, "model": LONG}), 400),
+        (lambda client: client.post("/completions", json={"model": LONG}), 400),
+        (lambda client: client.post("/tokenize", json={"model": LONG, "prompt": "a"}), 400),
+        (lambda client: client.post("/detokenize", json={"model": LONG, "tokens": [1]}), 400),
+        (lambda client: client.post("/sleep", json={"model": LONG}), 400),
+        (lambda client: client.post("/wake_up", json={"model": LONG}), 400),
+        (lambda client: client.post("/scaleout", json={"model": LONG}), 400),
+        (lambda client: client.get(f"/is_sleeping?model={'a' * 3000}"), 400),
+        (lambda client: client.get(f"/health?model={'a' * 3000}"), 400),
+        (lambda client: client.get(f"/v1/models/{'a' * 20_000}"), 404),
+        (lambda client: client.get(f"/{'a' * 20_000}"), 404),
+        (lambda client: client.get("/status", headers={"host": "a" * 20_000}), 403),
+        (
+            lambda client: client.post(CHAT, json=CHAT_BODY, headers={"origin": "a" * 20_000}),
+            403,
+        ),
+        (lambda client: client.post(TEXT, json={**TEXT_BODY, "best_of": 10**4000}), 400),
+        (lambda client: client.post("/scaleout", json={"replicas": 10**4000}), 400),
+    ],
+)
+def test_what_a_client_sent_is_not_sent_back_whole(client, ask, status):
+    response = ask(client)
+    assert response.status_code == status
+    assert len(response.json()["error"]["message"]) <= 1500
+    assert len(response.content) < 3000
+
+
+def test_message_of_a_template_is_not_sent_back_whole(client, model):
+    model.fail_first = InvalidRequest(f"the chat template refused: {LONG}", "messages")
+    error = is_error(client.post(CHAT, json=CHAT_BODY), 400, "invalid_request_error", "messages")
+    assert error["message"].startswith("the chat template refused: é")
+    assert len(error["message"]) == 1500
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "code", "retry_after"),
