@@ -1,5 +1,6 @@
 """The download command against a loopback hub, in processes of their own where it matters."""
 
+import io
 import json
 import os
 import pty
@@ -233,7 +234,9 @@ def test_interrupt_keeps_the_partial_file_and_the_next_run_continues_it(
             # A shell's background job ignores SIGINT, and what it starts inherits that.
             preexec_fn=listen_to_sigint,
         ) as process:
-            wait_until(lambda: size_of(partial) >= sent)
+            # The hub's client reads what has arrived, and its file keeps a buffer's worth of that to itself.
+            least = sent - io.DEFAULT_BUFFER_SIZE
+            wait_until(lambda: size_of(partial) >= least)
             process.send_signal(signal.SIGINT)
             _, stderr = process.communicate(timeout=20)
         assert process.returncode == 130
@@ -242,9 +245,9 @@ def test_interrupt_keeps_the_partial_file_and_the_next_run_continues_it(
             f"sleepserve download Owner/Name{' --source huggingface' * (sent == HF_BLOCK)}\n"
             in stderr
         )
-        assert size_of(partial) == sent
+        assert least <= (kept := size_of(partial)) <= sent
         assert invoke(source)[0] == 0
-    assert hub.content_requests(WEIGHTS)[-1].range == f"bytes={sent}-"
+    assert hub.content_requests(WEIGHTS)[-1].range == f"bytes={kept}-"
     assert content(directory)[WEIGHTS] == files[WEIGHTS]
 
 
