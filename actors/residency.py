@@ -16,6 +16,7 @@ from actors.lifecycle import MemoryChange
 from actors.model_memory import ModelMemory
 from actors.telemetry import Observer
 from actors.watchdog import Watchdog
+from actors.weights.layout import ImageKey
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,10 @@ class Residency:
 
     def warm_up(self) -> None:
         """What the engine does before it serves; then asleep, with no layer kept."""
-        self._engine.pause()
-        self._memory.map()
-        with self._memory.counting_graphs():
+        self._pause()
+        with self._watchdog.map:
+            self._memory.map()
+        with self._watchdog.capture, self._memory.counting_graphs():
             self._engine.warm_up()
         self.sleep(2)  # no layer is worth keeping yet
 
@@ -119,6 +121,11 @@ class Residency:
         self._cleared.begin()
         return change
 
+    def drop_image(self) -> ImageKey | None:
+        """Behind a sleep; see ModelMemory."""
+        with self._watchdog.unpin:
+            return self._memory.drop_image()
+
     def between_steps(self, work: Callable[[], T]) -> T:
         """What `work` gives while the engine is paused, the bytes of the last wake there and checked.
 
@@ -142,7 +149,8 @@ class Residency:
         if not self._engine.paused:
             return  # the wake has done it
         try:
-            self._memory.collect_cleared()
+            with self._watchdog.collect:
+                self._memory.collect_cleared()
         except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
             self._fail(exc, "a sleep")
 
@@ -170,14 +178,16 @@ class Residency:
             self._fail(exc, "capturing the compiled layers")
         finally:
             if self._engine.paused:
-                self._engine.prepare_wake()
+                with self._watchdog.map:
+                    self._engine.prepare_wake()
                 self._engine.resume()
 
     def _capture_compiled(self) -> None:
         """Now; or, where memory is missing, at the next sleep."""
         try:
-            self._memory.map()
-            with self._memory.counting_graphs():
+            with self._watchdog.map:
+                self._memory.map()
+            with self._watchdog.capture, self._memory.counting_graphs():
                 self._engine.use_compiled()
         except (DeviceMemoryShort, torch.OutOfMemoryError) as exc:
             self._has_uncaptured = True

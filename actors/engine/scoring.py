@@ -92,10 +92,10 @@ class PromptScoring:
     def _advance(self, prompt: PromptLogprobs, model: PreTrainedModel) -> float:
         """One piece; returns the seconds that it took."""
         started_s = time.perf_counter()
-        if prompt not in self._on_device:
-            self._check_room(model, prompt)
-            self._on_device.add(prompt)
         with self._watch:
+            if prompt not in self._on_device:
+                self._check_room(model, prompt)
+                self._on_device.add(prompt)
             try:
                 prompt.advance(model)
             except torch.OutOfMemoryError as exc:
