@@ -367,6 +367,7 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
             with pytest.raises(ReplicaFailed, match=what):
                 await ask(max_tokens=900, ignore_eos=True, **asking)
         assert lifecycle.state is ReplicaState.FAILED
+        assert h.runtime.hung.done(), "its process ends, if nobody else ends it"
         with pytest.raises(EngineDied, match=f"{what} .* s .its limit is 0.3 s"):
             h.runtime.check_health()
         with pytest.raises(ReplicaFailed):
