@@ -297,7 +297,11 @@ class ModelRuntime:
             self._observer.wake_phase(WakePhase.IMAGE, reloaded_s - started_s)
             started_s = reloaded_s
         self._verified.clear()
-        change = await self._on_control(self._residency.wake)
+        try:
+            change = await self._on_control(self._residency.wake)
+        except Unavailable:
+            self._verified.set()  # nothing was computed since the last check: what frozen ones have may go
+            raise
         self._scoring.awake.set()
         self._observer.wake_phase(WakePhase.MAP, time.perf_counter() - started_s)
         loop = asyncio.get_running_loop()

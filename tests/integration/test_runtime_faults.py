@@ -20,6 +20,7 @@ from actors.errors import (
     DeviceMemoryError,
     DeviceMemoryShort,
     EngineDied,
+    FrozenTooLong,
     InvalidRequest,
     LayoutMismatch,
     ReplicaFailed,
@@ -29,7 +30,7 @@ from actors.lifecycle import Lifecycle, SleepConfig
 from actors.lull import Lull
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.transfer import Transfer
-from actors.protocol import ReplicaState, SleepCommand, TokenEvent
+from actors.protocol import FinishReason, ReplicaState, SleepCommand, SleepMode, TokenEvent
 from actors.watchdog import WatchdogConfig
 from actors.weights.checkpoint import write_checkpoint
 from actors.weights.checksum import Checksums
@@ -152,6 +153,69 @@ def test_wake_that_fails_half_way_leaves_nothing_mapped(
         assert await h.tokens(PROMPTS[0]) == expected
 
     run(tiny_checkpoint, image, scenario)
+
+
+def test_frozen_request_is_aborted_after_a_wake_that_was_refused(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise DeviceMemoryShort("a neighbour has it")
+
+    async def scenario(h: Harness) -> None:
+        lifecycle = Lifecycle(h.runtime, SleepConfig(), time.monotonic)
+        begun, events = asyncio.Event(), list[TokenEvent]()
+
+        async def ask() -> None:
+            async with lifecycle.serving("r"):
+                prepared = h.prepare(PROMPTS[0], max_tokens=900, ignore_eos=True)
+                async for event in h.runtime.generate(prepared):
+                    events.append(event)
+                    begun.set()
+
+        request = asyncio.create_task(ask())
+        await begun.wait()
+        await lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuDriver, "map", refuse)
+            with pytest.raises(DeviceMemoryShort):
+                await lifecycle.wake_up()
+        await lifecycle.sleep(SleepCommand(mode=SleepMode.ABORT))
+        await request
+        assert events[-1].finish_reason is FinishReason.ABORT
+        assert lifecycle.state is ReplicaState.ASLEEP
+
+    run(tiny_checkpoint, image, scenario, awake=False)
+
+
+def test_request_that_a_sleep_froze_for_too_long_ends_with_the_error(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        lifecycle = Lifecycle(h.runtime, SleepConfig(frozen_timeout_s=0.2), time.monotonic)
+        begun = asyncio.Event()
+
+        async def ask(max_tokens: int) -> list[int]:
+            found = []
+            async with lifecycle.serving("r"):
+                prepared = h.prepare(PROMPTS[0], max_tokens=max_tokens, ignore_eos=True)
+                async for event in h.runtime.generate(prepared):
+                    found += event.token_ids
+                    begun.set()
+            return found
+
+        expected = await ask(20)
+        begun.clear()
+        request = asyncio.create_task(ask(900))
+        await begun.wait()
+        await lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        with pytest.raises(FrozenTooLong, match=r"within 0.2 s \(sleep.frozen_timeout_s\)"):
+            await request
+        assert lifecycle.idle.in_flight == 0
+        assert lifecycle.state is ReplicaState.ASLEEP
+        assert await ask(20) == expected, "a new request wakes it"
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario, awake=False)
 
 
 def test_byte_that_changed_on_the_way_fails_the_replica_and_its_requests(
