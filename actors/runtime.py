@@ -142,6 +142,7 @@ class ModelRuntime:
             self._control,
             self._watchdog.prompt,
             self._is_busy,
+            self._something_went_wrong,
         )
         try:
             # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
