@@ -26,15 +26,21 @@ class BackgroundCompilation:
     """
 
     def __init__(
-        self, engine: Engine, use: Callable[[], None], watch: AbstractContextManager[None]
+        self,
+        engine: Engine,
+        tried: Callable[[], None],
+        use: Callable[[], None],
+        watch: AbstractContextManager[None],
     ) -> None:
         """Begin, if there is anything to compile.
 
         Args:
+            tried: told after each attempt, whatever came of it.
             use: told once what was compiled should be put to use. Not if the runtime closes before.
             watch: entered for as long as an attempt takes, on the thread.
         """
         self._engine = engine
+        self._tried = tried
         self._use = use
         self._watch = watch
         self._lull = Lull()
@@ -81,6 +87,7 @@ class BackgroundCompilation:
             finally:
                 made, self.traced = self.traced, _uncancellable()
                 made.set_result(None)
+                self._tried()
             if not self._lull.rest(_RETRY_SHORT_AFTER_S):
                 return
         else:

@@ -140,6 +140,13 @@ class Residency:
         finally:
             self._engine.resume()
 
+    def begin_trimming(self) -> None:
+        """Have the control thread give back what a compilation has left, if asleep. Any thread may call.
+
+        A compilation that ends behind a sleep leaves in torch's hands what it ran its copy of a layer with.
+        """
+        submit_unless_closed(self._control, self._trim, "layers were compiled")
+
     def begin_using_compiled(self) -> None:
         """Have the control thread put to use what the engine compiled. Any thread may call."""
         submit_unless_closed(self._control, self._use_compiled, "layers were compiled")
@@ -162,6 +169,15 @@ class Residency:
     def _pause(self) -> None:
         with self._watchdog.pause:
             self._engine.pause()
+
+    def _trim(self) -> None:
+        if not self._engine.paused:
+            return  # the next sleep does it
+        try:
+            with self._watchdog.unmap:
+                self._memory.trim()
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
+            self._fail(exc, "a compilation")
 
     def _use_compiled(self) -> None:
         """Now; or, if the model sleeps, at its next sleep: a sleeper takes no memory."""

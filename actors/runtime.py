@@ -153,7 +153,10 @@ class ModelRuntime:
             self._control.submit(self._engine.stop)  # its thread would keep the process from ending
             raise
         self._compilation = BackgroundCompilation(
-            self._engine, self._residency.begin_using_compiled, self._watchdog.compile
+            self._engine,
+            self._residency.begin_trimming,
+            self._residency.begin_using_compiled,
+            self._watchdog.compile,
         )
 
     @property
