@@ -25,14 +25,24 @@ class BackgroundCompilation:
         traced: done once the attempt that runs now, or comes next, has been made.
     """
 
-    def __init__(self, engine: Engine, use: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tried: Callable[[], None],
+        use: Callable[[], None],
+        watch: AbstractContextManager[None],
+    ) -> None:
         """Begin, if there is anything to compile.
 
         Args:
+            tried: told after each attempt, whatever came of it.
             use: told once what was compiled should be put to use. Not if the runtime closes before.
+            watch: entered for as long as an attempt takes, on the thread.
         """
         self._engine = engine
+        self._tried = tried
         self._use = use
+        self._watch = watch
         self._lull = Lull()
         # Compiling is told by process-wide settings, and by the module's own, what a plain forward changes.
         self._tracing = threading.Lock()
@@ -65,7 +75,7 @@ class BackgroundCompilation:
     def _compile(self) -> None:
         while self._engine.compiles and self._lull.wait():
             try:
-                with self._tracing:
+                with self._tracing, self._watch:
                     self._engine.compile()
             except DeviceMemoryShort as exc:
                 logger.info("compiling is tried again in %g s: %s", _RETRY_SHORT_AFTER_S, exc)
@@ -77,6 +87,7 @@ class BackgroundCompilation:
             finally:
                 made, self.traced = self.traced, _uncancellable()
                 made.set_result(None)
+                self._tried()
             if not self._lull.rest(_RETRY_SHORT_AFTER_S):
                 return
         else:

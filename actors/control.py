@@ -2,10 +2,85 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ControlThread(Executor):
+    """One thread. All of its work is watched, and nobody waits for it any longer once it has hung."""
+
+    def __init__(self, watch: AbstractContextManager[None]) -> None:
+        """Make an idle one.
+
+        Args:
+            watch: entered for as long as any work takes.
+        """
+        self._watch = watch
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
+        self._lock = threading.Lock()
+        self._awaited: set[Future[Any]] = set()
+        self._given_up: Exception | None = None
+
+    def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have the thread do `work`; once given up, who waits for it learns so at once.
+
+        Raises:
+            RuntimeError: it has been shut down.
+        """
+        told: Future[T] = Future()
+
+        def run() -> None:
+            # Given up, it is done all the same, should the thread come back: it may let go of something.
+            with self._lock:
+                if told in self._awaited:
+                    told.set_running_or_notify_cancel()
+            if told.cancelled():
+                self._forget(told)
+                return
+            try:
+                with self._watch:
+                    result = work(*args, **kwargs)
+            except BaseException as exc:  # noqa: BLE001  # for whoever waits, as with any executor
+                if self._forget(told):
+                    told.set_exception(exc)
+            else:
+                if self._forget(told):
+                    told.set_result(result)
+
+        with self._lock:
+            self._thread.submit(run)
+            if self._given_up is None:
+                self._awaited.add(told)
+                return told
+        told.set_exception(self._given_up)
+        return told
+
+    def give_up(self, reason: Exception) -> None:
+        """It hangs: everything that is waited for, now or later, raises `reason`. Any thread may call."""
+        with self._lock:
+            self._given_up = reason
+            awaited, self._awaited = self._awaited, set()
+        for told in awaited:
+            if told.running() or told.set_running_or_notify_cancel():
+                told.set_exception(reason)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._thread.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _forget(self, told: Future[Any]) -> bool:
+        """Whether it was awaited until now: then its outcome is to be told."""
+        with self._lock:
+            was_awaited = told in self._awaited
+            self._awaited.discard(told)
+        return was_awaited
 
 
 def submit_unless_closed(control: Executor, work: Callable[[], object], meanwhile: str) -> bool:

@@ -198,7 +198,8 @@ class Lifecycle:
     ) -> None:
         """Finish, abort or freeze the requests in flight, then sleep. Idempotent.
 
-        A drain that is under way is cut short by a command that does not wait for requests.
+        A drain that is under way is cut short by a command that does not wait for requests. What an
+        earlier sleep froze is aborted, too, if so asked.
 
         Raises:
             DrainTimeout: requests in flight did not finish in time; the replica is awake.
@@ -219,6 +220,8 @@ class Lifecycle:
             await asyncio.shield(
                 self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command, cause), reason)
             )
+        elif command.mode is SleepMode.ABORT and self.idle.in_flight:
+            self._effects.abort_in_flight()  # what a sleep has frozen
 
     async def wake_up(self, reason: str = "asked to", cause: WakeCause = WakeCause.COMMAND) -> None:
         """End a hold and wake. Idempotent.

@@ -255,6 +255,11 @@ class ModelMemory:
             left=self.left,
         )
 
+    def trim(self) -> None:
+        """While unmapped: give back what somebody else's work has left in torch's hands since."""
+        self.seen = after = self._trimmed()
+        self.left = self._left_of(after)
+
     def collect_cleared(self) -> None:
         """While unmapped: do now what the next wake's first `map` would have to do. See MemoryDriver.
 

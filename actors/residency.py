@@ -16,6 +16,7 @@ from actors.lifecycle import MemoryChange
 from actors.model_memory import ModelMemory
 from actors.telemetry import Observer
 from actors.watchdog import Watchdog
+from actors.weights.layout import ImageKey
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,10 @@ class Residency:
 
     def warm_up(self) -> None:
         """What the engine does before it serves; then asleep, with no layer kept."""
-        self._engine.pause()
-        self._memory.map()
-        with self._memory.counting_graphs():
+        self._pause()
+        with self._watchdog.map:
+            self._memory.map()
+        with self._watchdog.capture, self._memory.counting_graphs():
             self._engine.warm_up()
         self.sleep(2)  # no layer is worth keeping yet
 
@@ -119,6 +121,11 @@ class Residency:
         self._cleared.begin()
         return change
 
+    def drop_image(self) -> ImageKey | None:
+        """Behind a sleep; see ModelMemory."""
+        with self._watchdog.unpin:
+            return self._memory.drop_image()
+
     def between_steps(self, work: Callable[[], T]) -> T:
         """What `work` gives while the engine is paused, the bytes of the last wake there and checked.
 
@@ -133,6 +140,13 @@ class Residency:
         finally:
             self._engine.resume()
 
+    def begin_trimming(self) -> None:
+        """Have the control thread give back what a compilation has left, if asleep. Any thread may call.
+
+        A compilation that ends behind a sleep leaves in torch's hands what it ran its copy of a layer with.
+        """
+        submit_unless_closed(self._control, self._trim, "layers were compiled")
+
     def begin_using_compiled(self) -> None:
         """Have the control thread put to use what the engine compiled. Any thread may call."""
         submit_unless_closed(self._control, self._use_compiled, "layers were compiled")
@@ -142,7 +156,8 @@ class Residency:
         if not self._engine.paused:
             return  # the wake has done it
         try:
-            self._memory.collect_cleared()
+            with self._watchdog.collect:
+                self._memory.collect_cleared()
         except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
             self._fail(exc, "a sleep")
 
@@ -154,6 +169,15 @@ class Residency:
     def _pause(self) -> None:
         with self._watchdog.pause:
             self._engine.pause()
+
+    def _trim(self) -> None:
+        if not self._engine.paused:
+            return  # the next sleep does it
+        try:
+            with self._watchdog.unmap:
+                self._memory.trim()
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
+            self._fail(exc, "a compilation")
 
     def _use_compiled(self) -> None:
         """Now; or, if the model sleeps, at its next sleep: a sleeper takes no memory."""
@@ -170,14 +194,16 @@ class Residency:
             self._fail(exc, "capturing the compiled layers")
         finally:
             if self._engine.paused:
-                self._engine.prepare_wake()
+                with self._watchdog.map:
+                    self._engine.prepare_wake()
                 self._engine.resume()
 
     def _capture_compiled(self) -> None:
         """Now; or, where memory is missing, at the next sleep."""
         try:
-            self._memory.map()
-            with self._memory.counting_graphs():
+            with self._watchdog.map:
+                self._memory.map()
+            with self._watchdog.capture, self._memory.counting_graphs():
                 self._engine.use_compiled()
         except (DeviceMemoryShort, torch.OutOfMemoryError) as exc:
             self._has_uncaptured = True

@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.compilation import BackgroundCompilation
-from actors.control import call_unless_closed
+from actors.control import ControlThread, call_unless_closed
 from actors.engine.architectures import check_architecture
 from actors.engine.cards import card_problem
 from actors.engine.config import EngineConfig
@@ -67,6 +67,8 @@ class ModelRuntime:
     Attributes:
         memory: weights and KV cache. To be read; only this runtime's control thread moves it.
         failed: why this runtime can serve no more, as soon as that is so. Its callbacks run on any thread.
+        hung: the same, if it is that something never ended. Nothing is waited for any more then, and only
+            the end of the process gives back what it holds.
     """
 
     def __init__(
@@ -116,14 +118,16 @@ class ModelRuntime:
         self._release_image = release_image
         self._max_events_per_s = engine.max_events_per_s
         self.failed: Future[ReplicaFailed] = Future()
+        self.hung: Future[ReplicaFailed] = Future()
+        self._closed = False
         self._verified = asyncio.Event()  # the bytes of the last wake are what was packed
-        self._watchdog = Watchdog(
-            watchdog or WatchdogConfig(), lambda hung: self._fail(EngineDied(hung))
-        )
+        self._watchdog = Watchdog(watchdog or WatchdogConfig(), self._hangs)
         self._observer = observer or Observer()
-        self._control = ThreadPoolExecutor(1, thread_name_prefix="runtime-control")
+        self._control = ControlThread(self._watchdog.control)
+        self._tell: Callable[[Callable[[], None]], None] = _nobody_yet
         self._engine = self._control.submit(self._build_engine, module, engine).result()
         self._streams = OpenStreams(self._engine, self.codec, EngineMeter(self._observer))
+        self._tell = self._streams.on_loop
         self._residency = Residency(
             self._engine,
             self.memory,
@@ -138,6 +142,7 @@ class ModelRuntime:
             self._control,
             self._watchdog.prompt,
             self._is_busy,
+            self._something_went_wrong,
         )
         try:
             # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
@@ -148,7 +153,10 @@ class ModelRuntime:
             self._control.submit(self._engine.stop)  # its thread would keep the process from ending
             raise
         self._compilation = BackgroundCompilation(
-            self._engine, self._residency.begin_using_compiled
+            self._engine,
+            self._residency.begin_trimming,
+            self._residency.begin_using_compiled,
+            self._watchdog.compile,
         )
 
     @property
@@ -293,21 +301,28 @@ class ModelRuntime:
             self._observer.wake_phase(WakePhase.IMAGE, reloaded_s - started_s)
             started_s = reloaded_s
         self._verified.clear()
-        change = await self._on_control(self._residency.wake)
+        try:
+            change = await self._on_control(self._residency.wake)
+        except Unavailable:
+            self._verified.set()  # nothing was computed since the last check: what frozen ones have may go
+            raise
         self._scoring.awake.set()
         self._observer.wake_phase(WakePhase.MAP, time.perf_counter() - started_s)
         loop = asyncio.get_running_loop()
-        # Bytes that are wrong have failed all streams before this is told.
-        self._residency.begin_settling().add_done_callback(
-            lambda _: call_unless_closed(loop, self._verified.set)
-        )
+
+        def settled(checked: Future[None]) -> None:
+            if checked.exception() is None:
+                # Bytes that are wrong have failed all streams before this is told.
+                call_unless_closed(loop, self._verified.set)
+
+        self._residency.begin_settling().add_done_callback(settled)
         return change
 
     async def sleep(self, level: int) -> MemoryChange:
         self._scoring.awake.clear()
         change = await self._on_control(self._sleep, level)
         if level == 2:
-            key = await self._on_control(self.memory.drop_image)
+            key = await self._on_control(self._residency.drop_image)
             if key is not None:
                 await self._release_image(key)
         return change
@@ -316,6 +331,9 @@ class ModelRuntime:
         """Return once the bytes of the last wake are there and checked, and all KV cache is mapped.
 
         What other processes have taken meanwhile of its memory is not waited for.
+
+        Raises:
+            EngineDied: something hung. Other failures: see `check_health`.
         """
         await self._on_control(lambda: None)  # whatever was to do stands before this
         while self._residency.grows:
@@ -337,6 +355,7 @@ class ModelRuntime:
 
         Raises:
             Unavailable: the model is asleep.
+            EngineDied: something hung.
         """
         while True:
             found: tuple[T] | None = await self._on_control(self._between_steps, work)
@@ -347,21 +366,28 @@ class ModelRuntime:
     async def close(self) -> None:
         """Stop the engine. The runtime is of no use afterwards.
 
-        A device that does not answer is not waited for: what it holds goes with the process.
+        A device that does not answer is not waited for: what it holds goes with the process. Idempotent.
         """
+        if self._closed:
+            return
+        self._closed = True
         self._watchdog.close()
         self._residency.close()
         self._compilation.close()
         self._grammars.close()
-        try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                try:
-                    await self._on_control(self._engine.stop)
-                finally:
-                    await self._on_control(self.memory.close_link)
-        except TimeoutError:
-            logger.error("the device has not answered for %g s; not waiting", _CLOSE_TIMEOUT_S)
+        last = [
+            asyncio.wrap_future(self._control.submit(work))
+            for work in (self._engine.stop, self.memory.close_link)
+        ]
         self._control.shutdown(wait=False)
+        _, late = await asyncio.wait(last, timeout=_CLOSE_TIMEOUT_S)
+        for each in late:
+            each.cancel()
+        if late or self.hung.done():
+            logger.error("the device does not answer; what it holds goes with the process")
+            return
+        for each in last:
+            each.result()
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
@@ -401,6 +427,13 @@ class ModelRuntime:
             reason = EngineDied(f"{what} went wrong: {type(reason).__name__}")
         self._fail(reason)
 
+    def _hangs(self, what: str) -> None:
+        """On the watchdog's thread, once."""
+        failure = EngineDied(what)
+        self._fail(failure)
+        self.hung.set_result(failure)
+        self._control.give_up(failure)
+
     def _fail(self, failure: ReplicaFailed) -> None:
         """Serve nothing any more; the first failure counts. Any thread may call."""
         try:
@@ -408,7 +441,7 @@ class ModelRuntime:
         except InvalidStateError:
             logger.info("failed again: %s", failure)
             return
-        self._streams.on_loop(lambda: self.fail_in_flight(failure))
+        self._tell(lambda: self.fail_in_flight(failure))
 
     def _echo(
         self, prepared: Prepared, index: int, logprobs: tuple[TokenLogprob, ...] | None
@@ -498,6 +531,10 @@ async def build_runtime(
         defaults,
         watchdog,
     )
+
+
+def _nobody_yet(tell: Callable[[], None]) -> None:
+    """There are no streams before there is an engine."""
 
 
 def _wrap_int64(value: int) -> int:

@@ -28,23 +28,42 @@ class WatchdogConfig(BaseModel):
         default=120.0, gt=0, description="Seconds for a wake's copies to arrive and be checked."
     )
     memory_timeout_s: float = Field(
-        default=60.0, gt=0, description="Seconds for memory to be mapped, or unmapped by a sleep."
+        default=60.0,
+        gt=0,
+        description="Seconds for memory to be mapped, or unmapped or unpinned by a sleep.",
+    )
+    other_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds for anything else: the engine to be made ready, layers to be compiled, graphs "
+        "to be captured.",
     )
 
 
 class Watch:
     """A limit for one kind of work, entered by the one thread that does it.
 
-    Entering and leaving cost an assignment each, so that a step of the engine can afford them.
+    Entering and leaving cost an assignment or two, so that a step of the engine can afford them.
     """
 
-    def __init__(self, what: str, limit_s: float) -> None:
+    def __init__(self, what: str, limit_s: float, inside: "Watch | None" = None) -> None:
+        """Make one that nobody has entered.
+
+        Args:
+            inside: what this work is a part of, on the same thread. That watch stands still meanwhile and
+                begins anew afterwards: each part has its own limit, and what lies between them has one.
+        """
         self.what = what
         self.limit_s = limit_s
+        self._inside = inside
+        self._inside_was_entered = False
         self._since_s: float | None = None
 
     def __enter__(self) -> None:
         self._since_s = time.monotonic()
+        if self._inside is not None:
+            self._inside_was_entered = self._inside._since_s is not None
+            self._inside._since_s = None
 
     def __exit__(
         self,
@@ -52,6 +71,8 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._inside is not None and self._inside_was_entered:
+            self._inside._since_s = time.monotonic()
         self._since_s = None
 
     def overdue_s(self) -> float | None:
@@ -73,13 +94,25 @@ class Watchdog:
             config: the limits.
             bark: told what hung and for how long, once.
         """
-        self.step = Watch("a step of the engine", config.step_timeout_s)
-        self.pause = Watch("pausing the engine", config.step_timeout_s)
-        self.prompt = Watch("a piece of a prompt's log-probabilities", config.step_timeout_s)
-        self.copy = Watch("copying the weights", config.copy_timeout_s)
-        self.map = Watch("mapping memory", config.memory_timeout_s)
-        self.unmap = Watch("unmapping memory", config.memory_timeout_s)
-        self._watches = (self.step, self.pause, self.prompt, self.copy, self.map, self.unmap)
+        step_s, memory_s, other_s = (
+            config.step_timeout_s,
+            config.memory_timeout_s,
+            config.other_timeout_s,
+        )
+        self.step = Watch("a step of the engine", step_s)
+        self.compile = Watch("compiling the layers", other_s)
+        # All that the control thread does, whether or not anybody thought of a limit for it.
+        self.control = control = Watch("work on the control thread", other_s)
+        self.pause = Watch("pausing the engine", step_s, control)
+        self.prompt = Watch("a piece of a prompt's log-probabilities", step_s, control)
+        self.copy = Watch("copying the weights", config.copy_timeout_s, control)
+        self.map = Watch("mapping memory", memory_s, control)
+        self.unmap = Watch("unmapping memory", memory_s, control)
+        self.unpin = Watch("unpinning the image", memory_s, control)
+        self.collect = Watch("taking back what the device has cleared", memory_s, control)
+        self.capture = Watch("capturing the engine's graphs", other_s, control)
+        parts = self.pause, self.prompt, self.copy, self.map, self.unmap, self.unpin
+        self._watches = (self.step, self.compile, control, *parts, self.collect, self.capture)
         self._bark = bark
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from ray.serve.context import _get_global_client
 from actors.control import call_unless_closed
 from actors.engine.cards import has_nvidia_driver
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
+from actors.last_resort import end_process_after
 from actors.lifecycle import Lifecycle
 from actors.protocol import (
     ChatPrompt,
@@ -153,6 +155,7 @@ class ModelReplica:
         self._runtime = await build_runtime(module, image, load, *settings, config.watchdog)
         device_now = self._runtime.memory.device_now
         self._device = await asyncio.to_thread(DeviceReading, partial(device_now, node))
+        end_process_after(self._runtime.hung)
         follower = Follower(ClusterStore(context.app_name, config.model_id))
         wanted = await follower.at_start()
         self._lifecycle = Lifecycle(
@@ -321,7 +324,8 @@ class ModelReplica:
             await asyncio.sleep(_MIRROR_INTERVAL_S)
 
     async def _set_compiled_aside(self) -> None:
-        await self._runtime.compiled()
+        with suppress(ReplicaFailed):  # it hangs, and others are told
+            await self._runtime.compiled()
         set_aside()  # what compiling has left
 
     def _announce(self) -> None:

@@ -6,8 +6,8 @@ results stay unread until the next request, and a pause finds tokens that nobody
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,8 @@ class PipelinedManager(ContinuousBatchingManager):
     nothing left to compute, and before a pause. Without asynchronous batching every batch is.
 
     Attributes:
-        watch: entered for as long as a batch is launched or read.
+        watch: entered for as long as a batch is prepared, launched or read; not while it waits for
+            requests, or stands still.
         died: told of the error that ends the loop, before the sequences in flight hear of it.
         complete_batch: called between preparing a batch and launching it.
         start_over: called when the memory for a batch was missing; has all sequences begin again
@@ -61,7 +62,7 @@ class PipelinedManager(ContinuousBatchingManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.background_thread_status = _StatusThatReads(self._read_newest)
+        self.background_thread_status = _StatusThatReads(self._read_newest, self._unwatched)
         self._unread = False  # the newest batch
         self._is_short = False  # of memory: the last launch failed
         self.watch: AbstractContextManager[None] = nullcontext()
@@ -122,14 +123,13 @@ class PipelinedManager(ContinuousBatchingManager):
         """Compute a batch or wait for requests; whether to go on."""
         if bootstrapping:
             return False  # transformers' own loop launches a first batch ahead
-        if batch_processor.prepare_next_batch():
-            with self.watch:
+        with self.watch:
+            if batch_processor.prepare_next_batch():
                 self._compute_batch(batch_processor)
-            return True
-        if self._unread:
-            with self.watch:
+                return True
+            if self._unread:
                 self._read_newest()
-            return True
+                return True
         flushing = self.background_thread_status.tp_status == BackgroundThreadStatus.FLUSH_AND_STOP
         if self._must_stop() or (flushing and not batch_processor.has_pending_requests()):
             # What follows this loop reads the newest batch once more.
@@ -139,6 +139,15 @@ class PipelinedManager(ContinuousBatchingManager):
         self._wake_up_loop.wait(_NEW_REQUESTS_TIMEOUT_S)
         self._wake_up_loop.clear()
         return True
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """For a wait within the loop's body that may take for ever."""
+        self.watch.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.watch.__enter__()
 
     def _compute_batch(self, processor: ContinuousBatchProcessor) -> None:
         """Launch the batch that was prepared, then read the one before."""
@@ -204,13 +213,17 @@ class PipelinedManager(ContinuousBatchingManager):
 class _StatusThatReads(BackgroundThreadStatus):
     """Has the newest results read before a pause."""
 
-    def __init__(self, read: Callable[[], None]) -> None:
+    def __init__(
+        self, read: Callable[[], None], standing_still: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         super().__init__()
         self._read = read
+        self._standing_still = standing_still
 
     def pause_and_wait(self) -> None:
         self._read()
-        super().pause_and_wait()
+        with self._standing_still():
+            super().pause_and_wait()
 
 
 def _is_last(scheduler: Scheduler, batch: Sequence[FutureRequestState]) -> bool:

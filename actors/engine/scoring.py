@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 from actors.control import submit_unless_closed
 from actors.engine.plain import PromptLogprobs, longest_prompt
 from actors.engine.sampling import RawLogprob
-from actors.errors import DeviceMemoryShort, Unavailable
+from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed, Unavailable
 from actors.memory.driver import gib
+
+_WHAT = "a prompt's log-probabilities"
 
 
 class PromptScoring:
@@ -35,6 +37,7 @@ class PromptScoring:
         control: Executor,
         watch: AbstractContextManager[None],
         is_busy: Callable[[], bool],
+        fail: Callable[[Exception, str], None],
     ) -> None:
         """Make an idle one.
 
@@ -44,6 +47,7 @@ class PromptScoring:
             control: of the one thread on which `with_model` works.
             watch: entered for as long as a piece takes, there.
             is_busy: whether the engine has anything to do.
+            fail: told what went wrong, and during what, if the device can be trusted no more.
         """
         self.awake = asyncio.Event()
         self._with_model = with_model
@@ -51,6 +55,7 @@ class PromptScoring:
         self._control = control
         self._watch = watch
         self._is_busy = is_busy
+        self._fail = fail
         self._turn = asyncio.Lock()
         self._on_device: set[PromptLogprobs] = set()  # used on the control thread only
 
@@ -62,6 +67,7 @@ class PromptScoring:
         Raises:
             Unavailable: the model is asleep. A sleep that comes later is waited for.
             DeviceMemoryShort: the device has no room for the prompt's keys and values.
+            ReplicaFailed: the device failed; everybody has been told.
         """
         if not self.awake.is_set():
             raise Unavailable("the model is asleep; wake it first")
@@ -76,6 +82,14 @@ class PromptScoring:
                         raise
                     except Unavailable:
                         continue  # asleep since
+                    except ReplicaFailed as exc:
+                        self._fail(exc, _WHAT)
+                        raise
+                    except (
+                        RuntimeError
+                    ) as exc:  # torch's for any CUDA error, which the next step meets, too
+                        self._fail(exc, _WHAT)
+                        raise EngineDied(f"{_WHAT} went wrong: {type(exc).__name__}") from exc
                     if not prompt.done and self._is_busy():
                         await asyncio.sleep(taken_s)
                 return prompt.found
@@ -92,10 +106,10 @@ class PromptScoring:
     def _advance(self, prompt: PromptLogprobs, model: PreTrainedModel) -> float:
         """One piece; returns the seconds that it took."""
         started_s = time.perf_counter()
-        if prompt not in self._on_device:
-            self._check_room(model, prompt)
-            self._on_device.add(prompt)
         with self._watch:
+            if prompt not in self._on_device:
+                self._check_room(model, prompt)
+                self._on_device.add(prompt)
             try:
                 prompt.advance(model)
             except torch.OutOfMemoryError as exc:

@@ -103,6 +103,8 @@ async def harness(
         yield Harness(runtime, asked)
     finally:
         await runtime.close()
+        # What a test had hang has been let go, and may still be using the memory.
+        await asyncio.to_thread(runtime._control.shutdown)
         runtime.memory.unmap(2)  # a card's memory outlives the objects
         gc.collect()  # and so do graphs, in cycles
         # A runtime sets these for its process; compiled layers of the next test would not fit both.

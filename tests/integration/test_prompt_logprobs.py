@@ -10,7 +10,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from actors.engine.plain import PromptLogprobs, longest_prompt
-from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed, Unavailable
+from actors.errors import (
+    DeviceMemoryError,
+    DeviceMemoryShort,
+    EngineDied,
+    ReplicaFailed,
+    Unavailable,
+)
 from actors.protocol import TokenEvent
 from actors.watchdog import WatchdogConfig
 from actors.weights.image import WeightImage
@@ -218,6 +224,40 @@ def test_prompt_without_room_is_refused_with_the_longest_that_has(
         with pytest.raises(DeviceMemoryShort):
             await h.events(LONG[: longest + 1], **asked)
         await until_dropped(h, pieces)
+
+    run(tiny_checkpoint, image, scenario)
+
+
+@pytest.mark.parametrize("where", ["a piece", "the pause before it", "the look for room"])
+def test_device_that_fails_fails_the_replica_and_everybody_on_it(
+    tiny_checkpoint: Path,
+    image: WeightImage,
+    pieces: Pieces,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    def explode() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def refuse() -> int:
+        raise DeviceMemoryError("cuMemGetInfo failed")
+
+    async def scenario(h: Harness) -> None:
+        neighbour = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=900, ignore_eos=True))
+        await anext(neighbour)
+        if where == "a piece":
+            pieces.before = explode
+        elif where == "the pause before it":
+            monkeypatch.setattr(h.runtime._residency, "_pause", explode)
+        else:
+            monkeypatch.setattr(h.runtime._scoring, "_spare_bytes", refuse)
+        with pytest.raises(ReplicaFailed):
+            await echo(h)
+        with pytest.raises(ReplicaFailed):
+            h.runtime.check_health()
+        with pytest.raises(ReplicaFailed):
+            async for _ in neighbour:
+                pass
 
     run(tiny_checkpoint, image, scenario)
 

@@ -12,6 +12,7 @@ import torch
 from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, ReplicaFailed
 from actors.lull import Lull
+from actors.memory.cpu import CpuDriver
 from actors.protocol import TokenEvent
 from actors.weights.image import WeightImage
 from tests.integration.runtime_harness import PROMPTS, Harness, run
@@ -147,6 +148,49 @@ def test_sleeping_model_takes_no_memory_for_what_was_compiled(
         assert await h.tokens(PROMPTS[0]) == tokens
 
     run(tiny_checkpoint, image, scenario, awake=False)
+
+
+@pytest.mark.parametrize(
+    ("asleep", "succeeds"),
+    [(True, True), (True, False), (False, False)],  # awake, capturing would do it
+)
+def test_sleeping_model_gives_back_what_its_compilation_took(
+    tiny_checkpoint: Path,
+    image: WeightImage,
+    monkeypatch: pytest.MonkeyPatch,
+    asleep: bool,
+    succeeds: bool,
+) -> None:
+    may_compile = threading.Event()
+    reserved: list[str] = []  # in the hands of a torch on a card
+
+    def compile_layers(engine: TransformersEngine) -> None:
+        may_compile.wait()
+        reserved.append("a copy of a layer")
+        if not succeeds:
+            raise RuntimeError("of any kind")
+
+    def trim(driver: CpuDriver) -> None:
+        reserved.clear()
+
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", compile_layers)
+    monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: None)
+
+    async def scenario(h: Harness) -> None:
+        monkeypatch.setattr(CpuDriver, "trim", trim)
+        if asleep:
+            await h.runtime.sleep(1)  # while the layers are compiled
+        may_compile.set()
+        await h.runtime.compiled()
+        assert bool(reserved) is not asleep
+        if not asleep:
+            await h.runtime.sleep(1)
+        assert reserved == []
+        h.runtime.check_health()
+
+    run(tiny_checkpoint, image, scenario)
 
 
 def test_compiling_that_finds_no_memory_is_tried_again(

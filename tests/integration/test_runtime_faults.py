@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,20 +14,23 @@ import numpy as np
 import pytest
 import torch
 
+from actors.engine.engine import TransformersEngine
 from actors.errors import (
     ContextLengthExceeded,
     DeviceMemoryError,
     DeviceMemoryShort,
     EngineDied,
+    FrozenTooLong,
     InvalidRequest,
     LayoutMismatch,
     ReplicaFailed,
     WeightsCorrupted,
 )
 from actors.lifecycle import Lifecycle, SleepConfig
+from actors.lull import Lull
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.transfer import Transfer
-from actors.protocol import ReplicaState, SleepCommand, TokenEvent
+from actors.protocol import FinishReason, ReplicaState, SleepCommand, SleepMode, TokenEvent
 from actors.watchdog import WatchdogConfig
 from actors.weights.checkpoint import write_checkpoint
 from actors.weights.checksum import Checksums
@@ -149,6 +153,69 @@ def test_wake_that_fails_half_way_leaves_nothing_mapped(
         assert await h.tokens(PROMPTS[0]) == expected
 
     run(tiny_checkpoint, image, scenario)
+
+
+def test_frozen_request_is_aborted_after_a_wake_that_was_refused(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise DeviceMemoryShort("a neighbour has it")
+
+    async def scenario(h: Harness) -> None:
+        lifecycle = Lifecycle(h.runtime, SleepConfig(), time.monotonic)
+        begun, events = asyncio.Event(), list[TokenEvent]()
+
+        async def ask() -> None:
+            async with lifecycle.serving("r"):
+                prepared = h.prepare(PROMPTS[0], max_tokens=900, ignore_eos=True)
+                async for event in h.runtime.generate(prepared):
+                    events.append(event)
+                    begun.set()
+
+        request = asyncio.create_task(ask())
+        await begun.wait()
+        await lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuDriver, "map", refuse)
+            with pytest.raises(DeviceMemoryShort):
+                await lifecycle.wake_up()
+        await lifecycle.sleep(SleepCommand(mode=SleepMode.ABORT))
+        await request
+        assert events[-1].finish_reason is FinishReason.ABORT
+        assert lifecycle.state is ReplicaState.ASLEEP
+
+    run(tiny_checkpoint, image, scenario, awake=False)
+
+
+def test_request_that_a_sleep_froze_for_too_long_ends_with_the_error(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        lifecycle = Lifecycle(h.runtime, SleepConfig(frozen_timeout_s=0.2), time.monotonic)
+        begun = asyncio.Event()
+
+        async def ask(max_tokens: int) -> list[int]:
+            found = []
+            async with lifecycle.serving("r"):
+                prepared = h.prepare(PROMPTS[0], max_tokens=max_tokens, ignore_eos=True)
+                async for event in h.runtime.generate(prepared):
+                    found += event.token_ids
+                    begun.set()
+            return found
+
+        expected = await ask(20)
+        begun.clear()
+        request = asyncio.create_task(ask(900))
+        await begun.wait()
+        await lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        with pytest.raises(FrozenTooLong, match=r"within 0.2 s \(sleep.frozen_timeout_s\)"):
+            await request
+        assert lifecycle.idle.in_flight == 0
+        assert lifecycle.state is ReplicaState.ASLEEP
+        assert await ask(20) == expected, "a new request wakes it"
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario, awake=False)
 
 
 def test_byte_that_changed_on_the_way_fails_the_replica_and_its_requests(
@@ -283,10 +350,18 @@ HASTY = WatchdogConfig(step_timeout_s=0.3, copy_timeout_s=0.3, memory_timeout_s=
     ("where", "what"),
     [
         ("step", "a step of the engine has not ended after"),
+        ("prepare", "a step of the engine has not ended after"),
+        ("room", "a piece of a prompt's log-probabilities has not ended after"),
         ("map", "mapping memory has not ended after"),
         ("copy", "copying the weights has not ended after"),
         ("unmap", "unmapping memory has not ended after"),
+        ("unpin", "unpinning the image has not ended after"),
+        ("collect", "taking back what the device has cleared has not ended after"),
         ("pause", "pausing the engine has not ended after"),
+        ("drop", "work on the control thread has not ended after"),
+        ("compile", "compiling the layers has not ended after"),
+        ("capture", "capturing the engine's graphs has not ended after"),
+        ("resume after capture", "mapping memory has not ended after"),
     ],
 )
 def test_device_that_never_answers_fails_the_replica_and_its_requests(
@@ -296,49 +371,135 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
     where: str,
     what: str,
 ) -> None:
-    released = threading.Event()
+    released, may_compile = threading.Event(), threading.Event()
 
     def hang(*args: object) -> None:
         assert released.wait(30)
 
+    if where in ("compile", "capture", "resume after capture"):
+        monkeypatch.setattr(Lull, "wait", lambda self: True)
+        monkeypatch.setattr(TransformersEngine, "compiles", True)
+        monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: None)
+        compiling = hang if where == "compile" else lambda engine: may_compile.wait(30)
+        monkeypatch.setattr(TransformersEngine, "compile", compiling)
+
     async def scenario(h: Harness) -> None:
         lifecycle = Lifecycle(h.runtime, SleepConfig(), time.monotonic)
-        loop = asyncio.get_running_loop()
-        h.runtime.failed.add_done_callback(
-            lambda failed: loop.call_soon_threadsafe(lifecycle.fail, failed.result())
-        )
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell(failed: Future[ReplicaFailed]) -> None:
+            loop.call_soon_threadsafe(lifecycle.fail, failed.result())
+            loop.call_soon_threadsafe(told.set)
+
+        h.runtime.failed.add_done_callback(tell)
 
         async def ask(**sampling: object) -> None:
             async with lifecycle.serving("r"):
                 await h.tokens(PROMPTS[0], **sampling)
 
         await ask()
+        await h.runtime.settled()
         if where in ("map", "copy"):
             await lifecycle.sleep(SleepCommand())
-        target, name = {
-            "step": (h.runtime._engine._processor, "_generation_step"),  # type: ignore[attr-defined]
+        targets: dict[str, tuple[object, str]] = {
+            "step": (h.runtime._engine._processor, "_generation_step"),
+            "prepare": (h.runtime._engine._processor, "prepare_next_batch"),
+            "room": (h.runtime._scoring, "_spare_bytes"),
             "map": (CpuDriver, "map"),
             "copy": (Transfer, "finish"),
             "unmap": (CpuDriver, "unmap"),
+            "unpin": (CpuLink, "close"),
+            "collect": (CpuDriver, "collect_cleared"),
             "pause": (h.runtime._engine, "pause"),
-        }[where]
-        monkeypatch.setattr(target, name, hang)
-        if where in ("unmap", "pause"):
+            "drop": (h.runtime._engine, "drop_kv"),
+            "capture": (TransformersEngine, "use_compiled"),
+            "resume after capture": (TransformersEngine, "prepare_wake"),
+        }
+        if where in targets:
+            monkeypatch.setattr(*targets[where], hang)
+        for watch in h.runtime._watchdog._watches:
+            watch.limit_s = 0.3  # also what a start needs more for
+        may_compile.set()
+        if where == "collect":
+            await lifecycle.sleep(SleepCommand())
+            await told.wait()
+        elif where in ("unmap", "pause", "unpin", "drop"):
             with pytest.raises(ReplicaFailed, match=what):
-                await lifecycle.sleep(SleepCommand())
+                await lifecycle.sleep(SleepCommand(level=2))
         else:
+            asking = {"echo": True, "logprobs": 1} if where in ("room", "compile") else {}
             with pytest.raises(ReplicaFailed, match=what):
-                await ask()
+                await ask(max_tokens=900, ignore_eos=True, **asking)
         assert lifecycle.state is ReplicaState.FAILED
+        assert h.runtime.hung.done(), "its process ends, if nobody else ends it"
         with pytest.raises(EngineDied, match=f"{what} .* s .its limit is 0.3 s"):
             h.runtime.check_health()
         with pytest.raises(ReplicaFailed):
             await ask()
+        with pytest.raises(ReplicaFailed, match=what):
+            await h.runtime.settled()  # behind what hangs
+        await h.runtime.close()  # likewise
         monkeypatch.undo()
         released.set()
 
     try:
         run(tiny_checkpoint, image, scenario, awake=False, watchdog=HASTY)
+    finally:
+        released.set()
+
+
+def test_idle_or_sleeping_engine_is_no_hang(tiny_checkpoint: Path, image: WeightImage) -> None:
+    async def scenario(h: Harness) -> None:
+        for watch in h.runtime._watchdog._watches:
+            watch.limit_s = 0.3
+        for is_asleep in (False, True):
+            assert await h.tokens(PROMPTS[0])
+            if is_asleep:
+                await h.runtime.sleep(2)
+            # Longer than the limit and the watchdog's time between two looks.
+            await asyncio.sleep(1)
+            h.runtime.check_health()
+        await h.runtime.wake()
+        assert await h.tokens(PROMPTS[0])
+
+    run(tiny_checkpoint, image, scenario, watchdog=HASTY)
+
+
+def test_hung_start_is_told_instead_of_waited_for(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(TransformersEngine, "warm_up", lambda engine: released.wait(30))
+    hasty = HASTY.model_copy(update={"other_timeout_s": 3.0})
+
+    async def scenario(h: Harness) -> None: ...
+
+    begun_s = time.monotonic()
+    with pytest.raises(EngineDied, match="capturing the engine's graphs has not ended"):
+        run(tiny_checkpoint, image, scenario, watchdog=hasty)
+    assert time.monotonic() - begun_s < 25
+    released.set()
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "not yet noticed"])
+def test_close_behind_a_hung_control_thread_is_bounded(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, noticed: bool
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr("actors.runtime._CLOSE_TIMEOUT_S", 30.0 if noticed else 0.3)
+
+    async def scenario(h: Harness) -> None:
+        if noticed:
+            h.runtime._watchdog.control.limit_s = 0.3
+        h.runtime._control.submit(released.wait)
+        if noticed:
+            await asyncio.to_thread(h.runtime.hung.result, 20)
+        async with asyncio.timeout(5):
+            await h.runtime.close()
+        released.set()
+
+    try:
+        run(tiny_checkpoint, image, scenario)
     finally:
         released.set()
 

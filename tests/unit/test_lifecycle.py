@@ -310,6 +310,24 @@ def test_deeper_sleep_with_frozen_requests_does_not_wait_for_them() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_abort_of_a_sleeper_ends_what_an_earlier_sleep_froze(level: int) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        bench.effects.on_abort = ends.set
+        await bench.lifecycle.sleep(SleepCommand(level=2, mode=SleepMode.KEEP))
+        await bench.lifecycle.sleep(SleepCommand(level=level))
+        assert not ends.is_set(), "mode wait has nothing to wait for"
+        await bench.lifecycle.sleep(SleepCommand(level=level, mode=SleepMode.ABORT))
+        assert await request == "served"
+        assert bench.effects.calls == ["sleep 2", "abort"]
+        assert bench.states == [DRAINING, ASLEEP]
+
+    run(scenario)
+
+
 def test_sleep_and_wake_up_are_idempotent() -> None:
     async def scenario() -> None:
         bench = Bench()

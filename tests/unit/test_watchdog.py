@@ -75,3 +75,21 @@ def test_closed_watchdog_looks_no_more(watchdog: Watchdog, barks: Barks) -> None
     watchdog.close()
     with watchdog.step:
         assert not barks.first.wait(0.1)
+
+
+def test_part_has_a_limit_of_its_own_and_what_it_is_part_of_begins_anew(
+    watchdog: Watchdog, barks: Barks
+) -> None:
+    watchdog.control.limit_s = 0.2
+    with watchdog.control:
+        for _ in range(6):  # together longer than the whole may take beside its parts
+            with watchdog.copy:
+                assert not barks.first.wait(0.05)
+        assert barks.first.wait(5), "between its parts it is watched"
+    assert barks.heard[0].startswith("work on the control thread has not ended after")
+
+
+def test_part_alone_leaves_what_it_is_part_of_unentered(watchdog: Watchdog) -> None:
+    with watchdog.copy:
+        pass
+    assert watchdog.control._since_s is None

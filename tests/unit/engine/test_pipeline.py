@@ -2,6 +2,7 @@
 
 from collections import deque
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from random import Random
 from types import SimpleNamespace
@@ -105,18 +106,36 @@ class FakeProcessor:
         return False
 
 
-def run(batches: list[Any], use_async: bool) -> tuple[list[str], PipelinedManager, FakeProcessor]:
+class LoggedWatch:
+    """Notes in the log when it is entered and left."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __enter__(self) -> None:
+        self.log.append("watched")
+
+    def __exit__(self, *args: object) -> None:
+        self.log.append("unwatched")
+
+
+def run(
+    batches: list[Any], use_async: bool, is_watched: bool = False
+) -> tuple[list[str], PipelinedManager, FakeProcessor]:
     manager = PipelinedManager.__new__(PipelinedManager)
-    manager.background_thread_status = pipeline._StatusThatReads(manager._read_newest)
+    manager.background_thread_status = pipeline._StatusThatReads(
+        manager._read_newest, manager._unwatched
+    )
     processor = FakeProcessor(batches, manager.background_thread_status, use_async)
     manager.batch_processor = processor  # type: ignore[assignment]
     manager.model = None
     manager.current_batch = 0
     manager._unread = False
-    manager.watch = nullcontext()
+    manager.watch = LoggedWatch(processor.log) if is_watched else nullcontext()
     manager.complete_batch = lambda: None
     manager.needs_results = lambda: processor.prepared is GRAMMAR
-    manager._wake_up_loop = SimpleNamespace(wait=lambda _: None, clear=lambda: None)
+    wait = partial(processor.log.append, "wait") if is_watched else bool
+    manager._wake_up_loop = SimpleNamespace(wait=lambda _: wait(), clear=lambda: None)
     assert not manager._generation_loop_body(processor, bootstrapping=True)
     while processor.batches:
         assert manager._generation_loop_body(processor, bootstrapping=False)
@@ -147,6 +166,16 @@ def test_newest_batch_is_read_where_somebody_waits_for_it(batches: list[Any], or
         f"{names[step[0]]} {step[1:]}" if step != "paused" else step for step in order.split()
     ]
     assert log[: len(expected)] == expected
+
+
+def test_whole_batch_is_watched_and_no_wait_that_may_take_for_ever() -> None:
+    log, _, _ = run([LATER, "pause", LATER, None, None], use_async=True, is_watched=True)
+    assert " ".join(log) == (
+        "watched launch 0 unwatched "
+        "watched read 0 unwatched paused watched launch 2 unwatched "  # both prepared within
+        "watched read 2 unwatched "
+        "watched unwatched wait"
+    )
 
 
 def test_without_asynchronous_batching_each_batch_is_read_at_once() -> None:

@@ -1,0 +1,83 @@
+"""A thread whose waiters do not hang with it."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+
+from actors.control import ControlThread
+
+HUNG = RuntimeError("hung")
+
+
+@pytest.fixture
+def control() -> Iterator[ControlThread]:
+    control = ControlThread(nullcontext())
+    yield control
+    control.shutdown()
+
+
+def test_work_is_done_in_turn_and_told(control: ControlThread) -> None:
+    assert [each.result(5) for each in [control.submit(pow, 2, i) for i in range(5)]] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+    ]
+    with pytest.raises(ZeroDivisionError):
+        control.submit(lambda: 1 // 0).result(5)
+
+
+def test_nobody_waits_for_a_thread_that_was_given_up(control: ControlThread) -> None:
+    begun, released, done = threading.Event(), threading.Event(), []
+
+    def hang() -> None:
+        begun.set()
+        assert released.wait(20)
+
+    hanging, behind = control.submit(hang), control.submit(done.append, "behind")
+    cancelled = control.submit(done.append, "cancelled")
+    assert begun.wait(5)
+    assert cancelled.cancel()
+    control.give_up(HUNG)
+    for each in (hanging, behind, control.submit(done.append, "later")):
+        with pytest.raises(RuntimeError, match="hung"):
+            each.result(0)
+    released.set()
+    control.shutdown(wait=True)
+    assert done == ["behind", "later"], "all the same, once it has come back"
+
+
+def test_work_that_was_cancelled_in_time_is_not_done(control: ControlThread) -> None:
+    released, done = threading.Event(), []
+    control.submit(released.wait, 20)
+    late = control.submit(done.append, "late")
+    assert late.cancel()
+    released.set()
+    control.shutdown(wait=True)
+    assert done == []
+
+
+def test_all_work_is_watched_also_when_it_fails() -> None:
+    entered: list[str] = []
+
+    class Watch:
+        def __enter__(self) -> None:
+            entered.append("in")
+
+        def __exit__(self, *args: object) -> None:
+            entered.append("out")
+
+    control = ControlThread(Watch())
+    with pytest.raises(ZeroDivisionError):
+        control.submit(lambda: entered.append("work") or 1 // 0).result(5)
+    control.shutdown()
+    assert entered == ["in", "work", "out"]
+
+
+def test_closed_one_takes_no_work(control: ControlThread) -> None:
+    control.shutdown()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        control.submit(print)
