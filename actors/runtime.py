@@ -380,14 +380,16 @@ class ModelRuntime:
             for work in (self._engine.stop, self.memory.close_link)
         ]
         self._control.shutdown(wait=False)
-        _, late = await asyncio.wait(last, timeout=_CLOSE_TIMEOUT_S)
+        done, late = await asyncio.wait(last, timeout=_CLOSE_TIMEOUT_S)
         for each in late:
             each.cancel()
+        errors = [each.exception() for each in last if each in done]
         if late or self.hung.done():
             logger.error("the device does not answer; what it holds goes with the process")
             return
-        for each in last:
-            each.result()
+        for error in errors:
+            if error is not None:
+                raise error
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
@@ -430,8 +432,8 @@ class ModelRuntime:
     def _hangs(self, what: str) -> None:
         """On the watchdog's thread, once."""
         failure = EngineDied(what)
+        self.hung.set_result(failure)  # first: who sees `failed` may ask for it
         self._fail(failure)
-        self.hung.set_result(failure)
         self._control.give_up(failure)
 
     def _fail(self, failure: ReplicaFailed) -> None:

@@ -397,8 +397,12 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
             async with lifecycle.serving("r"):
                 await h.tokens(PROMPTS[0], **sampling)
 
+        async def healthy_once_settled() -> None:
+            await h.runtime.settled()  # behind what hangs, if that is the control thread
+            h.runtime.check_health()
+
         await ask()
-        await h.runtime.settled()
+        await healthy_once_settled()
         if where in ("map", "copy"):
             await lifecycle.sleep(SleepCommand())
         targets: dict[str, tuple[object, str]] = {
@@ -437,7 +441,7 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
         with pytest.raises(ReplicaFailed):
             await ask()
         with pytest.raises(ReplicaFailed, match=what):
-            await h.runtime.settled()  # behind what hangs
+            await healthy_once_settled()
         await h.runtime.close()  # likewise
         monkeypatch.undo()
         released.set()
