@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # bench pages: what of the KV cache holds no token, and what it costs
-DEFAULT_PAGE_SIZE = 16
+DEFAULT_PAGE_SIZE = 32
 
 
 class EngineConfig(BaseModel):

@@ -104,26 +104,15 @@ print("done", flush=True)
 """
 
 
-def test_flipped_byte_in_the_store_fails_the_replica_and_never_a_later_answer(
+def test_flipped_byte_in_the_store_fails_the_replica_and_no_answer(
     card: ServeProcess,
 ) -> None:
     before = complete(card)
     asleep = card.sleep()
     checkpoint = PROJECT / "checkpoints" / "demo"
     assert flip_a_byte(card, checkpoint) == "done\n"
-    # The wake does not wait for the checksums, so this has to be in flight when they are compared.
-    response = card.post("/v1/completions", **{**ASK, "max_tokens": 3000}, prompt=PROMPT)
-    assert response.status_code == 500, response.text
-    assert response.json()["error"]["code"] == "weights_corrupted"
-
-    def replaced() -> bool:
-        response = card.post("/v1/completions", **ASK, prompt=PROMPT)
-        if response.status_code != 200:
-            return False
-        assert response.json()["choices"][0]["text"] == before
-        return True
-
-    wait_until(replaced, 90, "a new replica answers", pause_s=0.2)
+    # Nothing has been sent when the checksums are compared, so the replica that comes instead answers.
+    assert complete(card) == before
     now = card.wake_up()
     assert now["process_id"] != asleep["process_id"]
     assert now["weights_from"] == "image"  # the holder dropped what was wrong, and loaded anew
