@@ -58,8 +58,8 @@ class SamplingParams:
     """How to choose the next token. The defaults are OpenAI's; names beyond OpenAI's are vLLM's.
 
     What is None and has a default of the model's gets it on the replica
-    (`actors.engine.sampling_defaults`): only that has the checkpoint. Ranges are checked by
-    `actors.engine.validation.validate`, once, before a request enters the engine.
+    (`actors.text.sampling_defaults`): only that has the checkpoint. Ranges are checked by
+    `actors.text.validation.validate`, once, before a request enters the engine.
     """
 
     max_tokens: int | None = None  # None: the model's default, or else whatever the context leaves
@@ -138,8 +138,8 @@ class TokenLogprob:
 class MessageForm:
     """How a model writes what in its messages is not content; None where it has no form for it."""
 
-    reasoning: str | None = None  # a name of `serve_app.reasoning`
-    tools: str | None = None  # a name of `serve_app.tool_calls`
+    reasoning: str | None = None  # a name of `serve_app.openai.reasoning`
+    tools: str | None = None  # a name of `serve_app.openai.tool_calls`
     in_reasoning: bool = False  # the prompt ends inside the reasoning, so the output begins there
 
 

@@ -12,24 +12,24 @@ from ray.serve.config import AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from serve_app.autoscaling_config import AutoscalingConfig
-from serve_app.client import HandleClient
-from serve_app.config import AppArgs, ModelConfig, WeightsArgs
-from serve_app.deployment import ModelReplica
-from serve_app.heap import set_aside
-from serve_app.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.keys import read_keys
-from serve_app.logs import adopt_serve_handlers
-from serve_app.model_client import ModelInfo
-from serve_app.patience import Patience
-from serve_app.peers import Account, Everybody, News
-from serve_app.routing import CONTROL_ROOM
-from serve_app.serve_peers import ServePeers
-from serve_app.serve_scaler import ServeScaler
-from serve_app.status.images import held_images
-from serve_app.tokenizer import LocalTokenizer
-from serve_app.wanted import ClusterStore
+from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.config.files import AppArgs, ModelConfig, WeightsArgs
+from serve_app.config.keys import read_keys
+from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.peers import Account, Everybody, News
+from serve_app.front.serve_peers import ServePeers
+from serve_app.front.status.images import held_images
+from serve_app.models.client import HandleClient
+from serve_app.models.first_token import Patience
+from serve_app.models.model_client import ModelInfo
+from serve_app.models.tokenizer import LocalTokenizer
+from serve_app.process.heap import set_aside
+from serve_app.process.logs import adopt_serve_handlers
+from serve_app.replica.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder
+from serve_app.replica.replica import ModelReplica
+from serve_app.routing.rank import CONTROL_ROOM
+from serve_app.scaling.serve_scaler import ServeScaler
+from serve_app.signals.hold import ClusterStore
 
 _MAX_HTTP_REQUESTS = 10_000  # an ingress only passes things on; the models' own limits come first
 _STATS_PERIOD_S = 0.2  # changes of state are sent at once; this is for those that got lost
@@ -150,7 +150,7 @@ def _model_deployment(model: ModelConfig) -> Application:
     # The policy keeps as many replicas as requests need at this target, so the router keeps no more busy.
     packed = 0.0 if scaling is None else scaling.target_ongoing_requests
     router: dict[str, Any] = {  # typed as if every value were a dictionary
-        "request_router_class": "serve_app.router:AwakeFirstRouter",
+        "request_router_class": "serve_app.routing.router:AwakeFirstRouter",
         "request_router_kwargs": {"packed_requests": packed},
         "request_routing_stats_period_s": _STATS_PERIOD_S,
         "max_backoff_s": _MAX_BACKOFF_S,
@@ -187,7 +187,7 @@ def serves_autoscaling(config: AutoscalingConfig) -> ServesAutoscaling:
             downscale_delay_s=0.0,
             downscale_to_zero_delay_s=0.0,
             policy=AutoscalingPolicy(
-                policy_function="serve_app.autoscaling_serve:SleepAwarePolicy",
+                policy_function="serve_app.scaling.serve_policy:SleepAwarePolicy",
                 policy_kwargs={"settings": config.model_dump()},
             ),
         )

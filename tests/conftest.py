@@ -48,6 +48,6 @@ def project() -> Path:
 @pytest.fixture(scope="session")
 def tiny_checkpoint() -> Path:
     """The checkpoint that configs/tiny_cpu.yaml names; written once and kept."""
-    from actors.weights.checkpoint import write_checkpoint
+    from actors.checkpoints.making import write_checkpoint
 
     return write_checkpoint(PROJECT / "checkpoints" / "tiny", "tiny")

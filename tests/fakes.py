@@ -19,8 +19,8 @@ from actors.protocol import (
     TokenLogprob,
     WakeReport,
 )
-from serve_app.model_client import ModelInfo, Scrape
-from serve_app.scaling import Scale
+from serve_app.models.model_client import ModelInfo, Scrape
+from serve_app.scaling.manual import Scale
 
 
 class FakeModel:

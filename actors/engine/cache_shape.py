@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
-from actors.engine.attention import decodes_in_pages, wants_mask
+from actors.engine.model.attention import decodes_in_pages, wants_mask
 
 # Bytes per logit while sampling, more than it takes: 24 at the peak, which is a grammar's on every row
 # (logits.py: forbid). The logits, the penalties' counts, the adjusted logits and their restricted copy (4

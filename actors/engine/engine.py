@@ -22,27 +22,27 @@ from transformers.generation.continuous_batching.model_runner import (
 )
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from actors.engine.architectures import decoder_layers, experts_need_host
-from actors.engine.attention import NAME as OUR_ATTENTION
-from actors.engine.attention import choose_attention, decodes_in_pages, wants_mask
+from actors.engine.batching.graphs import GraphRunner, forget_newest_tokens
+from actors.engine.batching.kv_growth import GrowingPool, kv_parts
+from actors.engine.batching.pipeline import PipelinedManager
+from actors.engine.batching.prefixes import share_from
+from actors.engine.batching.scheduling import NAME as TURNS
 from actors.engine.cache_shape import cache_shape
-from actors.engine.compiled_layers import CompiledLayers
 from actors.engine.config import EngineConfig
-from actors.engine.graphs import GraphRunner, forget_newest_tokens
-from actors.engine.kv_growth import GrowingPool, kv_parts
-from actors.engine.pipeline import PipelinedManager
-from actors.engine.prefixes import share_from
-from actors.engine.rotation import settle_rotation
-from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
-from actors.engine.sampling_defaults import ResolvedSampling
-from actors.engine.scheduling import NAME as TURNS
+from actors.engine.model.architectures import decoder_layers, experts_need_host
+from actors.engine.model.attention import NAME as OUR_ATTENTION
+from actors.engine.model.attention import choose_attention, decodes_in_pages, wants_mask
+from actors.engine.model.compiled_layers import CompiledLayers
+from actors.engine.model.rotation import settle_rotation
+from actors.engine.sampling.sampler import BatchSampler, RawLogprob, SequenceSampling
 from actors.engine.sizing import CardMemory, Limits, plan_limits
-from actors.engine.validation import check_token_ids, validate
 from actors.errors import ContextLengthExceeded, DeviceMemoryShort, EngineDied, InvalidRequest
 from actors.memory import workspaces
 from actors.memory.arena import DeviceArena
 from actors.memory.driver import AllocatorPool
 from actors.protocol import FinishReason
+from actors.text.sampling_defaults import ResolvedSampling
+from actors.text.validation import check_token_ids, validate
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from actors.engine.cache_shape import CacheShape
 from actors.engine.config import EngineConfig
-from actors.engine.logits import Param
+from actors.engine.sampling.logits import Param
 from actors.memory.driver import gib
 
 # Without a card: cheap, and the same on every machine.

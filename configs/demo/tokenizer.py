@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from actors.weights.chatml import SPECIAL_TOKENS, byte_level, for_transformers
+from actors.checkpoints.chatml import SPECIAL_TOKENS, byte_level, for_transformers
 
 _MARKS = re.compile(r"<\|[a-z_]+\|>")
 

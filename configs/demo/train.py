@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from actors.weights.chatml import END_OF_TEXT, IM_END
+from actors.checkpoints.chatml import END_OF_TEXT, IM_END
 from configs.demo import corpus, tokenizer
 
 # B rows of a batch, T tokens of a row, V vocabulary

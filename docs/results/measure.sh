@@ -47,7 +47,7 @@ run() {  # NAME SECONDS ARGUMENT...: sleepserve, for no longer than the part has
     shift 2
     if ((ends - SECONDS < seconds)); then seconds=$((ends - SECONDS)); fi
     if ((seconds < 20)); then echo "$name: left out, the part's time is up"; return; fi
-    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m serve_app.cli "$@" > "$work/$name.txt" 2> "$work/$name.log"
+    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m serve_app.cli.main "$@" > "$work/$name.txt" 2> "$work/$name.log"
     echo "$name: exit code $?, $((SECONDS - began)) s"
     pack
 }

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from actors.weights.packer import load_reference
+from actors.image.packer import load_reference
 from serve_app.bench.local import Prompt
 
 DeviceMap = Literal["auto", "balanced", "balanced_low_0"]

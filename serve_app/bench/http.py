@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import aiohttp
 
 from serve_app.bench.workload import Workload, without_nulls
-from serve_app.keys import bearer
+from serve_app.config.keys import bearer
 
 ErrorKind = Literal[
     "http_status",  # an answer other than 200

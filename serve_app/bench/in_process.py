@@ -18,12 +18,12 @@ from serve_app.bench.perplexity import (
     perplexity_of,
 )
 from serve_app.bench.verdict import About, Answer, FirstToken, Left, Perplexity, Slept, Tokens, Woke
-from serve_app.config import ModelConfig
+from serve_app.config.files import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from actors.runtime import ModelRuntime
+    from actors.replica.runtime import ModelRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ async def in_process(
 
 async def _load(config: ModelConfig, on_progress: Progress) -> _Loaded:
     on_progress("importing torch", 0, 0)
-    from actors.holder import ImageRequest
-    from actors.runtime import build_module, build_runtime
-    from actors.weights.download import ensure_checkpoint
-    from actors.weights.fastload import FastLoad
+    from actors.checkpoints.download import ensure_checkpoint
+    from actors.image.holder import ImageRequest
+    from actors.image.obtain import FastLoad
+    from actors.replica.runtime import build_module, build_runtime
 
     on_progress("loading the checkpoint", 0, 0)
     checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)

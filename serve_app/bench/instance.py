@@ -38,8 +38,8 @@ class InstanceRequest:
     started_s: float  # when its process was asked for, by the machine's monotonic clock
 
     def subject(self) -> "Subject":
+        from actors.checkpoints.source import ModelSource
         from actors.engine.config import EngineConfig
-        from actors.weights.source import ModelSource
         from serve_app.bench.local import Subject
 
         engine = EngineConfig.model_validate(self.engine)
@@ -101,14 +101,14 @@ def main() -> None:
 
 
 async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
-    from serve_app.heap import uncollected
+    from serve_app.process.heap import uncollected
 
     with uncollected():  # as a replica does
         import ray  # noqa: F401
 
-        from actors.lifecycle import SleepConfig
-        from actors.model_memory import ModelMemory
-        from actors.runtime import build_module, build_runtime
+        from actors.replica.lifecycle import SleepConfig
+        from actors.replica.runtime import build_module, build_runtime
+        from actors.worker.model_memory import ModelMemory
         from serve_app.bench.local import LocalModel, load_of
 
     stages.mark("imports")

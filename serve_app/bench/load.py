@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
-from actors.holder import Published, WeightHolder
-from actors.weights.layout import ImageKey
-from actors.weights.packer import checkpoint_dtype, image_key
-from actors.weights.plasma import store_room
+from actors.image.holder import Published, WeightHolder
+from actors.image.layout import ImageKey
+from actors.image.packer import checkpoint_dtype, image_key
+from actors.image.store import store_room
 from serve_app.bench.figures import Table, as_text, environment, facts, spread
 from serve_app.bench.instance import command_of, finished, read_from_disk, request_for
 from serve_app.bench.local import LESSEE, Progress, Subject

@@ -14,17 +14,17 @@ from typing import Any, Self
 import ray
 import torch
 
+from actors.checkpoints.download import ensure_checkpoint
+from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
-from actors.holder import ImageGrant, ImageRequest, WeightHolder
-from actors.lifecycle import SleepConfig
+from actors.image.holder import ImageGrant, ImageRequest, WeightHolder
+from actors.image.layout import ImageKey
+from actors.image.obtain import FastLoad, HolderClient
 from actors.protocol import GenerateRequest, SamplingParams
-from actors.runtime import ModelRuntime, build_module, build_runtime
-from actors.weights.download import ensure_checkpoint
-from actors.weights.fastload import FastLoad, HolderClient
-from actors.weights.layout import ImageKey
-from actors.weights.source import ModelSource
-from serve_app.config import load_model_config
-from serve_app.heap import set_aside
+from actors.replica.lifecycle import SleepConfig
+from actors.replica.runtime import ModelRuntime, build_module, build_runtime
+from serve_app.config.files import load_model_config
+from serve_app.process.heap import set_aside
 
 PROMPT_TOKENS = 7  # "The future of artificial intelligence is", as real tokenizers cut it
 ANSWER_TOKENS = 50

@@ -19,7 +19,7 @@ import ray
 from pydantic import TypeAdapter
 
 from actors.engine.config import DEFAULT_PAGE_SIZE
-from actors.holder import WeightHolder
+from actors.image.holder import WeightHolder
 from serve_app.bench.figures import Table, as_text, environment, facts, spread
 from serve_app.bench.instance import InstanceRequest, finished, holder_of, request_for
 from serve_app.bench.local import LocalModel, Progress, Subject, build_model, load_of

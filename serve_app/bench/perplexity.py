@@ -65,7 +65,7 @@ def _logits(model: "PreTrainedModel", token_ids: Sequence[int]) -> "Tensor":
     """[T, V], for one sequence alone."""
     import torch
 
-    from actors.engine.plain import plain_attention
+    from actors.engine.model.plain import plain_attention
 
     ids = torch.tensor([token_ids], device=model.device)
     with torch.no_grad(), plain_attention(model):

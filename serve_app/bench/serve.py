@@ -26,7 +26,7 @@ from serve_app.bench.http_workers import (
 )
 from serve_app.bench.serve_phases import MODEL, PHASES, Found, Phase, Phases, Plan
 from serve_app.bench.serve_process import ServeProcess, free_port
-from serve_app.config import ModelConfig
+from serve_app.config.files import ModelConfig
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Progress

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from serve_app.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE
+from serve_app.config.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE
 
 PROJECT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")

@@ -6,9 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from actors.protocol import ReplicaState
-from serve_app.autoscaling import PolicyState, Why, decide
-from serve_app.autoscaling_config import AutoscalingConfig
-from serve_app.autoscaling_fleet import Fleet, ReplicaReport
 from serve_app.bench.figures import environment, quantile
 from serve_app.bench.simulate import (
     Outcome,
@@ -32,6 +29,9 @@ from serve_app.bench.traces import (
     poisson_busy,
     poisson_sparse,
 )
+from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.scaling.decide import PolicyState, Why, decide
+from serve_app.scaling.fleet import Fleet, ReplicaReport
 
 LATE_S = 1.0  # a first token after more than this is late
 VERY_LATE_S = 10.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from actors.weights.plasma import store_room
+from actors.image.store import store_room
 from serve_app.bench.figures import (
     Table,
     as_text,

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from actors.image.packer import checkpoint_dtype
 from actors.memory.driver import MemoryDriver
-from actors.model_memory import select_driver
-from actors.weights.packer import checkpoint_dtype
+from actors.worker.model_memory import select_driver
 from serve_app.bench.baselines import BASELINES, Baseline, why_not
 from serve_app.bench.figures import environment, spread
 from serve_app.bench.local import (

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from actors.errors import DeviceMemoryError
+from actors.image.layout import Layout
 from actors.memory.driver import HostLink
 from actors.memory.pinned import HostRange
-from actors.model_memory import KeptPlace, ModelMemory, kept_segments
-from actors.weights.layout import Layout
+from actors.worker.model_memory import KeptPlace, ModelMemory, kept_segments
 from serve_app.bench.figures import spread
 from serve_app.bench.local import ANSWER_TOKENS, LocalModel, Prompt, device_bytes
 from serve_app.bench.wake_report import KEPT

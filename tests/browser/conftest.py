@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 
 from actors.protocol import HeldImage
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.keys import KeyRing
+from serve_app.config.keys import KeyRing
+from serve_app.front.app import HttpSettings, build_asgi
 from tests.browser.staged import CARD, GIB, StagedModel
 from tests.conftest import PROJECT
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.keys import read_keys
+from serve_app.config.keys import read_keys
 from tests.browser.conftest import Stage
 
 pytestmark = pytest.mark.browser

@@ -7,7 +7,7 @@ Prints its address when it is ready, and stops when its standard input closes.
 import json
 import sys
 
-from actors.weights.checkpoint import write_checkpoint
+from actors.checkpoints.making import write_checkpoint
 from tests.e2e.conftest import config_with
 from tests.e2e.serve_process import PROJECT, ServeProcess
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.weights.checkpoint import write_checkpoint
+from actors.checkpoints.making import write_checkpoint
 from tests.e2e.puzzles import Puzzle, find_puzzles
 from tests.e2e.serve_process import PROJECT, ServeProcess
 

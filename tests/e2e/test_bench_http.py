@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 from typer.testing import CliRunner
 
-from serve_app.cli import app
+from serve_app.cli.main import app
 from tests.e2e.serve_process import ServeProcess
 
 TOKENS = 32

@@ -87,9 +87,9 @@ FLIP_A_BYTE = """
 import ctypes
 from pathlib import Path
 from ray import serve
-from actors.holder import ImageRequest
-from actors.weights import packer
-from actors.weights.source import ModelSource
+from actors.image.holder import ImageRequest
+from actors.image import packer
+from actors.checkpoints.source import ModelSource
 
 model, checkpoint = sys.argv[1], Path(sys.argv[2])
 key = packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "bfloat16"))

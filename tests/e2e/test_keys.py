@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from serve_app.cli import app
+from serve_app.cli.main import app
 from tests.e2e.conftest import Servers, config_with
 from tests.e2e.serve_process import ServeProcess, running, wait_until
 

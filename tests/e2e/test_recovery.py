@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.weights.checkpoint import write_checkpoint
+from actors.checkpoints.making import write_checkpoint
 from tests.e2e.conftest import config_with
 from tests.e2e.serve_process import ServeProcess, running, wait_until
 from tests.fake_hub import FakeHub

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from ray._private.utils import get_num_cpus
 
-from actors.weights import packer
-from actors.weights.fastload import load_from_disk
+from actors.image import packer
+from actors.image.obtain import load_from_disk
 from tests.e2e.conftest import config_with
 from tests.e2e.puzzles import Puzzle
 from tests.e2e.serve_process import PROJECT, ServeProcess, running, wait_until
@@ -45,9 +45,9 @@ FLIP_A_BYTE = """
 import ctypes
 from pathlib import Path
 from ray import serve
-from actors.holder import ImageRequest
-from actors.weights import packer
-from actors.weights.source import ModelSource
+from actors.image.holder import ImageRequest
+from actors.image import packer
+from actors.checkpoints.source import ModelSource
 
 checkpoint = Path(sys.argv[1])
 key = packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))

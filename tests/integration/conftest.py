@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from actors.weights.image import WeightImage
+    from actors.image.image import WeightImage
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import transformers as tf
 
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput, TransformersEngine
-from actors.engine.sampling import RawLogprob, SequenceSampling
-from actors.engine.sampling_defaults import ResolvedSampling
+from actors.engine.sampling.sampler import RawLogprob, SequenceSampling
 from actors.memory.arena import DeviceArena
+from actors.text.sampling_defaults import ResolvedSampling
 
 VOCAB = 160
 BASE = {

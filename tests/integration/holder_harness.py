@@ -11,15 +11,15 @@ from typing import Any
 
 import ray
 
-from actors.holder import HolderCounts, ImageGrant, ImageRequest, WeightHolder
+from actors.checkpoints.source import ModelSource
+from actors.image import packer
+from actors.image.holder import HolderCounts, ImageGrant, ImageRequest, WeightHolder
+from actors.image.image import WeightImage
+from actors.image.layout import ImageKey
+from actors.image.obtain import FastLoad, Way, keep_quiet
+from actors.image.pull import ActorPeer
+from actors.image.store import ByteArray
 from actors.protocol import HeldImage
-from actors.weights import packer
-from actors.weights.fastload import FastLoad, Way, keep_quiet
-from actors.weights.image import WeightImage
-from actors.weights.layout import ImageKey
-from actors.weights.plasma import ByteArray
-from actors.weights.pull import ActorPeer
-from actors.weights.source import ModelSource
 
 MIB = 2**20
 STORE = 160 * MIB

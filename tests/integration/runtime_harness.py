@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from actors.engine.config import EngineConfig
-from actors.engine.sampling_defaults import ResolvedSampling
-from actors.lifecycle import SleepConfig
+from actors.image import packer
+from actors.image.image import WeightImage
+from actors.image.layout import ImageKey
+from actors.image.obtain import load_from_disk
+from actors.observer import Observer
 from actors.protocol import GenerateRequest, SamplingParams, TokenEvent
-from actors.runtime import ModelRuntime, Prepared, build_module
-from actors.telemetry import Observer
-from actors.watchdog import WatchdogConfig
-from actors.weights import packer
-from actors.weights.fastload import load_from_disk
-from actors.weights.image import WeightImage
-from actors.weights.layout import ImageKey
+from actors.replica.lifecycle import SleepConfig
+from actors.replica.runtime import ModelRuntime, Prepared, build_module
+from actors.text.sampling_defaults import ResolvedSampling
+from actors.worker.watchdog import WatchdogConfig
 
 ENGINE = EngineConfig(
     page_size=16, num_blocks=128, max_batch_tokens=256, max_requests_per_batch=8, cpu_threads=1

@@ -12,8 +12,8 @@ import transformers as tf
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.engine import attention
-from actors.engine.architectures import experts_need_host
+from actors.engine.model import attention
+from actors.engine.model.architectures import experts_need_host
 from tests.unit.engine.small_architectures import ARCHITECTURES, refusal_of, small
 from tests.unit.engine.small_models import OnCuda, build, generate, randomise, steps
 

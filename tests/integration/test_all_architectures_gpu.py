@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from actors.engine.architectures import experts_need_host
-from actors.engine.attention import decodes_in_pages
 from actors.engine.config import EngineConfig
+from actors.engine.model.architectures import experts_need_host
+from actors.engine.model.attention import decodes_in_pages
 from tests.integration.gpu_engine import counted_replays, running
 from tests.unit.engine.small_architectures import ARCHITECTURES, refusal_of, small
 from tests.unit.engine.small_models import build, randomise

@@ -31,7 +31,7 @@ from serve_app.bench.throughput import Plan as ThroughputPlan
 from serve_app.bench.throughput import report as throughput_report
 from serve_app.bench.wake import Plan, WakeBench
 from serve_app.bench.wake_report import report
-from serve_app.cli import app
+from serve_app.cli.main import app
 
 pytestmark = pytest.mark.slow
 
@@ -336,7 +336,7 @@ def test_broken_off_run_tells_what_it_has(
 ) -> None:
     """By SIGTERM, which is turned into what Ctrl-C sends."""
     file = tmp_path / "wake.json"
-    command = [sys.executable, "-m", "serve_app.cli", "bench", "wake", str(tiny_checkpoint)]
+    command = [sys.executable, "-m", "serve_app.cli.main", "bench", "wake", str(tiny_checkpoint)]
     command += ["--cycles", "100000", "--variants", "pipelined", "--pause-s", "0.01"]
     command += ["--requests", "0"]
     command += ["--json", str(file), "--report", str(tmp_path / "report")]

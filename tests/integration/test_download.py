@@ -19,26 +19,26 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from actors.weights import download as downloads
-from actors.weights.checkpoint_dir import MANIFEST_NAME, read_manifest, verify_checkpoint
-from actors.weights.download_datasets import KNOWN_TEXTS
-from actors.weights.download_errors import HubUnreachable, NotEnoughDisk
-from actors.weights.download_plan import DownloadRequest
-from actors.weights.source import Hub, ModelSource
-from serve_app.download_cli import download
+from actors.checkpoints import download as downloads
+from actors.checkpoints.datasets import KNOWN_TEXTS
+from actors.checkpoints.directory import MANIFEST_NAME, read_manifest, verify_checkpoint
+from actors.checkpoints.errors import HubUnreachable, NotEnoughDisk
+from actors.checkpoints.plan import DownloadRequest
+from actors.checkpoints.source import Hub, ModelSource
+from serve_app.cli.download import download
 from tests.fake_hub import COMMIT, FakeHub
 
 REPO = Path(__file__).parents[2]
 COMMAND = (
     sys.executable,
     "-c",
-    "import typer; from serve_app.download_cli import download; typer.run(download)",
+    "import typer; from serve_app.cli.download import download; typer.run(download)",
 )
 ENSURE = """
 import sys
 from pathlib import Path
-from actors.weights.download import ensure_checkpoint
-from actors.weights.source import ModelSource
+from actors.checkpoints.download import ensure_checkpoint
+from actors.checkpoints.source import ModelSource
 source = ModelSource(hub="modelscope", id="Owner/Name")
 print(ensure_checkpoint(source, base_dir=Path("."), models_dir=Path(sys.argv[1])))
 """

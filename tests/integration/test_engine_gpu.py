@@ -11,11 +11,12 @@ import psutil
 import pytest
 import torch
 
-from actors.engine import graphs, sampling_kernels
+from actors.engine.batching import graphs
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput
+from actors.engine.sampling import kernels as sampling_kernels
 from actors.engine.sizing import PREFILL_SIZES
-from serve_app.heap import give_back
+from serve_app.process.heap import give_back
 from tests.integration.gpu_engine import (
     LIMITS,
     MODELS,

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from actors.engine.grammar import GrammarCompiler
-from actors.engine.sampling import SequenceSampling
-from actors.engine.sampling_defaults import ResolvedSampling
-from actors.engine.text import TextCodec
+from actors.engine.sampling.grammar import GrammarCompiler
+from actors.engine.sampling.sampler import SequenceSampling
 from actors.protocol import Grammar, GrammarKind
+from actors.text.codec import TextCodec
+from actors.text.sampling_defaults import ResolvedSampling
 from tests.integration.gpu_engine import (
     LIMITS,
     MODELS,

@@ -21,16 +21,16 @@ import uvicorn
 from typer.testing import CliRunner, Result
 
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCorrupted
+from actors.image import packer
 from actors.protocol import ReplicaStatus, SleepCommand
-from actors.weights import packer
 from serve_app.bench.evaluate import Passage, evaluate
 from serve_app.bench.in_process import InProcessTarget
 from serve_app.bench.over_http import over_http
 from serve_app.bench.perplexity import greedy_choices, log_likelihood
 from serve_app.bench.verdict import Plan, Report, Slept
-from serve_app.cli import app
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.keys import read_keys
+from serve_app.cli.main import app
+from serve_app.config.keys import read_keys
+from serve_app.front.app import HttpSettings, build_asgi
 from tests.conftest import PROJECT
 from tests.fakes import FakeModel
 from tests.integration.runtime_harness import Harness, load, run
@@ -270,7 +270,7 @@ def test_interrupt_shows_what_was_measured(
     # A shell's background job, which a test run may be, ignores SIGINT, and so would its children.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from serve_app.cli import main; main()"
+        "from serve_app.cli.main import main; main()"
     )
     options = ["--cycles", "100000", "--text", str(passage), "--json", str(file)]
     with subprocess.Popen(

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import ray
 
+from actors.checkpoints.making import write_checkpoint
+from actors.checkpoints.source import ModelSource
 from actors.errors import ImageMissing, LayoutMismatch, StoreFull
-from actors.holder import ImageGrant, ImageRequest
-from actors.weights.checkpoint import write_checkpoint
-from actors.weights.fastload import FastLoad, Way, load_from_disk
-from actors.weights.layout import ImageKey
-from actors.weights.plasma import in_shared_memory, reserve, store_room
-from actors.weights.source import ModelSource
+from actors.image.holder import ImageGrant, ImageRequest
+from actors.image.layout import ImageKey
+from actors.image.obtain import FastLoad, Way, load_from_disk
+from actors.image.store import in_shared_memory, reserve, store_room
 from tests.integration.holder_harness import (
     MIB,
     STORE,
@@ -370,7 +370,7 @@ def test_store_without_room_is_refused_with_the_sizes_and_the_replica_loads_from
 
 
 def test_shared_memory_without_room_is_refused() -> None:
-    from actors.weights.plasma import StoreRoom
+    from actors.image.store import StoreRoom
 
     room = StoreRoom(capacity=100 * MIB, available=100 * MIB, shared_memory_free=10 * MIB)
     room.require(50 * MIB, recycled=40 * MIB)  # pages the store already owns need no new ones

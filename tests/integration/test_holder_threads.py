@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from actors import holder as module
+from actors.checkpoints.source import Hub, ModelSource
 from actors.errors import StoreFull
-from actors.holder import ImageRequest, WeightHolder
-from actors.weights.plasma import store_room
-from actors.weights.source import Hub, ModelSource
+from actors.image import holder as module
+from actors.image.holder import ImageRequest, WeightHolder
+from actors.image.store import store_room
 from tests.integration.holder_harness import STORE, image_key, image_request, run
 
 pytestmark = [

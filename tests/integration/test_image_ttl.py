@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import ray
 
-from actors.holder import ImageRequest, WeightHolder
-from actors.weights import packer
-from actors.weights.source import ModelSource
+from actors.checkpoints.source import ModelSource
+from actors.image import packer
+from actors.image.holder import ImageRequest, WeightHolder
 
 MIB = 2**20
 TTL_S = 100.0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from actors import growth
-from actors.engine import kv_growth
+from actors.engine.batching import kv_growth
 from actors.errors import DeviceMemoryError, DeviceMemoryShort, ReplicaFailed
 from actors.memory.arena import DeviceArena
+from actors.worker import growth
 from tests.integration.runtime_harness import ENGINE, Harness, load, run
 
 PROMPTS = [f"Prompt {i}: " + "the quick brown fox " * (20 + i) for i in range(8)]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.lifecycle import Lifecycle, SleepConfig
+from actors.observer import WakeCause
 from actors.protocol import GenerateRequest, SamplingParams, SleepCommand, SleepMode
-from actors.telemetry import WakeCause
-from serve_app.exposition import ModelMetrics, render
-from serve_app.instruments import Instruments, gauges, saved_bytes
-from serve_app.model_client import Scrape
-from serve_app.peers import Totals
-from serve_app.tally import Tally
+from actors.replica.lifecycle import Lifecycle, SleepConfig
+from serve_app.front.metrics_page import ModelMetrics, render
+from serve_app.front.peers import Totals
+from serve_app.metrics.instruments import Instruments, gauges, saved_bytes
+from serve_app.metrics.tally import Tally
+from serve_app.models.model_client import Scrape
 from tests.integration.runtime_harness import Harness, harness, load
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from actors.engine.plain import PromptLogprobs, longest_prompt
+from actors.engine.model.plain import PromptLogprobs, longest_prompt
 from actors.errors import (
     DeviceMemoryError,
     DeviceMemoryShort,
@@ -17,9 +17,9 @@ from actors.errors import (
     ReplicaFailed,
     Unavailable,
 )
+from actors.image.image import WeightImage
 from actors.protocol import TokenEvent
-from actors.watchdog import WatchdogConfig
-from actors.weights.image import WeightImage
+from actors.worker.watchdog import WatchdogConfig
 from tests.integration.runtime_harness import PROMPTS, Harness, run
 
 LONG = tuple(range(5, 1005))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors import cleared
 from actors.engine.engine import EngineOutput
 from actors.errors import ContextLengthExceeded, Unavailable
-from actors.lifecycle import SleepConfig
+from actors.image.image import WeightImage
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.protocol import ChatPrompt, FinishReason, MessageForm
-from actors.weights.image import WeightImage
+from actors.replica.lifecycle import SleepConfig
+from actors.worker import cleared
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
 
 
@@ -412,7 +412,7 @@ def test_wake_reports_its_transfer_and_the_check_in_one_line(
     async def scenario(h: Harness) -> None:
         await h.runtime.settled()
         await h.runtime.sleep(1)
-        with caplog.at_level(logging.INFO, "actors.model_memory"):
+        with caplog.at_level(logging.INFO, "actors.worker.model_memory"):
             await h.runtime.wake()
             await h.runtime.settled()
         h.runtime.check_health()

@@ -11,10 +11,10 @@ import torch
 
 from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, ReplicaFailed
-from actors.lull import Lull
+from actors.image.image import WeightImage
 from actors.memory.cpu import CpuDriver
 from actors.protocol import TokenEvent
-from actors.weights.image import WeightImage
+from actors.worker.lull import Lull
 from tests.integration.runtime_harness import PROMPTS, Harness, run
 
 
@@ -28,7 +28,7 @@ def test_nothing_is_compiled_or_captured_while_somebody_is_served(
         compiling.set()
         may_end.wait()
 
-    monkeypatch.setattr("actors.compilation.Lull", lambda: lull)
+    monkeypatch.setattr("actors.worker.compilation.Lull", lambda: lull)
     monkeypatch.setattr(TransformersEngine, "compiles", True)
     monkeypatch.setattr(TransformersEngine, "compile", compile_slowly)
     monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: captured.set())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from actors.checkpoints.making import write_checkpoint
 from actors.engine.engine import TransformersEngine
 from actors.errors import (
     ContextLengthExceeded,
@@ -26,16 +27,15 @@ from actors.errors import (
     ReplicaFailed,
     WeightsCorrupted,
 )
-from actors.lifecycle import Lifecycle, SleepConfig
-from actors.lull import Lull
+from actors.image.checksum import Checksums
+from actors.image.image import WeightImage
+from actors.image.layout import Checksum
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.transfer import Transfer
 from actors.protocol import FinishReason, ReplicaState, SleepCommand, SleepMode, TokenEvent
-from actors.watchdog import WatchdogConfig
-from actors.weights.checkpoint import write_checkpoint
-from actors.weights.checksum import Checksums
-from actors.weights.image import WeightImage
-from actors.weights.layout import Checksum
+from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.worker.lull import Lull
+from actors.worker.watchdog import WatchdogConfig
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, load, run
 
 
@@ -490,7 +490,7 @@ def test_close_behind_a_hung_control_thread_is_bounded(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr("actors.runtime._CLOSE_TIMEOUT_S", 30.0 if noticed else 0.3)
+    monkeypatch.setattr("actors.replica.runtime._CLOSE_TIMEOUT_S", 30.0 if noticed else 0.3)
 
     async def scenario(h: Harness) -> None:
         if noticed:

@@ -17,19 +17,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors import growth
-from actors.engine import kv_growth
+from actors.checkpoints.making import write_checkpoint
+from actors.engine.batching import kv_growth
 from actors.engine.config import EngineConfig
 from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, Unavailable, WeightsCorrupted
-from actors.lifecycle import Lifecycle, SleepConfig
-from actors.lull import Lull
+from actors.image.image import WeightImage
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
-from actors.model_memory import ModelMemory
 from actors.protocol import ReplicaState, SleepCommand
-from actors.weights.checkpoint import write_checkpoint
-from actors.weights.image import WeightImage
+from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.worker import growth
+from actors.worker.lull import Lull
+from actors.worker.model_memory import ModelMemory
 from serve_app.bench.card import full_card
 from tests.conftest import cuda_available
 from tests.integration.runtime_harness import Harness, harness, load
@@ -230,7 +230,7 @@ def test_lifecycle_keeps_and_logs_the_figures_of_a_sleep(
             lifecycle = Lifecycle(h.runtime, SleepConfig(), lambda: 0.0, "test")
             await lifecycle.wake_up()
             await answers(h)
-            with caplog.at_level(logging.INFO, "actors.lifecycle"):
+            with caplog.at_level(logging.INFO, "actors.replica.lifecycle"):
                 await lifecycle.sleep(SleepCommand())
             slept = lifecycle.last_sleep
             assert slept is not None

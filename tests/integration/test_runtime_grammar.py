@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from actors.errors import InvalidRequest, UnsupportedParameter
+from actors.image.image import WeightImage
 from actors.protocol import (
     ChatPrompt,
     FinishReason,
@@ -21,7 +22,6 @@ from actors.protocol import (
     SamplingParams,
     TokenEvent,
 )
-from actors.weights.image import WeightImage
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
 
 SCHEMA = {

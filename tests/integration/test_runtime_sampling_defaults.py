@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine.sampling_defaults import ResolvedSampling, sampling_defaults
 from actors.errors import ContextLengthExceeded
+from actors.image.image import WeightImage
 from actors.protocol import FinishReason, SamplingParams
-from actors.weights.image import WeightImage
+from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
 from tests.integration.runtime_harness import ENGINE, Harness, run
 
 PROMPTS = [f"Prompt {i}: " + "over the lazy dog " * i for i in range(1, 5)]

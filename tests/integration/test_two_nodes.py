@@ -10,9 +10,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.weights.fastload import FastLoad, Way, load_from_disk
-from actors.weights.image import WeightImage
-from actors.weights.plasma import store_room
+from actors.image.image import WeightImage
+from actors.image.obtain import FastLoad, Way, load_from_disk
+from actors.image.store import store_room
 from serve_app.bench.serve_process import free_port
 from tests.integration.holder_harness import (
     STORE,

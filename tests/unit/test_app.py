@@ -8,7 +8,7 @@ import yaml
 from ray.serve import Application
 
 from serve_app.app import build_app, build_weights
-from serve_app.config import AppArgs, WeightsArgs
+from serve_app.config.files import AppArgs, WeightsArgs
 
 LONGEST_ANSWER_S = 600  # http.request_timeout_s, by default
 

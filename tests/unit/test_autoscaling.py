@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.protocol import ReplicaState
-from serve_app.autoscaling import Decision, PolicyState, Why, decide
-from serve_app.autoscaling_config import AutoscalingConfig
-from serve_app.autoscaling_fleet import Fleet, ReplicaReport
-from serve_app.config_errors import ConfigError, validate
+from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.config.errors import ConfigError, validate
+from serve_app.scaling.decide import Decision, PolicyState, Why, decide
+from serve_app.scaling.fleet import Fleet, ReplicaReport
 
 CONFIG = AutoscalingConfig(
     min_replicas=1,

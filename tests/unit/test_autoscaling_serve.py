@@ -24,9 +24,9 @@ from ray.serve._private.metrics_utils import TimeStampedValue
 
 from actors.protocol import ReplicaState
 from serve_app.app import serves_autoscaling
-from serve_app.autoscaling_config import AutoscalingConfig
-from serve_app.autoscaling_serve import SleepAwarePolicy, stop_order
-from serve_app.reports import ScalingSample, node_number
+from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.scaling.serve_policy import SleepAwarePolicy, stop_order
+from serve_app.signals.news import ScalingSample, node_number
 
 AWAKE, ASLEEP, WAKING = ReplicaState.AWAKE, ReplicaState.ASLEEP, ReplicaState.WAKING
 DEPLOYMENT = DeploymentID(name="model:m", app_name="llm")
@@ -43,7 +43,7 @@ AT_ONCE: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _logs_stay_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the controller our loggers get Serve's handlers; here that would last beyond the test."""
-    monkeypatch.setattr("serve_app.logs.adopt_serve_handlers", lambda: None)
+    monkeypatch.setattr("serve_app.process.logs.adopt_serve_handlers", lambda: None)
 
 
 class Controller:
@@ -267,9 +267,9 @@ def test_decisions_are_logged_and_counted_when_they_change(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = Counted()
-    monkeypatch.setattr("serve_app.metrics.scaling_decisions", lambda: counter)
+    monkeypatch.setattr("serve_app.metrics.catalogue.scaling_decisions", lambda: counter)
     controller = Controller()
-    with caplog.at_level(logging.INFO, "serve_app.autoscaling"):
+    with caplog.at_level(logging.INFO, "serve_app.scaling.decide"):
         controller.told(("a", AWAKE, 1, 0))
         for _ in range(5):
             controller.tick()

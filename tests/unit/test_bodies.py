@@ -13,9 +13,13 @@ from starlette.requests import Request
 
 from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt
-from serve_app import schemas
-from serve_app.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
-from serve_app.fields import (
+from serve_app.config.keys import Access, ApiKey
+from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
+from serve_app.front.errors import KeyBusy, RequestTimeout, ServerBusy
+from serve_app.front.work import Budget, admitted
+from serve_app.openai import requests as schemas
+from serve_app.openai.fields import (
     MAX_BRACKETS,
     MAX_COLONS,
     MAX_COMMAS,
@@ -24,11 +28,7 @@ from serve_app.fields import (
     parse_json,
     shown,
 )
-from serve_app.http_errors import KeyBusy, RequestTimeout, ServerBusy
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.keys import Access, ApiKey
-from serve_app.schemas import BODIES, parse_chat, parse_completion, parse_tokenize
-from serve_app.work import Budget, admitted
+from serve_app.openai.requests import BODIES, parse_chat, parse_completion, parse_tokenize
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of
 
@@ -263,7 +263,7 @@ def test_body_of_millions_of_small_values_is_parsed_without_collections(
 
     enabled: list[bool] = []
     monkeypatch.setattr(
-        "serve_app.fields.from_json", lambda *_, **__: enabled.append(gc.isenabled()) or {}
+        "serve_app.openai.fields.from_json", lambda *_, **__: enabled.append(gc.isenabled()) or {}
     )
     parse_json(b"{}")
     assert enabled == [False]
@@ -296,7 +296,7 @@ def test_body_with_more_values_than_any_request_needs_is_refused_before_it_is_pa
     most: bytes, more: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert parse_json(b'{"prompt":[' + most + b"]}")["prompt"]
-    monkeypatch.setattr("serve_app.fields.from_json", lambda *_, **__: pytest.fail("parsed"))
+    monkeypatch.setattr("serve_app.openai.fields.from_json", lambda *_, **__: pytest.fail("parsed"))
     with pytest.raises(PayloadTooLarge, match=message):
         parse_json(b'{"prompt":[' + more + b"]}")
 

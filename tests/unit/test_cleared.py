@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from actors import cleared
-from actors.cleared import ClearedCollection
+from actors.worker import cleared
+from actors.worker.cleared import ClearedCollection
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_control_that_is_gone_is_no_error(
     control = ThreadPoolExecutor(1)
     control.shutdown()
     collection = ClearedCollection(control, lambda: pytest.fail("closed"))
-    with caplog.at_level("INFO", "actors.control"):
+    with caplog.at_level("INFO", "actors.threads"):
         collection.begin()
         timer = collection._timer
         assert timer is not None

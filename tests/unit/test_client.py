@@ -21,10 +21,10 @@ from actors.errors import (
     Unavailable,
 )
 from actors.protocol import GenerateRequest, Refusal, SamplingParams, SleepCommand, TokenEvent
-from serve_app.client import HandleClient
-from serve_app.model_client import ModelInfo
-from serve_app.patience import Patience
-from serve_app.wanted import Wanted
+from serve_app.models.client import HandleClient
+from serve_app.models.first_token import Patience
+from serve_app.models.model_client import ModelInfo
+from serve_app.signals.hold import Wanted
 from tests.fakes import FakeScaler, FakeTokenizer
 
 REQUEST = GenerateRequest("r", "Hello", SamplingParams())
@@ -232,7 +232,7 @@ def test_only_card_that_is_full_is_told_at_once() -> None:
 def test_failed_replica_that_is_asked_again_is_waited_for_until_that_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_app.client._NEWS_DUE_S", 0.001)
+    monkeypatch.setattr("serve_app.models.client._NEWS_DUE_S", 0.001)
 
     async def scenario() -> None:
         failed = [refusal(EngineDied("CUDA error"), "a")]

@@ -8,9 +8,10 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from actors.weights.source import Hub
-from serve_app.cli import app
-from serve_app.config import (
+from actors.checkpoints.source import Hub
+from serve_app.cli.main import app
+from serve_app.config.errors import ConfigError
+from serve_app.config.files import (
     AppArgs,
     ModelConfig,
     WeightsArgs,
@@ -18,7 +19,6 @@ from serve_app.config import (
     checkpoint_problem,
     load_model_config,
 )
-from serve_app.config_errors import ConfigError
 
 PROJECT = Path(__file__).parents[2]
 MODEL = "model_id: demo\nsource: {id: checkpoints/demo}\n"

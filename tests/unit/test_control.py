@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from actors.control import ControlThread
+from actors.threads import ControlThread
 
 HUNG = RuntimeError("hung")
 

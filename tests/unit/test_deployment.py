@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from actors.observer import GuardedObserver, Observer
 from actors.protocol import ChatPrompt, DeviceNow, GenerateRequest, Prompt, SamplingParams
-from actors.telemetry import GuardedObserver, Observer
-from serve_app import deployment
-from serve_app.deployment import ModelReplica, kept_running
-from serve_app.device_reading import DeviceReading
+from serve_app.replica import replica as deployment
+from serve_app.replica.device_reading import DeviceReading
+from serve_app.replica.replica import ModelReplica, kept_running
 
 
 class Runtime:

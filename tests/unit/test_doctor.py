@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from serve_app import doctor
-from serve_app.cli import app
-from serve_app.doctor import Finding, Torch, Verdict, Wanted
+from serve_app.cli import doctor
+from serve_app.cli.doctor import Finding, Torch, Verdict, Wanted
+from serve_app.cli.main import app
 
 GIB = 2**30
 ALL = {"torch": "2.13.0", "ray": "2.60.0", "cuda-bindings": "13.0", "nvidia-ml-py": "13.580"}

@@ -15,10 +15,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
-from serve_app import gate
-from serve_app.gate import ACCESS
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.keys import Access, KeyRing, read_keys
+from serve_app.config.keys import Access, KeyRing, read_keys
+from serve_app.front import gate
+from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.gate import ACCESS
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of
 
@@ -210,7 +210,9 @@ def test_orders_are_logged_with_the_name_of_the_key(caplog: pytest.LogCaptureFix
     with serving() as client:
         client.post("/sleep", headers=bearer(ADMIN))
         client.get("/replicas", headers=bearer(ADMIN))
-    lines = [record.getMessage() for record in caplog.records if record.name == "serve_app.gate"]
+    lines = [
+        record.getMessage() for record in caplog.records if record.name == "serve_app.front.gate"
+    ]
     assert [line.partition(": ")[2] for line in lines] == ["/sleep with the key ops"]
     assert ADMIN not in caplog.text
 

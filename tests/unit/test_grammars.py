@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from actors.engine.validation import MAX_GRAMMAR_CHARS
 from actors.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from actors.protocol import Grammar, GrammarKind
-from serve_app.fields import MAX_BRACKETS
-from serve_app.schemas import parse_chat, parse_completion, parse_seed
+from actors.text.validation import MAX_GRAMMAR_CHARS
+from serve_app.openai.fields import MAX_BRACKETS
+from serve_app.openai.requests import parse_chat, parse_completion, parse_seed
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": ["é", None]}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
@@ -217,7 +217,9 @@ def test_as_long_as_what_is_compiled_is_passed_on():
 def test_schema_of_more_values_than_characters_is_not_written(as_text, monkeypatch):
     schema = {"enum": [[]] * (MAX_GRAMMAR_CHARS + 1)}
     given = json.dumps(schema) if as_text else schema
-    monkeypatch.setattr("serve_app.grammars.json.dumps", lambda *_, **__: pytest.fail("written"))
+    monkeypatch.setattr(
+        "serve_app.openai.grammar.json.dumps", lambda *_, **__: pytest.fail("written")
+    )
     with pytest.raises(InvalidRequest, match="guided_json must have at most 65536 values inside"):
         completion(guided_json=given)
 

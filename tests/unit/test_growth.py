@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from actors import growth
 from actors.errors import DeviceMemoryShort
-from actors.growth import CacheGrowth
+from actors.worker import growth
+from actors.worker.growth import CacheGrowth
 
 
 class Timers:

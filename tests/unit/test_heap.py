@@ -6,7 +6,7 @@ import sys
 
 SCRIPT = """
 import gc, json, weakref
-from serve_app.heap import set_aside
+from serve_app.process.heap import set_aside
 
 class Node:
     def __init__(self):
@@ -28,7 +28,7 @@ print(json.dumps([before() is None, after() is None, frozen, seen, len(loaded)])
 
 UNCOLLECTED = """
 import gc, json
-from serve_app.heap import uncollected
+from serve_app.process.heap import uncollected
 
 ran = []
 gc.callbacks.append(lambda phase, info: ran.append(phase))
@@ -46,7 +46,7 @@ print(json.dumps([during, enabled, seen, len(ran)]))
 
 GIVE_BACK = """
 import ctypes, json, psutil
-from serve_app.heap import give_back
+from serve_app.process.heap import give_back
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

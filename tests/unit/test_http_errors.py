@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from actors import errors
-from serve_app.http_errors import TABLE, RequestTimeout, describe, row_of, unwrap
+from serve_app.front.errors import TABLE, RequestTimeout, describe, row_of, unwrap
 
 
 def subclasses(kind: type[errors.ServingError]) -> Iterator[type[errors.ServingError]]:
     yield kind
     for child in kind.__subclasses__():
-        if child.__module__ in ("actors.errors", "serve_app.http_errors"):
+        if child.__module__ in ("actors.errors", "serve_app.front.errors"):
             yield from subclasses(child)
 
 

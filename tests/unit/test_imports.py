@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from actors.errors import EngineDied
+from actors.image.obtain import Way
+from actors.observer import SleepCause, WakeCause, WakePhase, WakeResult
 from actors.protocol import HeldImage, Refusal, ReplicaState, TokenEvent
-from actors.telemetry import SleepCause, WakeCause, WakePhase, WakeResult
-from actors.weights.fastload import Way
-from serve_app.instruments import Instruments
-from serve_app.tally import Tally
+from serve_app.metrics.instruments import Instruments
+from serve_app.metrics.tally import Tally
 from tests.fakes import FakeModel
 
 HEAVY = ("torch", "transformers")
@@ -22,15 +22,15 @@ HEAVY = ("torch", "transformers")
 @pytest.mark.parametrize(
     "module",
     [
-        "serve_app.config",
-        "serve_app.ingress",
-        "serve_app.cli",
+        "serve_app.config.files",
+        "serve_app.front.app",
+        "serve_app.cli.main",
         "serve_app.app",
-        "serve_app.autoscaling_serve",
-        "serve_app.autoscaling",
-        "serve_app.router",
+        "serve_app.scaling.serve_policy",
+        "serve_app.scaling.decide",
+        "serve_app.routing.router",
         "actors.protocol",
-        "actors.lifecycle",
+        "actors.replica.lifecycle",
     ],
 )
 def test_importing_module_loads_no_torch(module: str, project: Path) -> None:
@@ -75,14 +75,14 @@ def test_reading_what_other_processes_send_loads_no_torch(message: object, proje
 @pytest.mark.parametrize(
     ("file", "code", "rule"),
     [
-        ("actors/lifecycle.py", "import serve_app.config", "TID251"),
-        ("actors/holder.py", "from ray import serve", "TID251"),
+        ("actors/replica/lifecycle.py", "import serve_app.config.files", "TID251"),
+        ("actors/image/holder.py", "from ray import serve", "TID251"),
         ("actors/engine/engine.py", "import ray.serve", "TID251"),
         ("actors/protocol.py", "from starlette.requests import Request", "TID251"),
         ("actors/protocol.py", "import fastapi", "TID251"),
-        ("actors/lifecycle.py", "import torch", "TID253"),
-        ("actors/weights/layout.py", "from torch import Tensor", "TID253"),
-        ("serve_app/deployment.py", "import transformers", "TID253"),
+        ("actors/replica/lifecycle.py", "import torch", "TID253"),
+        ("actors/image/layout.py", "from torch import Tensor", "TID253"),
+        ("serve_app/replica/replica.py", "import transformers", "TID253"),
     ],
 )
 def test_ruff_refuses_import(file: str, code: str, rule: str, project: Path) -> None:
@@ -94,9 +94,9 @@ def test_ruff_refuses_import(file: str, code: str, rule: str, project: Path) -> 
     [
         ("actors/engine/engine.py", "import torch"),
         ("actors/memory/cuda.py", "import torch"),
-        ("actors/runtime.py", "import transformers"),
+        ("actors/replica/runtime.py", "import transformers"),
         ("serve_app/app.py", "from ray import serve"),
-        ("serve_app/deployment.py", "def start() -> None:\n    import torch"),
+        ("serve_app/replica/replica.py", "def start() -> None:\n    import torch"),
     ],
 )
 def test_ruff_allows_import(file: str, code: str, project: Path) -> None:

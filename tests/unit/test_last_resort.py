@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 
 from actors.errors import EngineDied, ReplicaFailed
-from actors.last_resort import end_process_after
+from actors.worker.last_resort import end_process_after
 
 
 class Exit:

@@ -18,9 +18,9 @@ from actors.errors import (
     Unavailable,
     WakeTimeout,
 )
-from actors.idle import IdleClock
-from actors.lifecycle import Lifecycle, MemoryChange, SleepConfig
 from actors.protocol import MemoryLeft, ReplicaState, SleepCommand, SleepMode
+from actors.replica.idle import IdleClock
+from actors.replica.lifecycle import Lifecycle, MemoryChange, SleepConfig
 
 AWAKE, DRAINING, ASLEEP = ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.ASLEEP
 WAKING, FAILED = ReplicaState.WAKING, ReplicaState.FAILED
@@ -558,7 +558,7 @@ def test_sleep_logs_what_the_device_got_back_and_what_is_left(
         assert bench.lifecycle.last_sleep is None
         left = MemoryLeft(context=600, graphs=200, kept_layers=50, torch_reserve=30, other=4)
         bench.effects.change = MemoryChange(1000, 50, 0, 950, 940, left)
-        with caplog.at_level(logging.INFO, "actors.lifecycle"):
+        with caplog.at_level(logging.INFO, "actors.replica.lifecycle"):
             await bench.lifecycle.sleep(SleepCommand())
         assert bench.lifecycle.last_sleep == bench.effects.change
         assert caplog.messages[-1].endswith(

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from actors.lull import Lull
+from actors.worker.lull import Lull
 
 LONG_S = 60.0  # longer than any test
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.protocol import MessageForm
-from serve_app.messages import MessageParser, Parts
-from serve_app.tool_calls import ToolCall
+from serve_app.openai.message import MessageParser, Parts
+from serve_app.openai.tool_calls import ToolCall
 
 THINK = MessageForm(reasoning="think")
 OPENED = MessageForm(reasoning="think", in_reasoning=True)

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.errors import DeviceMemoryShort, ReplicaFailed
-from actors.lifecycle import Lifecycle, MemoryChange, SleepConfig
-from actors.protocol import ReplicaState, SleepCommand, WakeReport
-from actors.telemetry import (
+from actors.observer import (
     Course,
     Ending,
     Observer,
@@ -26,15 +24,18 @@ from actors.telemetry import (
     WakePhase,
     WakeResult,
 )
-from serve_app import metrics, peers
-from serve_app.exposition import ModelMetrics, render
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.instruments import Instruments
-from serve_app.metrics import EXPORTED, OF_REPLICAS, RAY_ONLY, Kind, Metric
-from serve_app.metrics_table import metrics_table
-from serve_app.model_client import Scrape
-from serve_app.peers import Totals
-from serve_app.tally import Key, Snapshot, Sums, Tally
+from actors.protocol import ReplicaState, SleepCommand, WakeReport
+from actors.replica.lifecycle import Lifecycle, MemoryChange, SleepConfig
+from serve_app.front import peers
+from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.metrics_page import ModelMetrics, render
+from serve_app.front.peers import Totals
+from serve_app.metrics import catalogue as metrics
+from serve_app.metrics.catalogue import EXPORTED, OF_REPLICAS, RAY_ONLY, Kind, Metric
+from serve_app.metrics.instruments import Instruments
+from serve_app.metrics.table import metrics_table
+from serve_app.metrics.tally import Key, Snapshot, Sums, Tally
+from serve_app.models.model_client import Scrape
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of
 
@@ -423,7 +424,7 @@ def test_document_is_that_of_the_code(project: Path) -> None:
     text = (project / "docs" / "metrics.md").read_text(encoding="utf-8")
     found = re.search(r"<!-- metrics: .*? -->\n(.*?)<!-- /metrics -->", text, re.DOTALL)
     assert found is not None
-    assert found[1] == metrics_table(), "paste what `python -m serve_app.metrics_table` prints"
+    assert found[1] == metrics_table(), "paste what `python -m serve_app.metrics.table` prints"
 
 
 def test_dashboard_asks_for_what_is_exported(project: Path, samples: Samples) -> None:

@@ -12,11 +12,11 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from actors.engine.engine import EngineOutput
+from actors.observer import Course, Ending, EngineMeter, Observer
 from actors.protocol import FinishReason, ReplicaState
-from actors.telemetry import Course, Ending, EngineMeter, Observer
-from serve_app import metrics
-from serve_app.metrics import OF_REPLICAS
-from serve_app.tally import Snapshot, Sums, Tally
+from serve_app.metrics import catalogue as metrics
+from serve_app.metrics.catalogue import OF_REPLICAS
+from serve_app.metrics.tally import Snapshot, Sums, Tally
 from tests.unit.test_client import Handle, client
 
 # --- sequences ---
@@ -165,7 +165,7 @@ def test_ray_s_own_dashboard_finds_what_this_engine_has() -> None:
 
 def test_a_step_costs_next_to_nothing() -> None:
     """64 sequences, one token each; a step of the smallest model takes milliseconds."""
-    from serve_app.instruments import Instruments
+    from serve_app.metrics.instruments import Instruments
 
     meter = EngineMeter(Instruments(Tally(), time.monotonic))
     outputs = [EngineOutput(f"seq-{i}", (1,), None, started_s=0.0) for i in range(64)]

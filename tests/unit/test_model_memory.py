@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from actors import model_memory
 from actors.errors import DeviceMemoryError, DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
+from actors.image.attach import build_on_meta
+from actors.image.image import WeightImage
+from actors.image.layout import Layout, Segment
+from actors.image.obtain import load_from_disk
+from actors.image.packer import checkpoint_dtype, image_key
 from actors.memory.cpu import CpuDriver
 from actors.memory.driver import DeviceMemory, HostLink
-from actors.model_memory import KeptPlace, ModelMemory, kept_segments
 from actors.protocol import MemoryLeft
-from actors.weights.attach import build_on_meta
-from actors.weights.fastload import load_from_disk
-from actors.weights.image import WeightImage
-from actors.weights.layout import Layout, Segment
-from actors.weights.packer import checkpoint_dtype, image_key
+from actors.worker import model_memory
+from actors.worker.model_memory import KeptPlace, ModelMemory, kept_segments
 
 KIB = 1024
 KV_BYTES = 64 * KIB

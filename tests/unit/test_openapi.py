@@ -9,10 +9,10 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from actors.protocol import MessageForm
-from serve_app import openapi
-from serve_app.gate import ACCESS
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.keys import Access, read_keys
+from serve_app.config.keys import Access, read_keys
+from serve_app.front import openapi
+from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.gate import ACCESS
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of
 

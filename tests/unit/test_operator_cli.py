@@ -11,10 +11,10 @@ import uvicorn
 from typer.testing import CliRunner, Result
 
 from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand, SleepMode
-from serve_app.cli import app
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.keys import read_keys
-from serve_app.operator_cli import _seconds, order_table, status_table
+from serve_app.cli.main import app
+from serve_app.cli.operate import _seconds, order_table, status_table
+from serve_app.config.keys import read_keys
+from serve_app.front.app import HttpSettings, build_asgi
 from tests.fakes import FakeModel
 
 USER = "user-key-1234567890"
@@ -96,7 +96,7 @@ def test_watch_goes_on_until_interrupted(
         if len(looks) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("serve_app.operator_cli.time.sleep", pause)
+    monkeypatch.setattr("serve_app.cli.operate.time.sleep", pause)
     result = run(front, "status", "--watch", "--interval-s", "0.5", *options)
     assert result.exit_code == 130
     assert looks == [0.5] * 3

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.errors import Unavailable
-from serve_app.patience import Patience
+from serve_app.models.first_token import Patience
 
 
 class Clock:

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.protocol import ReplicaState
-from serve_app import metrics, peers
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.peers import Account, Answers, Everybody, News
-from serve_app.tally import Snapshot, Sums
+from serve_app.front import peers
+from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.peers import Account, Answers, Everybody, News
+from serve_app.metrics import catalogue as metrics
+from serve_app.metrics.tally import Snapshot, Sums
 from tests.fakes import FakeModel
 from tests.on_loop import on_loop
 from tests.unit.asgi_client import BASE_URL, client_of

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from serve_app.cli import app
-from serve_app.ingress import HttpSettings, build_asgi
+from serve_app.cli.main import app
+from serve_app.front.app import HttpSettings, build_asgi
 
 
 @pytest.fixture(scope="module")

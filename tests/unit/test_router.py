@@ -17,8 +17,8 @@ from ray.serve._private.common import (
 from ray.serve.request_router import PendingRequest
 
 from actors.protocol import GenerateRequest, ReplicaState
-from serve_app.reports import RoutingReport
-from serve_app.router import AwakeFirstRouter
+from serve_app.routing.router import AwakeFirstRouter
+from serve_app.signals.news import RoutingReport
 
 AWAKE, ASLEEP, WAKING = ReplicaState.AWAKE, ReplicaState.ASLEEP, ReplicaState.WAKING
 DEPLOYMENT = DeploymentID(name="model", app_name="llm")

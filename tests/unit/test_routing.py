@@ -5,8 +5,8 @@ from itertools import permutations
 import pytest
 
 from actors.protocol import ChatPrompt, Prompt, ReplicaState
-from serve_app.reports import RoutingNews, RoutingReport, newest_report
-from serve_app.routing import Candidate, PrefixMemory, prefix_key, rank
+from serve_app.routing.rank import Candidate, PrefixMemory, prefix_key, rank
+from serve_app.signals.news import RoutingNews, RoutingReport, newest_report
 
 AWAKE, DRAINING, ASLEEP = ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.ASLEEP
 WAKING, FAILED = ReplicaState.WAKING, ReplicaState.FAILED

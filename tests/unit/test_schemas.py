@@ -6,8 +6,8 @@ import pytest
 
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import ChatPrompt, SamplingParams, SleepMode
-from serve_app.fields import parse_form, parse_json
-from serve_app.schemas import SleepForm, WakeForm, parse_chat, parse_completion, parse_seed
+from serve_app.openai.fields import parse_form, parse_json
+from serve_app.openai.requests import SleepForm, WakeForm, parse_chat, parse_completion, parse_seed
 
 HI = [{"role": "user", "content": "hi"}]
 

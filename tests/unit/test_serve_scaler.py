@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from actors.errors import Unavailable
-from serve_app import serve_scaler
-from serve_app.scaling import Scale
-from serve_app.serve_scaler import ServeScaler
+from serve_app.scaling import serve_scaler
+from serve_app.scaling.manual import Scale
+from serve_app.scaling.serve_scaler import ServeScaler
 
 
 class Controller:

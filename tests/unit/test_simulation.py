@@ -28,7 +28,7 @@ from serve_app.bench.simulate_systems import (
     Row,
 )
 from serve_app.bench.traces import Request, Trace
-from serve_app.cli import app
+from serve_app.cli.main import app
 
 _GIB = 2**30
 _NEVER_IDLE = (

@@ -11,10 +11,8 @@ from starlette.requests import ClientDisconnect
 
 from actors.errors import EngineDied, QueueFull, ReplicaFailed, ShuttingDown
 from actors.protocol import FinishReason, TokenEvent, TokenLogprob
-from serve_app.answers import ChatAnswer, CompletionAnswer
-from serve_app.http_errors import RequestTimeout
-from serve_app.schemas import parse_chat, parse_completion
-from serve_app.sse import (
+from serve_app.front.errors import RequestTimeout
+from serve_app.front.stream import (
     COMMENT,
     DONE,
     EventSource,
@@ -25,6 +23,8 @@ from serve_app.sse import (
     text_stream,
     unless_gone,
 )
+from serve_app.openai.answers import ChatAnswer, CompletionAnswer
+from serve_app.openai.requests import parse_chat, parse_completion
 from tests.on_loop import on_loop
 
 NEVER_S = 3600.0  # longer than any test
@@ -397,7 +397,7 @@ def test_whole_answer_is_the_same_in_parts_of_any_size(
         return found
 
     in_parts = written()
-    monkeypatch.setattr("serve_app.answers._AT_A_TIME", 10**6)
+    monkeypatch.setattr("serve_app.openai.answers._AT_A_TIME", 10**6)
     assert in_parts == written()
     ((choice,), usage) = in_parts["choices"], in_parts["usage"]
     logprobs = choice["logprobs"]
@@ -420,7 +420,7 @@ def test_largest_part_of_an_answer_is_written_in_milliseconds() -> None:
     answer.add(0, with_logprobs(5000, FinishReason.STOP))
     encode = json.dumps
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("serve_app.answers.json.dumps", dumps)
+        patched.setattr("serve_app.openai.answers.json.dumps", dumps)
         whole = answer.written()
     assert longest < len(whole) / 15
 

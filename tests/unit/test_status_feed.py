@@ -9,10 +9,10 @@ import pytest
 
 from actors.errors import ReplicaFailed
 from actors.protocol import ReplicaState
-from serve_app.served import ServedModels
-from serve_app.status import feed as feed_module
-from serve_app.status.feed import StatusFeed
-from serve_app.status.snapshot import View
+from serve_app.front.status import feed as feed_module
+from serve_app.front.status.feed import StatusFeed
+from serve_app.front.status.snapshot import View
+from serve_app.models.registry import ServedModels
 from tests.fakes import FakeModel
 from tests.on_loop import on_loop
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from actors.protocol import ReplicaState, ReplicaStatus
-from serve_app.status.history import History
+from serve_app.front.status.history import History
 from tests.fakes import FakeModel
 
 AWAKE, ASLEEP, WAKING = ReplicaState.AWAKE, ReplicaState.ASLEEP, ReplicaState.WAKING

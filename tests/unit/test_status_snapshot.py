@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.status.snapshot import host_view, merge_patch, replica_views
+from serve_app.front.status.snapshot import host_view, merge_patch, replica_views
 from tests.fakes import FakeModel
 
 leaves = st.one_of(st.booleans(), st.integers(), st.text(max_size=3), st.lists(st.integers()))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from actors.engine.text import TextCodec
+from actors.checkpoints.source import Hub, ModelSource
 from actors.errors import InvalidRequest, Unavailable
 from actors.protocol import ChatPrompt, ReplicaState
-from actors.weights.source import Hub, ModelSource
-from serve_app import tokenizing
-from serve_app.ingress import HttpSettings, build_asgi
-from serve_app.tokenizer import LocalTokenizer
+from actors.text.codec import TextCodec
+from serve_app.front import tokenize as tokenizing
+from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.models.tokenizer import LocalTokenizer
 from tests.fakes import FakeModel, FakeTokenizer
 from tests.unit.asgi_client import client_of
 
@@ -179,7 +179,7 @@ def test_answers_are_written_beside_the_event_loop(client, monkeypatch):
         return write(answer)
 
     write = tokenizing._answer
-    monkeypatch.setattr("serve_app.tokenizing._answer", note)
+    monkeypatch.setattr("serve_app.front.tokenize._answer", note)
     client.post("/tokenize", json={"prompt": "hi"})
     client.post("/detokenize", json={"tokens": [104]})
     assert threads == {True}

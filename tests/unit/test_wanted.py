@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from serve_app import wanted
-from serve_app.wanted import ClusterStore, Follower, Wanted, hold, release
+from serve_app.signals import hold as wanted
+from serve_app.signals.hold import ClusterStore, Follower, Wanted, hold, release
 
 
 class Store:

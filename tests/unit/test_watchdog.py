@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors import watchdog as module
-from actors.watchdog import Watchdog, WatchdogConfig
+from actors.worker import watchdog as module
+from actors.worker.watchdog import Watchdog, WatchdogConfig
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from serve_app.cli import app
-from serve_app.keys import read_keys
+from serve_app.cli.main import app
+from serve_app.config.keys import read_keys
 from tests.fakes import FakeModel
 from tests.unit.bench.fake_openai import FakeOpenAI
 from tests.unit.bench.our_front import OurFront
@@ -156,7 +156,7 @@ def test_notes_tell_what_figures_hide(server: FakeOpenAI) -> None:
 
 
 def test_progress_goes_to_stderr(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.bench_http_cli._LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr("serve_app.cli.bench_http._LOG_INTERVAL_S", 0.0)
     args = ["bench", "http", "--url", server.url, "--max-tokens", "4", "--requests", "3"]
     result = CliRunner().invoke(app, args)
     assert "1 at a time: 3 of 3 requests" in result.stderr

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from serve_app.cli import app
+from serve_app.cli.main import app
 from tests.unit.bench.fake_openai import FakeOpenAI
 from tests.unit.bench.our_front import OurFront, PacedModel
 

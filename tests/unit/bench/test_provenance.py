@@ -20,7 +20,7 @@ from serve_app.bench.provenance import COMMIT_VARIABLE, provenance, source_of
 from serve_app.bench.report import as_markdown, sections_of
 from serve_app.bench.simulate_systems import as_json
 from serve_app.bench.verdict import About, Plan, Report
-from serve_app.cli import app
+from serve_app.cli.main import app
 from tests.unit.bench import fake_results
 from tests.unit.bench.fake_openai import FakeOpenAI
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from serve_app.bench import report as module
 from serve_app.bench.findings import FINDINGS, kept_points
 from serve_app.bench.report import Section, as_html, as_markdown, kind_of, sections_of, write
-from serve_app.cli import app
+from serve_app.cli.main import app
 from tests.unit.bench import fake_results
 
 PNG = b"\x89PNG\r\n\x1a\n"

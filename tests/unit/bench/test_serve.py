@@ -18,8 +18,8 @@ from serve_app.bench.serve_log import first_since, steps_since, transfers
 from serve_app.bench.serve_phases import Plan, throughput_of
 from serve_app.bench.serve_report import report
 from serve_app.bench.workload import Load
-from serve_app.cli import app
-from serve_app.config import AppArgs
+from serve_app.cli.main import app
+from serve_app.config.files import AppArgs
 from tests.conftest import PROJECT
 
 LOG = """\

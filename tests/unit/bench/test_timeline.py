@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from actors.image.gates import SegmentGates
+from actors.image.layout import Layout, Segment, TensorSlot
 from actors.memory.cpu import CpuMark
 from actors.memory.driver import Mark
 from actors.memory.transfer import SegmentTime, TransferStats
-from actors.weights.gates import SegmentGates
-from actors.weights.layout import Layout, Segment, TensorSlot
 from serve_app.bench.timeline import (
     ForwardWatch,
     MemorySampler,

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.weights.layout import Layout, Segment
+from actors.image.layout import Layout, Segment
 from serve_app.bench.figures import quantile, spread, table
 from serve_app.bench.wake import VARIANTS, Plan
 from serve_app.bench.wake_report import GOALS, judge, report

@@ -5,7 +5,7 @@ from typing import Any
 import transformers as tf
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from actors.engine.pipeline import PipelinedManager
+from actors.engine.batching.pipeline import PipelinedManager
 
 
 def manager_on_cpu(**limits: Any) -> PipelinedManager:

@@ -7,7 +7,7 @@ import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from actors.engine.architectures import check_architecture
+from actors.engine.model.architectures import check_architecture
 
 # What it is called in one configuration or another.
 _SIZES: dict[str, Any] = {

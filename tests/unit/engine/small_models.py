@@ -10,10 +10,10 @@ import transformers as tf
 
 from actors.engine.config import EngineConfig
 from actors.engine.engine import EngineOutput, TransformersEngine
-from actors.engine.sampling import SequenceSampling
-from actors.engine.sampling_defaults import ResolvedSampling
+from actors.engine.sampling.sampler import SequenceSampling
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
+from actors.text.sampling_defaults import ResolvedSampling
 
 SMALL = {
     "vocab_size": 96,

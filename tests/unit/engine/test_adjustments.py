@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engine import adjustments, sampling
-from actors.engine.logits import Param
-from actors.engine.sampling import BatchSampler, SequenceSampling
-from actors.engine.sampling_defaults import ResolvedSampling
+from actors.engine.sampling import adjustments
+from actors.engine.sampling import sampler as sampling
+from actors.engine.sampling.logits import Param
+from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
+from actors.text.sampling_defaults import ResolvedSampling
 
 V = 40
 
@@ -93,7 +94,7 @@ def test_every_step_is_what_the_reference_says(
     """More sequences than places, in batches of any composition, one token ahead of the host."""
     if kernels:
         pytest.importorskip("triton", reason="Triton is not installed")
-        from actors.engine import sampling_kernels
+        from actors.engine.sampling import kernels as sampling_kernels
 
         if torch.cuda.is_available():
             pytest.skip("compiled kernels want tensors on the device")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as tf
 
-from actors.engine.architectures import check_architecture, experts_need_host
+from actors.engine.model.architectures import check_architecture, experts_need_host
 from tests.unit.engine.small_architectures import small
 from tests.unit.engine.small_models import SMALL, build, generate, plain
 

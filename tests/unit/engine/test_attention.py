@@ -6,7 +6,7 @@ import transformers as tf
 from torch import Tensor
 from transformers import masking_utils
 
-from actors.engine import attention
+from actors.engine.model import attention
 from tests.unit.engine.small_models import SMALL, OnCuda, build, generate
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.engine.cards import card_problem
-from actors.runtime import build_module
+from actors.engine.model.cards import card_problem
+from actors.replica.runtime import build_module
 
 
 @pytest.mark.parametrize(

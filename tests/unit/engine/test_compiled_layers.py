@@ -9,8 +9,8 @@ import torch
 import transformers as tf
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.engine import compiled_layers as module
-from actors.engine.compiled_layers import CompiledLayers, paged_arguments
+from actors.engine.model import compiled_layers as module
+from actors.engine.model.compiled_layers import CompiledLayers, paged_arguments
 
 SMALL = {
     "vocab_size": 64,

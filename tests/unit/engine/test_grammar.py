@@ -14,15 +14,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from actors.engine import grammar as grammar_module
-from actors.engine.grammar import GrammarCompiler, SequenceGrammar, allowed_tokens
-from actors.engine.logits import forbid
-from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
-from actors.engine.sampling_defaults import ResolvedSampling
-from actors.engine.text import TextCodec
-from actors.engine.validation import MAX_GRAMMAR_CHARS, validate
+from actors.engine.sampling import grammar as grammar_module
+from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar, allowed_tokens
+from actors.engine.sampling.logits import forbid
+from actors.engine.sampling.sampler import BatchSampler, RawLogprob, SequenceSampling
 from actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
 from actors.protocol import Grammar, GrammarKind, SamplingParams
+from actors.text.codec import TextCodec
+from actors.text.sampling_defaults import ResolvedSampling
+from actors.text.validation import MAX_GRAMMAR_CHARS, validate
 from tests.unit.engine.test_sampling import run_step
 
 V = 300  # the model's: more than the tokenizer has
@@ -220,7 +220,7 @@ def test_batch_without_grammars_does_none_of_this(
     sampler = BatchSampler()
     run_step(sampler, [sequence(codec, compiler.compile(regex("a")))], noise(0))
     assert sampler.needs_results
-    monkeypatch.setattr("actors.engine.sampling.allowed_tokens", None)
+    monkeypatch.setattr("actors.engine.sampling.sampler.allowed_tokens", None)
     logits = noise(1, 2)
     assert run_step(sampler, [sequence(codec, None)] * 2, logits) is logits
     assert not sampler.needs_results

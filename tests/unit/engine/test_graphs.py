@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
-from actors.engine.graphs import fill_block_tables
+from actors.engine.batching.graphs import fill_block_tables
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

@@ -5,9 +5,9 @@ import random
 import pytest
 from transformers.generation.continuous_batching.cache_allocators.cache_pool import CachePool
 
-from actors.engine import kv_growth
+from actors.engine.batching import kv_growth
+from actors.engine.batching.kv_growth import GrowingPool, kv_parts
 from actors.engine.cache_shape import CacheShape, LayerGroup
-from actors.engine.kv_growth import GrowingPool, kv_parts
 
 
 def shape(bytes_per_page: int = 2048 * 28, groups: tuple[LayerGroup, ...] = ()) -> CacheShape:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from actors.engine.message_form import ChatConfig, form_of
-from actors.engine.text import TextCodec
 from actors.errors import InvalidRequest
 from actors.protocol import ChatPrompt, MessageForm
+from actors.text.codec import TextCodec
+from actors.text.message_form import ChatConfig, form_of
 from tests.unit.engine.test_text import byte_level
 
 # As the models' own templates do it, cut down to what matters here.

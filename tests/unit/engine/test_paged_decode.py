@@ -14,8 +14,8 @@ import torch
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from actors.engine import paged_decode as module  # noqa: E402  # behind the skip
-from actors.engine.paged_decode import num_splits, paged_decode  # noqa: E402
+from actors.engine.model import paged_decode as module  # noqa: E402  # behind the skip
+from actors.engine.model.paged_decode import num_splits, paged_decode  # noqa: E402
 from tests.unit.hopper import run_with_compiler  # noqa: E402
 
 
@@ -164,7 +164,7 @@ def test_splits_fill_the_device_and_need_no_lengths() -> None:
 
 def test_kernels_compile_for_hopper_without_one() -> None:
     run_with_compiler("""
-from actors.engine.paged_decode import _decode, _join
+from actors.engine.model.paged_decode import _decode, _join
 
 names = {*_decode.arg_names, *_join.arg_names}
 types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names} | {"scale": "fp32"}

@@ -14,8 +14,8 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.requests import RequestState
 
-from actors.engine import pipeline
-from actors.engine.pipeline import PipelinedManager
+from actors.engine.batching import pipeline
+from actors.engine.batching.pipeline import PipelinedManager
 from tests.unit.engine.manager_on_cpu import manager_on_cpu
 
 _numbers = count()

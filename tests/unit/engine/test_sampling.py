@@ -15,13 +15,13 @@ from transformers import (
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestState
 
-from actors.engine.logits import Param
-from actors.engine.noise import gumbel, splitmix64
-from actors.engine.sampling import BatchSampler, RawLogprob, SequenceSampling
-from actors.engine.sampling_defaults import ResolvedSampling
-from actors.engine.validation import MAX_LOGIT_BIAS, validate
+from actors.engine.sampling.logits import Param
+from actors.engine.sampling.noise import gumbel, splitmix64
+from actors.engine.sampling.sampler import BatchSampler, RawLogprob, SequenceSampling
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import SamplingParams
+from actors.text.sampling_defaults import ResolvedSampling
+from actors.text.validation import MAX_LOGIT_BIAS, validate
 
 V = 64
 
@@ -106,7 +106,7 @@ def test_noise_has_the_gumbel_distribution() -> None:
 
 def test_noise_is_finite_at_the_ends_of_the_uniform_range(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = torch.tensor([[0, -1, 1 << 32, -(1 << 63)]])
-    monkeypatch.setattr("actors.engine.noise.splitmix64", lambda seed, index: bits)
+    monkeypatch.setattr("actors.engine.sampling.noise.splitmix64", lambda seed, index: bits)
     noise = gumbel(torch.tensor([0]), torch.tensor([0]), 4)
     assert noise.isfinite().all()
     assert noise[0, 0].item() == pytest.approx(math.log(2**33), rel=1e-5)

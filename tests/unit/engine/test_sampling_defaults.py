@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from actors.engine.generation_config import read_generation_config
-from actors.engine.sampling_defaults import ResolvedSampling, resolve, sampling_defaults
-from actors.engine.validation import validate
 from actors.errors import InvalidRequest
 from actors.protocol import Grammar, GrammarKind, SamplingParams
+from actors.text.generation_config import read_generation_config
+from actors.text.sampling_defaults import ResolvedSampling, resolve, sampling_defaults
+from actors.text.validation import validate
 
 ROOM = 1000
 OPENAI: dict[str, Any] = {
@@ -208,7 +208,7 @@ def test_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 
 def test_log_tells_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "actors.engine.sampling_defaults")
+    caplog.set_level(logging.INFO, "actors.text.sampling_defaults")
     sampling_defaults(write(tmp_path, {"eos_token_id": 3, "temperature": 0.6, "top_p": 0.95}))
     (told,) = caplog.messages
     assert told.startswith("sampling defaults, ")

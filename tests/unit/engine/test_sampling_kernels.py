@@ -1,4 +1,4 @@
-"""The sampling kernels against `actors.engine.logits`: compiled on a GPU, elsewhere by Triton's interpreter.
+"""The sampling kernels against `actors.engine.sampling.logits`: compiled on a GPU, elsewhere by Triton's interpreter.
 
 Both on the same device, so that logarithms are the same to the last bit.
 """
@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engine import logits as reference
-from actors.engine.logits import Param
+from actors.engine.sampling import logits as reference
+from actors.engine.sampling.logits import Param
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from actors.engine import sampling_kernels as kernels  # behind the skip
+from actors.engine.sampling import kernels  # behind the skip
 from tests.unit.hopper import run_with_compiler
 
 CUDA = torch.cuda.is_available()
@@ -152,7 +152,7 @@ def test_adjusted_to_the_last_bit(width: int, tables: str) -> None:
 
 def test_kernels_compile_for_hopper_without_one() -> None:
     run_with_compiler("""
-from actors.engine import sampling_kernels as k
+from actors.engine.sampling import kernels as k
 
 types = dict.fromkeys(("logits", "peaks", "floors", "noisy", "best", "adjusted"), "*fp32")
 types |= dict.fromkeys(("parameters", "places", "input_ids", "counts", "bias"), "*i32")
@@ -210,8 +210,10 @@ def test_captured_graph_reads_its_parameters_at_replay(filters: bool) -> None:
 
 def test_no_kernel_has_an_argument_that_triton_s_launcher_overwrites() -> None:
     """It makes a function of a kernel's arguments, with locals of its own (triton/runtime/jit.py, 3.6)."""
-    from actors.engine import fetch, paged_decode, sampling_kernels
-    from actors.weights import checksum_kernel
+    from actors.engine.batching import fetch
+    from actors.engine.model import paged_decode
+    from actors.engine.sampling import kernels as sampling_kernels
+    from actors.image import checksum_kernel
 
     kernels = [
         found

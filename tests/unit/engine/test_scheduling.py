@@ -6,7 +6,7 @@ import pytest
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from actors.engine.scheduling import NAME, TurnsScheduler
+from actors.engine.batching.scheduling import NAME, TurnsScheduler
 from tests.unit.engine.manager_on_cpu import manager_on_cpu
 
 ROWS = 6

@@ -23,10 +23,10 @@ from transformers.generation.continuous_batching.model_runner import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.engine.attention import NAME, choose_attention
 from actors.engine.cache_shape import CacheShape, LayerGroup, cache_shape
 from actors.engine.config import EngineConfig
-from actors.engine.logits import forbid, logprobs
+from actors.engine.model.attention import NAME, choose_attention
+from actors.engine.sampling.logits import forbid, logprobs
 from actors.engine.sizing import PREFILL_SIZES, CardMemory, Limits, plan_limits
 from tests.unit.engine.small_models import build
 

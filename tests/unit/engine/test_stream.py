@@ -1,7 +1,7 @@
 import pickle
 
-from actors.engine.stream import pieces
 from actors.protocol import FinishReason, MessageForm, TokenEvent, TokenLogprob
+from actors.replica.streams import pieces
 
 
 def logprob(number: int, tops: int) -> TokenLogprob:

@@ -7,11 +7,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from actors.engine.detokenizer import ByteStream, WindowStream
-from actors.engine.output import OutputAssembler, StopMatcher
-from actors.engine.text import TextCodec
 from actors.errors import ContextLengthExceeded, InvalidRequest
 from actors.protocol import ChatPrompt, FinishReason, TokenLogprob
+from actors.text.codec import TextCodec
+from actors.text.detokenizer import ByteStream, WindowStream
+from actors.text.output import OutputAssembler, StopMatcher
 
 SPECIALS = ["<|eos|>", "<|bos|>", "<｜end▁of▁turn｜>"]
 TEXTS = [

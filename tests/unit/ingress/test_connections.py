@@ -8,7 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from actors.errors import EngineDied
-from serve_app.ingress import HttpSettings, build_asgi
+from serve_app.front.app import HttpSettings, build_asgi
 from tests.fakes import FakeModel
 from tests.on_loop import on_loop
 from tests.unit.asgi_client import client_of

@@ -9,8 +9,8 @@ from starlette.requests import Request
 
 from actors.errors import DrainTimeout
 from actors.protocol import ReplicaState, SleepCommand, SleepMode
-from serve_app.health import Health
-from serve_app.served import ServedModels
+from serve_app.front.health import Health
+from serve_app.models.registry import ServedModels
 from tests.fakes import FakeModel
 from tests.unit.ingress.front import CHAT, CHAT_BODY, conforms, is_error, scope_of, serving
 

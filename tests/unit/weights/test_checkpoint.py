@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from actors.weights import checkpoint
-from actors.weights.checkpoint import RECIPE_FILE, SHAPES, write_checkpoint
-from serve_app.cli import Dtype, Shape, app
+from actors.checkpoints import making as checkpoint
+from actors.checkpoints.making import RECIPE_FILE, SHAPES, write_checkpoint
+from serve_app.cli.main import Dtype, Shape, app
 
 TEXT = 'Hello, wörld!\n  你好 🙂 안녕, 3.14\tdef main(): return "x"'
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from actors.weights import checksum as module
-from actors.weights.checksum import Checksums, checksum
-from actors.weights.layout import Checksum
+from actors.image import checksum as module
+from actors.image.checksum import Checksums, checksum
+from actors.image.layout import Checksum
 from tests.unit.hopper import run_with_compiler
 
 
@@ -55,7 +55,7 @@ def test_several_are_begun_and_read_together() -> None:
 
 @pytest.mark.parametrize("words", [1, 100, 2048, 5000, 2048 * 2048 + 3])
 def test_kernel_gives_what_the_cpu_gives(words: int) -> None:
-    kernel = pytest.importorskip("actors.weights.checksum_kernel")
+    kernel = pytest.importorskip("actors.image.checksum_kernel")
     data = content(8 * words)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sums = torch.zeros(2, dtype=torch.int64, device=device)
@@ -66,7 +66,7 @@ def test_kernel_gives_what_the_cpu_gives(words: int) -> None:
 def test_kernel_compiles_for_hopper_without_one() -> None:
     pytest.importorskip("triton")
     run_with_compiler("""
-from actors.weights.checksum_kernel import _sum_words
+from actors.image.checksum_kernel import _sum_words
 
 for count in ("i32", "i64"):
     compiled(_sum_words, {"words": "*i64", "sums": "*i64", "count": count}, {"BLOCK": 2048})

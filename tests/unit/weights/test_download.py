@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from actors.weights import download as downloads
-from actors.weights.checkpoint_dir import (
+from actors.checkpoints import download as downloads
+from actors.checkpoints.directory import (
     MANIFEST_NAME,
     missing_from_checkpoint,
     unsupported_weights,
     verify_checkpoint,
 )
-from actors.weights.download_errors import (
+from actors.checkpoints.errors import (
     DirectoryInUse,
     InvalidModelId,
     NothingSelected,
     PartialDownload,
 )
-from actors.weights.download_plan import (
+from actors.checkpoints.plan import (
     DownloadRequest,
     Listing,
     Plan,
@@ -30,8 +30,8 @@ from actors.weights.download_plan import (
     check_model_id,
     select_files,
 )
-from actors.weights.download_progress import LoggedProgress, Progress, Tracker, text_size
-from actors.weights.source import Hub, ModelSource
+from actors.checkpoints.progress import LoggedProgress, Progress, Tracker, text_size
+from actors.checkpoints.source import Hub, ModelSource
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

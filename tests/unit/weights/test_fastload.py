@@ -9,6 +9,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, OwnerDiedError, RayTaskError
 
+from actors.checkpoints.source import ModelSource
 from actors.errors import (
     HolderLost,
     ImageMissing,
@@ -16,11 +17,10 @@ from actors.errors import (
     ServingError,
     StoreFull,
 )
-from actors.holder import ImageGrant, ImageRequest
-from actors.weights import packer
-from actors.weights.fastload import FastLoad, Way, load_from_disk
-from actors.weights.layout import ImageKey
-from actors.weights.source import ModelSource
+from actors.image import packer
+from actors.image.holder import ImageGrant, ImageRequest
+from actors.image.layout import ImageKey
+from actors.image.obtain import FastLoad, Way, load_from_disk
 
 
 class FakeHolder:

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from actors.weights.gates import SegmentGates
-from actors.weights.layout import Layout, Segment, TensorSlot
+from actors.image.gates import SegmentGates
+from actors.image.layout import Layout, Segment, TensorSlot
 
 
 class Layer(nn.Module):

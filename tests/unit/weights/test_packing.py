@@ -23,15 +23,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from actors.engine.text import TextCodec
+from actors.checkpoints.making import write_checkpoint
 from actors.errors import LayoutMismatch, WeightsCorrupted
+from actors.image import packer
+from actors.image.attach import attach, build_on_meta
+from actors.image.image import WeightImage
+from actors.image.layout import TENSOR_ALIGNMENT, Layout, Manifest
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
-from actors.weights import packer
-from actors.weights.attach import attach, build_on_meta
-from actors.weights.checkpoint import write_checkpoint
-from actors.weights.image import WeightImage
-from actors.weights.layout import TENSOR_ALIGNMENT, Layout, Manifest
+from actors.text.codec import TextCodec
 
 DRIVER = CpuDriver()
 SMALL = {

@@ -1,0 +1,1 @@
+"""A model's modules: which are served, and how they attend."""

@@ -1,0 +1,224 @@
+"""torch.compile for a model's decoder layers, prepared on memory of its own.
+
+All layers of a class share one compiled forward, so a model of any depth costs the compile time of
+one layer. A layer is compiled by running it; here a copy runs, with weights and inputs that nobody
+else uses, so that the model may serve, sleep and wake meanwhile. What comes out is found again by the
+real layers, because torch guards on shapes and attributes, not on identities.
+
+Inductor keeps its results on disk (TORCHINDUCTOR_CACHE_DIR): the next start pays for tracing only.
+"""
+
+# Q new tokens in a step
+
+import copy
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
+
+from actors.engine.model.architectures import decoder_layers
+
+logger = logging.getLogger(__name__)
+
+CACHE_DIR = Path("~/.cache/sleepserve/compile")
+
+# What continuous batching hands down to the attention through every layer. A compiled layer would
+# check each of these again in every step, and be compiled anew for prefills with and without cached
+# tokens; but it only passes them on.
+_PAGED = frozenset(PagedAttentionArgs.__annotations__) - {
+    "position_ids",
+    "attention_mask",
+    "use_cache",
+}
+_step = threading.local()
+_SWITCH_S = 1e-4
+
+
+def paged_arguments() -> dict[str, Any] | None:
+    """What the compiled layer that runs on this thread was not told; {} in a rehearsal.
+
+    None if no compiled layer runs.
+    """
+    arguments: dict[str, Any] | None = getattr(_step, "arguments", None)
+    return arguments
+
+
+class CompiledLayers:
+    """The decoder layers of one model, compiled first and put to use later.
+
+    Attributes:
+        active: whether the layers run compiled, once installed; to be set before a forward.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Prepare copies of the layers; they have no memory yet."""
+        self.active = False
+        self._model = model
+        self._layers = [module for _, module in decoder_layers(model)]
+        self._copies = [_on_meta(layer) for layer in self._layers]
+        self._forwards: dict[type, Callable[..., Any]] = {}
+        # Of each layer: the first call for one token (1) and for more than one (2).
+        self._calls: list[dict[int, _Call]] = [{} for _ in self._layers]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note down what the layers are called with, for the rehearsal."""
+
+        def note(index: int) -> Callable[..., None]:
+            def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                hidden = args[0] if args else kwargs["hidden_states"]
+                Q = hidden.shape[1]
+                self._calls[index].setdefault(min(Q, 2), _Call(args, kwargs))
+
+            return hook
+
+        handles = [
+            layer.register_forward_pre_hook(note(i), with_kwargs=True)
+            for i, layer in enumerate(self._layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def compile(self) -> None:
+        """Compile for one token and for many. Blocks for seconds; any thread may call.
+
+        Takes device memory for one layer's weights meanwhile.
+
+        Raises:
+            Exception: anything that torch.compile runs into.
+        """
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE_DIR.expanduser()))
+        started_s = time.perf_counter()
+        device = self._model.device
+        with _polite_to_other_threads():
+            self._compile_on(device)
+        seconds = time.perf_counter() - started_s
+        logger.info("compiled %d decoder layers in %.1f s", len(self._layers), seconds)
+
+    def _compile_on(self, device: torch.device) -> None:
+        for kind in {type(layer) for layer in self._layers}:
+            self._forwards[kind] = torch.compile(kind.forward, dynamic=True)
+        with torch.compiler.set_stance("default"), torch.no_grad():
+            for layer, calls in zip(self._copies, self._calls, strict=True):
+                try:
+                    layer.to_empty(device=device)
+                    # The many first: made for one token, the code would be made again for any number.
+                    for _, call in sorted(calls.items(), reverse=True):
+                        args, kwargs = call.tensors()
+                        _call_compiled(self._forwards[type(layer)], layer, {}, *args, **kwargs)
+                finally:
+                    layer.to_empty(device="meta")
+
+    def install(self) -> None:
+        """Let the layers run compiled. Not while one of them runs.
+
+        From now on nothing is compiled in this process: a call that fits no compiled code runs as
+        it would without.
+        """
+        for layer in self._layers:
+            layer.forward = self._either(layer)
+        self._copies, self._calls = [], []
+        torch.compiler.set_stance("eager_on_recompile")
+
+    def _either(self, layer: nn.Module) -> Callable[..., Any]:
+        plain, compiled = layer.forward, self._forwards[type(layer)]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return plain(*args, **kwargs)
+            paged = {name: kwargs.pop(name) for name in _PAGED & kwargs.keys()}
+            return _call_compiled(compiled, layer, paged, *args, **kwargs)
+
+        return forward
+
+
+@contextmanager
+def _polite_to_other_threads() -> Iterator[None]:
+    """Have a thread that wants the GIL wait less for it than the 5 ms that are usual.
+
+    Tracing keeps the GIL for seconds, and a step of the engine asks for it again after every kernel
+    it launches: the first request of a replica took 2.8 s on an H200, most of it waiting.
+    """
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
+
+
+class _Call:
+    """The arguments of one call of a layer, to be made again with other tensors."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        passed_on = {k: v for k, v in kwargs.items() if k not in _PAGED}
+        self._arguments = tree_map(_Shape.of, (args, passed_on))
+
+    def tensors(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(_Shape.make, self._arguments)
+        return made
+
+
+class _Shape:
+    """What torch's guards see of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._like = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        return _Shape(value) if isinstance(value, Tensor) else value
+
+    @staticmethod
+    def make(value: Any) -> Any:
+        if not isinstance(value, _Shape):
+            return value
+        shape, stride, dtype, device = value._like
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+
+
+def _on_meta(layer: nn.Module) -> nn.Module:
+    """A copy without memory; what is no tensor and no module is shared."""
+    memo: dict[int, Any] = {
+        id(value): value
+        for module in layer.modules()
+        for value in vars(module).values()
+        if not isinstance(value, dict | nn.Module)
+    }
+    with torch.device("meta"):
+        for parameter in layer.parameters():
+            empty = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), parameter.requires_grad
+            )
+            memo[id(parameter)] = empty
+        for buffer in layer.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(layer, memo)
+
+
+def _call_compiled(
+    compiled: Callable[..., Any],
+    layer: nn.Module,
+    paged: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    _step.arguments = paged
+    try:
+        return compiled(layer, *args, **kwargs)
+    finally:
+        _step.arguments = None

@@ -1,0 +1,406 @@
+"""Outputs of a prescribed form: which tokens a JSON schema, a pattern or a grammar allows next.
+
+llguidance walks the tokens on the CPU (https://github.com/guidance-ai/llguidance). It is imported when
+the first grammar comes, so that a replica without any pays nothing.
+"""
+
+# R rows of a batch whose sequences have a grammar, W words of 32 tokens each
+
+import ctypes
+import json
+import logging
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
+from actors.protocol import Grammar, GrammarKind
+from actors.text.codec import TextCodec
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+_COMPILED = 32  # grammars kept
+# What grammars are made of on their way, and share, is in llguidance's lexer, whose size it does not tell.
+# A state took 0.6 KiB in `(a|b)*a(a|b){30}` and 19 KiB in `(a|b)*a(a|b){10000}` after 3,000 tokens, more
+# with every token. So their bytes are bounded, too, as the allocator tells them.
+_MAX_LEXER_STATES = 50_000
+_MAX_BYTES = 2**28  # of one grammar
+_MAX_BYTES_IN_ALL = 2**30  # of those kept, and those that sequences still use
+# Compiled anew when it is asked for again. What other threads allocate during a mask is counted as well,
+# so that a grammar of everybody's may seem to grow.
+_RENEWED_BYTES = 2**26
+_COMPILE_TIMEOUT_S = 10.0
+# llguidance recurses along chains of rules and $refs: 3,000 of them overflow 8 MiB and end the process.
+# This is enough for as many as `actors.text.validation.MAX_GRAMMAR_CHARS` can hold.
+_COMPILE_STACK_BYTES = 2**28
+# Between the tokens of JSON. Without a bound, a model that has nothing to say goes on with white space.
+_WHITE_SPACE = r"[ \t\r\n]{1,64}"
+_MAX_REASON_CHARS = 300
+_MAX_THREADS = 8
+
+
+class _Compiled:
+    """A grammar at its beginning; what its sequences find out on their way is found out for all."""
+
+    def __init__(
+        self, matcher: "LLMatcher", end_ids: frozenset[int], size: int, memory: "_Memory"
+    ) -> None:
+        self.matcher = matcher
+        self.end_ids = end_ids
+        self.bytes = size
+        self.memory = memory
+        self.is_exhausted = False  # a sequence met a limit, which others may share
+        self.is_too_large = False  # its sequences end
+
+
+class _Memory:
+    """The compiled grammars there are: those kept, the latest of them, and those only sequences have.
+
+    Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[GrammarKind, str], _Compiled] = OrderedDict()
+        self._alive: weakref.WeakSet[_Compiled] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def take(self, key: tuple[GrammarKind, str]) -> _Compiled | None:
+        """One that is kept and can be used; `keep` it again."""
+        with self._lock:
+            compiled = self._kept.pop(key, None)
+        if compiled is None or compiled.is_exhausted or compiled.bytes > _RENEWED_BYTES:
+            return None
+        return compiled
+
+    def keep(self, key: tuple[GrammarKind, str], compiled: _Compiled) -> None:
+        """As the latest; others go when they are too many, or too large."""
+        with self._lock:
+            self._alive.add(compiled)
+            self._kept[key] = compiled
+            while len(self._kept) > _COMPILED:
+                self._kept.popitem(last=False)
+            self._make_room(at_least=1)
+
+    def check_room(self) -> None:
+        """Raises Unavailable if what sequences use leaves no room for another grammar."""
+        with self._lock:
+            self._make_room(at_least=0)
+            if self._bytes() > _MAX_BYTES_IN_ALL:
+                raise Unavailable(
+                    "the grammars of other requests take all memory there is for them"
+                )
+
+    def charge(self, compiled: Sequence[_Compiled], grown_bytes: int) -> None:
+        """What a step took, which cannot be told apart. The largest goes where there is no room."""
+        for each in compiled:
+            each.bytes = max(0, each.bytes + grown_bytes // len(compiled))
+            each.is_too_large |= each.bytes > _MAX_BYTES
+        with self._lock:
+            self._make_room(at_least=0)
+            if self._bytes() > _MAX_BYTES_IN_ALL:
+                max(self._alive, key=lambda each: each.bytes).is_too_large = True
+
+    def _make_room(self, at_least: int) -> None:
+        while len(self._kept) > at_least and self._bytes() > _MAX_BYTES_IN_ALL:
+            self._kept.popitem(last=False)
+
+    def _bytes(self) -> int:
+        return sum(each.bytes for each in self._alive)
+
+
+class SequenceGrammar:
+    """How far one sequence has come in its grammar. Belongs to the engine's thread.
+
+    It follows the sequence's outputs, which only grow: a sequence that starts over from its tokens so
+    far, after a requeue or a sleep, finds it where it was.
+
+    Attributes:
+        compiled: what it shares with the others of the same grammar.
+        refusal: why it cannot be followed any further; the sequence then ends at its next token.
+    """
+
+    def __init__(self, compiled: _Compiled, param: str) -> None:
+        self.refusal: InvalidRequest | None = None
+        self.matcher = compiled.matcher.deep_copy()
+        self.compiled = compiled
+        self._param = param
+        self._followed = 0  # outputs
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a sequence whose grammar has come to its end."""
+        return self.compiled.end_ids
+
+    def fork(self) -> "SequenceGrammar":
+        """The same grammar from its beginning, for another sequence."""
+        return SequenceGrammar(self.compiled, self._param)
+
+    def follow(self, output_ids: Sequence[int]) -> None:
+        """Take what came since the last call; `output_ids` is all of it."""
+        new = output_ids[self._followed :]
+        self._followed = len(output_ids)
+        if self.refusal is None and new:
+            self.matcher.consume_tokens(list(new))
+            self._notice()
+
+    def restrict(
+        self, row_W: "np.ndarray[Any, np.dtype[np.uint32]]", withheld: frozenset[int]
+    ) -> None:
+        """Finish a row of the mask that the matcher has filled.
+
+        Without `withheld`, unless nothing else is left: no wish of the caller goes on where the grammar
+        has come to its end.
+        """
+        self._notice()
+        if self.refusal is None and not row_W.any():
+            self._refuse("this model's vocabulary has no token that could follow")
+        if self.refusal is not None:
+            row_W[:] = 0
+            for token in self.end_ids:
+                row_W[token >> 5] |= np.uint32(1 << (token & 31))
+        elif withheld:
+            kept_W = row_W.copy()
+            for token in withheld:
+                kept_W[token >> 5] &= ~np.uint32(1 << (token & 31))
+            if kept_W.any():
+                row_W[:] = kept_W
+
+    def _notice(self) -> None:
+        if self.refusal is None and self.matcher.is_error():
+            self._refuse(self.matcher.get_error())
+        elif self.refusal is None and self.compiled.is_too_large:
+            self._refuse("it takes too much memory")
+
+    def _refuse(self, reason: str) -> None:
+        self.compiled.is_exhausted = True
+        self.refusal = InvalidRequest(
+            f"{self._param} cannot be followed: {_shortened(reason)}", self._param
+        )
+
+
+def allowed_tokens(
+    steps: Sequence[tuple[SequenceGrammar, frozenset[int]]], vocab_size: int, *, pinned: bool
+) -> Tensor:
+    """The tokens that grammars allow next, a bit for each; computed without the GIL.
+
+    Args:
+        steps: grammars that have followed all outputs of their sequences, and what `restrict` withholds.
+        vocab_size: tokens in a row of logits.
+        pinned: the result is in page-locked memory, to be copied to a device.
+
+    Returns:
+        int32 [R, W], of a memory that is this call's own; bit i of word w is token 32 w + i.
+    """
+    words = -(-vocab_size // 32)
+    allowed_RW = torch.zeros((len(steps), words), dtype=torch.int32, pin_memory=pinned)
+    matchers = [
+        (grammar.matcher, row) for row, (grammar, _) in enumerate(steps) if grammar.refusal is None
+    ]
+    if matchers:
+        before = _allocated_bytes()
+        _executor().unsafe_compute_mask_ptr(
+            matchers, allowed_RW.data_ptr(), words * allowed_RW.itemsize, len(steps)
+        )
+        if grown := _allocated_bytes() - before:
+            shared = [grammar.compiled for grammar, _ in steps if grammar.refusal is None]
+            shared[0].memory.charge(shared, grown)
+    rows = allowed_RW.numpy().view(np.uint32)
+    for row_W, (grammar, withheld) in zip(rows, steps, strict=True):
+        grammar.restrict(row_W, withheld)
+    return allowed_RW
+
+
+class GrammarCompiler:
+    """The grammars of one tokenizer, the latest of them kept. Any thread may ask.
+
+    One grammar is compiled at a time, so that the other cores stay with those who are served.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._memory = _Memory()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+
+    def compile(self, grammar: Grammar) -> SequenceGrammar:
+        """A grammar at its beginning. Blocks, for milliseconds as a rule.
+
+        Raises:
+            InvalidRequest: it is no valid grammar, or too much work; names its field.
+            UnsupportedParameter: this model's tokenizer knows no grammars.
+            Unavailable: other grammars took too long, or take too much memory.
+        """
+        key = grammar.kind, grammar.text
+        compiled = self._memory.take(key)
+        if compiled is None:
+            self._memory.check_room()
+            compiled = self._on_worker(grammar)
+        self._memory.keep(key, compiled)
+        return SequenceGrammar(compiled, grammar.param)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _on_worker(self, grammar: Grammar) -> _Compiled:
+        future = self._submit(grammar)
+        try:
+            return future.result(_COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            if future.cancel():
+                raise Unavailable("other requests' grammars are being compiled") from None
+            raise InvalidRequest(
+                f"{grammar.param} takes more than {_COMPILE_TIMEOUT_S:g} s to compile",
+                grammar.param,
+            ) from None
+
+    def _submit(self, grammar: Grammar) -> Future[_Compiled]:
+        # For the thread that the first call starts; one of anybody else's may get it as well, which
+        # costs addresses only.
+        before = threading.stack_size(_COMPILE_STACK_BYTES)
+        try:
+            return self._worker.submit(self._compile, grammar)
+        finally:
+            threading.stack_size(before)
+
+    def _compile(self, grammar: Grammar) -> _Compiled:
+        from llguidance import LLMatcher
+
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, str):
+            raise UnsupportedParameter(
+                f"{grammar.param} is not possible: {tokenizer}", grammar.param
+            )
+        try:
+            source = _source(grammar)
+        except ValueError as exc:
+            raise _invalid(grammar, str(exc)) from exc
+        before = _allocated_bytes()
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
+        if not matcher.is_error():
+            # The first mask is the dearest, and every sequence begins with it.
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _invalid(grammar, matcher.get_error())
+        size = max(_allocated_bytes() - before, len(source))
+        return _Compiled(matcher, self._codec.eos_ids, size, self._memory)
+
+    @cached_property
+    def _tokenizer(self) -> "LLTokenizer | str":
+        """The tokenizer as llguidance has it, or why there is none. On the worker only."""
+        fast, ends = self._codec.fast_tokenizer, sorted(self._codec.eos_ids)
+        if fast is None:
+            return "this model's tokenizer does not work token by token"
+        if not ends:
+            return "this model has no end-of-sequence token"
+        from llguidance.hf import from_tokenizer
+
+        try:
+            return from_tokenizer(fast, self._codec.vocab_size, ends)
+        except ValueError as exc:
+            logger.warning("no grammars: %s", exc)
+            return f"this model's tokenizer is not understood ({_shortened(str(exc))})"
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar as llguidance reads it.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    text = grammar.text
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _WHITE_SPACE})
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(text)
+        case GrammarKind.CHOICE:
+            return _one_of(text)
+        case GrammarKind.CFG:
+            return grammar_from("grammar", text)
+
+
+def _one_of(text: str) -> str:
+    """A single lexeme: the parser takes 2,000 alternatives at most, the lexer any number."""
+    from llguidance import LLMatcher
+
+    quoted = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(quoted)}")
+
+
+@cache
+def _limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits
+
+    # llguidance's own bounds on the work of compiling and of a step stay as they are.
+    return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+
+
+@cache
+def _executor() -> "LLExecutor":
+    from llguidance import LLExecutor
+
+    return LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc, see mallinfo(3)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def _allocated_bytes() -> int:
+    """What malloc has given to this process; takes 5 us. 0 where the C library cannot tell (glibc 2.33 can)."""
+    read = _mallinfo()
+    if read is None:
+        return 0
+    info = read()
+    return int(info.uordblks + info.hblkhd)
+
+
+@cache
+def _mallinfo() -> Any:
+    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is None:
+        logger.warning("grammars' memory is bounded by their number only: no mallinfo2 here")
+        return None
+    read.restype = _Mallinfo
+    return read
+
+
+def _invalid(grammar: Grammar, reason: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{grammar.param} is no valid {grammar.kind}: {_shortened(reason)}", grammar.param
+    )
+
+
+def _shortened(reason: str) -> str:
+    """A message of llguidance, which may be long and have a drawing of the place under it."""
+    text = " ".join(reason.split())
+    return text if len(text) <= _MAX_REASON_CHARS else f"{text[:_MAX_REASON_CHARS]}..."

@@ -1,0 +1,1 @@
+"""Packed images of weights: made, kept, found, attached and checked."""

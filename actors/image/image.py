@@ -1,0 +1,59 @@
+"""A packed image as one process sees it: read-only bytes per segment, and what they must hash to."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from actors.errors import LayoutMismatch, WeightsCorrupted
+from actors.image.layout import Layout, Manifest
+
+
+def digest(payload: memoryview) -> str:
+    """xxh3_128 of the bytes: 36 GB/s on one core, so that verifying is cheaper than copying."""
+    return xxhash.xxh3_128_hexdigest(payload)
+
+
+class WeightImage:
+    """Host bytes of a model, segment by segment. Never written after it was made.
+
+    The buffers are usually views of Ray's object store, in which case all replicas of a node share
+    one copy and holding the image keeps it there, whatever becomes of the holder that made it.
+    """
+
+    def __init__(self, manifest: Manifest, buffers: Sequence[memoryview], origin: str) -> None:
+        sizes = tuple(segment.size for segment in manifest.layout.segments)
+        found = tuple(buffer.nbytes for buffer in buffers)
+        if sizes != found:
+            raise LayoutMismatch(f"image segments have {found} bytes, the manifest says {sizes}")
+        self.manifest = manifest
+        self.origin = origin  # "image": from the object store; "disk": loaded by this process
+        self._buffers = [buffer.toreadonly() for buffer in buffers]
+
+    @property
+    def layout(self) -> Layout:
+        return self.manifest.layout
+
+    @property
+    def segments(self) -> list[memoryview]:
+        return list(self._buffers)
+
+    def segment(self, index: int) -> memoryview:
+        return self._buffers[index]
+
+    def verify(self) -> None:
+        """Compare every segment with its digest.
+
+        Raises:
+            WeightsCorrupted: naming the first segment that differs.
+        """
+        with ThreadPoolExecutor(max_workers=4) as pool:  # xxhash releases the GIL
+            found = pool.map(digest, self._buffers)
+            for segment, want, have in zip(
+                self.layout.segments, self.manifest.digests, found, strict=True
+            ):
+                if want != have:
+                    raise WeightsCorrupted(
+                        f"segment {segment.name} of image {self.manifest.key} has digest {have}, "
+                        f"expected {want}"
+                    )

@@ -1,0 +1,110 @@
+"""Where each tensor of a model sits in its packed image. No torch."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+TENSOR_ALIGNMENT = 256  # bytes; what CUDA kernels may assume of a fresh allocation
+
+TensorKind = Literal["parameter", "buffer"]
+
+PACKER_VERSION = 1  # part of the image key: raise it when the bytes of an image would differ
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """One parameter or buffer of the module, or a second name of one (a tie)."""
+
+    name: str  # as in named_parameters() or named_buffers()
+    kind: TensorKind
+    dtype: str  # torch's name without "torch.": "bfloat16"
+    shape: tuple[int, ...]
+    segment: int
+    offset: int  # bytes from the start of the segment
+    size: int  # bytes
+    alias_of: str | None = None  # the name whose bytes these are
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """See `actors.image.checksum`."""
+
+    plain: int
+    weighted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes that move together: the embedding, one decoder layer, or what follows the layers."""
+
+    name: str
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The table of an image: segments in forward order, tensors inside them."""
+
+    segments: tuple[Segment, ...]
+    tensors: tuple[TensorSlot, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(segment.size for segment in self.segments)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal digests: byte i of one image means the same as byte i of the other."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def stored(self) -> Iterator[TensorSlot]:
+        """The tensors that have bytes of their own."""
+        return (slot for slot in self.tensors if slot.alias_of is None)
+
+
+def align(offset: int) -> int:
+    return -(-offset // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class ImageKey:
+    """What must be equal for two replicas to share an image."""
+
+    model: str  # the resolved checkpoint: a directory, or hub, id and revision
+    revision: str  # changes when the checkpoint's bytes change
+    dtype: str
+    tp_rank: int = 0
+    tp_world: int = 1
+    pp_rank: int = 0
+    pp_world: int = 1
+    ep_rank: int = 0
+    ep_world: int = 1
+    packer_version: int = PACKER_VERSION
+
+    def __str__(self) -> str:
+        ranks = (self.tp_rank, self.tp_world, self.pp_rank, self.pp_world, self.ep_rank)
+        tail = "_".join(str(r) for r in (*ranks, self.ep_world))
+        return f"{self.model}@{self.revision}:{self.dtype}:{tail}:v{self.packer_version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An image's layout and what its bytes must hash to."""
+
+    key: ImageKey
+    layout: Layout
+    payload_offsets: tuple[int, ...]  # per segment: bytes into its object where the payload starts
+    digests: tuple[str, ...]  # per segment: xxh3_128 of its payload, hexadecimal
+    checksums: tuple[Checksum, ...]  # per segment: what a device computes of its payload
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "key": str(self.key),
+            "bytes": self.layout.total_bytes,
+            "segments": len(self.layout.segments),
+            "tensors": len(self.layout.tensors),
+        }

@@ -1,0 +1,216 @@
+"""How a replica gets its image: from the holder's object store, or else from disk.
+
+The fast path may fail in any way without taking the replica with it: the fallback loads the
+checkpoint into this process, says so, and tells which way it went. Nobody waits for a holder that is
+not there.
+"""
+
+import asyncio
+import logging
+import mmap
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+
+from actors.errors import HolderLost, ImageMissing, LayoutMismatch, StoreFull, WeightsCorrupted
+from actors.image import packer
+from actors.image.holder import ImageGrant, ImageRequest
+from actors.image.image import WeightImage
+from actors.image.layout import ImageKey, Manifest
+
+logger = logging.getLogger(__name__)
+
+
+class Way(StrEnum):
+    """How a replica came to its image: from the object store, or why from disk."""
+
+    IMAGE = "image"
+    NO_HOLDER = "no_holder"  # nobody was to be asked
+    MISSING_KEY = "missing_key"  # the holder has no such image and cannot make it
+    LAYOUT_MISMATCH = "layout_mismatch"  # it makes another: dtype, ranks, packer
+    STORE_FULL = "store_full"
+    DIGEST_MISMATCH = "digest_mismatch"  # what the store has is not what was packed
+    TIMEOUT = "timeout"
+    HOLDER_GONE = "holder_gone"  # or with it, the bytes
+    ERROR = "error"  # anything else; the log has it
+
+
+class HolderSilent(HolderLost):
+    """It did not answer in time."""
+
+
+_WAYS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Way], ...] = (
+    (ImageMissing, Way.MISSING_KEY),
+    (LayoutMismatch, Way.LAYOUT_MISMATCH),
+    (StoreFull, Way.STORE_FULL),
+    (WeightsCorrupted, Way.DIGEST_MISMATCH),
+    ((HolderSilent, TimeoutError, GetTimeoutError), Way.TIMEOUT),
+    ((HolderLost, RayActorError, ObjectLostError), Way.HOLDER_GONE),
+)
+
+
+def way_of(failure: Exception) -> Way:
+    """Which way a failure of the fast path is counted as.
+
+    Ray raises what the holder raised in a class made on the fly, which inherits from its class.
+    """
+    return next((way for kind, way in _WAYS if isinstance(failure, kind)), Way.ERROR)
+
+
+def keep_quiet(way: Way) -> None:
+    """Nobody counts."""
+
+
+class HolderClient(Protocol):
+    """A WeightHolder somewhere else."""
+
+    async def wait_while_starting(self) -> None:
+        """Return once the holder is not, or no longer, being started for the first time."""
+
+    async def ping(self) -> None: ...
+    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant: ...
+    async def release(self, key: ImageKey, lessee: str) -> bool: ...
+    async def recheck(self, key: ImageKey) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FastLoad:
+    """Obtains the image of one checkpoint for one replica, any number of times."""
+
+    holder: HolderClient | None
+    request: ImageRequest
+    checkpoint: Path
+    lessee: str
+    start_timeout_s: float = 120.0  # for a holder that is being deployed together with us
+    ping_timeout_s: float = 5.0
+    load_timeout_s: float = 1800.0
+    open_timeout_s: float = 300.0  # from another node the bytes come over the network
+    recheck_timeout_s: float = 20.0  # hashing 100 GB takes 3 s; Serve gives a health check 30 s
+    tell: Callable[[Way], None] = keep_quiet  # called once for each `obtain`
+
+    async def obtain(self) -> WeightImage:
+        """The image, from the object store where possible.
+
+        Raises:
+            Exception: whatever loading from disk raises; the fast path's failures are logged.
+        """
+        dtype = packer.checkpoint_dtype(self.checkpoint, self.request.dtype)
+        key = packer.image_key(self.checkpoint, dtype)
+        logger.info("load_model key:%s", key)
+        image, way = await self._fast(key)
+        self.tell(way)
+        if image is None:
+            image = await asyncio.to_thread(load_from_disk, self.checkpoint, key)
+        return image
+
+    async def release(self, key: ImageKey) -> None:
+        """Tell the holder that this replica no longer looks at the image."""
+        if self.holder is None:
+            return
+        try:
+            async with asyncio.timeout(self.ping_timeout_s):
+                await self.holder.release(key, self.lessee)
+        except Exception as exc:  # noqa: BLE001  # the views are gone; the lease ends with us
+            logger.warning("could not release image %s: %s: %s", key, type(exc).__name__, exc)
+
+    async def _fast(self, key: ImageKey) -> tuple[WeightImage | None, Way]:
+        if self.holder is None:
+            return None, Way.NO_HOLDER
+        try:
+            try:
+                image = await self._from_store(self.holder, key)
+            except WeightsCorrupted as exc:
+                if not await self._is_dropped(self.holder, key, exc):
+                    raise
+                image = await self._from_store(self.holder, key)
+        except Exception as exc:  # noqa: BLE001  # whatever it was, loading from disk is left
+            way, kind = way_of(exc), type(exc).__name__
+            logger.warning("Fallback to load from disk. error:%s: %s (%s)", kind, exc, way)
+            return None, way
+        return image, Way.IMAGE
+
+    async def _is_dropped(
+        self, holder: HolderClient, key: ImageKey, found: WeightsCorrupted
+    ) -> bool:
+        """Whether the holder, made to look at an image that differs here, had it wrong and dropped it."""
+        async with _at_most(self.recheck_timeout_s, "image not rechecked within"):
+            dropped = await holder.recheck(key)
+        logger.warning(
+            "image %s differs here (%s): %s",
+            key,
+            found,
+            "the holder had it wrong, and dropped it" if dropped else "the holder's is intact",
+        )
+        return dropped
+
+    async def _from_store(self, holder: HolderClient, key: ImageKey) -> WeightImage:
+        started_s = time.monotonic()
+        async with _at_most(self.start_timeout_s, "still being started after"):
+            await holder.wait_while_starting()
+        async with _at_most(self.ping_timeout_s, "no answer within"):
+            await holder.ping()
+        async with _at_most(self.load_timeout_s, "no image within"):
+            grant = await holder.acquire(self.request, key, self.lessee)
+        image = await asyncio.to_thread(_open, grant, self.open_timeout_s)
+        logger.info(
+            "Loaded %d tensors from the object store, costed %.3f s (%.2f GiB; loading took %.2f s)",
+            len(image.layout.tensors),
+            time.monotonic() - started_s,
+            image.layout.total_bytes / 2**30,
+            grant.load_s,
+        )
+        return image
+
+
+def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
+    """Pack the checkpoint into private memory of this process, page-aligned."""
+    started_s = time.monotonic()
+    model = packer.load_reference(checkpoint, packer.checkpoint_dtype(checkpoint, key.dtype))
+    layout = packer.plan(model)
+    buffers = [memoryview(mmap.mmap(-1, max(segment.size, 1))) for segment in layout.segments]
+    buffers = [b[: segment.size] for b, segment in zip(buffers, layout.segments, strict=True)]
+    digests, checksums = packer.pack(model, layout, buffers)
+    manifest = Manifest(key, layout, (0,) * len(buffers), digests, checksums)
+    logger.info(
+        "Loaded %d tensors from disk, costed %.3f s",
+        len(layout.tensors),
+        time.monotonic() - started_s,
+    )
+    return WeightImage(manifest, buffers, origin="disk")
+
+
+@asynccontextmanager
+async def _at_most(seconds: float, what: str) -> AsyncIterator[None]:
+    """Raises HolderSilent, which says what was waited for; a TimeoutError says nothing."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise  # the holder's own
+        raise HolderSilent(f"{what} {seconds:g} s") from None
+
+
+def _open(grant: ImageGrant, timeout_s: float) -> WeightImage:
+    """Zero-copy views of the published segments, verified once.
+
+    Raises:
+        WeightsCorrupted: they are not what was packed.
+        Exception: Ray's, when they cannot be had; with the holder they are gone.
+    """
+    objects = ray.get(list(grant.refs), timeout=timeout_s)
+    layout, offsets = grant.manifest.layout, grant.manifest.payload_offsets
+    buffers = [
+        whole.data[offset : offset + segment.size]
+        for whole, offset, segment in zip(objects, offsets, layout.segments, strict=True)
+    ]
+    image = WeightImage(grant.manifest, buffers, origin="image")
+    image.verify()
+    return image

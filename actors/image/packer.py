@@ -1,0 +1,248 @@
+"""Checkpoint -> finished module -> layout -> packed segments."""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from actors.checkpoints.directory import CONFIG_NAME, INDEX_NAME, unsupported_weights
+from actors.errors import LayoutMismatch
+from actors.image.checksum import checksum
+from actors.image.image import digest
+from actors.image.layout import Checksum, ImageKey, Layout, Segment, TensorKind, TensorSlot, align
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_INTERVAL_S = 5.0
+
+
+def checkpoint_dtype(checkpoint: Path, dtype: str) -> torch.dtype:
+    """The dtype a model is served in: the one named, or the checkpoint's own for "auto"."""
+    if dtype != "auto":
+        found = getattr(torch, dtype)
+    else:
+        found = read_config(checkpoint).dtype or torch.float32
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def read_config(checkpoint: Path) -> PreTrainedConfig:
+    """Its config.json. Nothing is fetched for it, and none of its own code is run."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        checkpoint, local_files_only=True, trust_remote_code=False
+    )
+    return config
+
+
+def require_plain_weights(checkpoint: Path) -> None:
+    """Raises ValueError, in one line, for weights that nothing here can serve."""
+    if (why := unsupported_weights(checkpoint)) is not None:
+        raise ValueError(f"{checkpoint}: {why}")
+
+
+def image_key(checkpoint: Path, dtype: torch.dtype) -> ImageKey:
+    """The key of a checkpoint's image. Changes when a file of the checkpoint changes.
+
+    Sizes and modification times stand for contents: hashing 15 GB at every start would cost more
+    than loading them.
+    """
+    state = hashlib.sha256()
+    for path in sorted(checkpoint.iterdir()):
+        if path.suffix == ".safetensors" or path.name in (CONFIG_NAME, INDEX_NAME):
+            stat = path.stat()
+            state.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+    return ImageKey(
+        model=str(checkpoint.resolve()),
+        revision=state.hexdigest()[:16],
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+# While it builds a model, transformers changes torch's default dtype for the whole process: whatever
+# another thread builds meanwhile comes out in the wrong one.
+BUILDING = threading.Lock()
+
+
+def load_reference(
+    checkpoint: Path, dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> PreTrainedModel:
+    """The finished module; on the CPU its weights are still in the page cache where dtypes agree.
+
+    transformers 5.23 maps safetensors files and keeps parameters as views of the mapping, so this
+    reads nothing yet; the bytes come from disk when they are packed.
+
+    Raises:
+        ValueError: the weights are quantised.
+    """
+    require_plain_weights(checkpoint)
+    disable_progress_bar()  # it counts tensors that are only mapped; `pack` reports the bytes
+    with BUILDING:
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    model.eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def plan(model: PreTrainedModel) -> Layout:
+    """Lay out every parameter and every buffer, persistent or not, in forward order.
+
+    The layout comes from the finished module, not from the file: names may be converted, experts
+    fused, tied heads missing from the file, and rotary frequencies are in no file at all.
+
+    Raises:
+        LayoutMismatch: the module has tensors that are neither parameters nor buffers.
+    """
+    _refuse_hidden_tensors(model)
+    segment_of = _segment_names(model)
+    names = list(dict.fromkeys(segment_of.values()))
+    ends = dict.fromkeys(names, 0)
+    seen: dict[tuple[object, ...], str] = {}
+    slots: dict[str, TensorSlot] = {}
+    for name, kind, tensor in _tensors(model):
+        if not tensor.is_contiguous():
+            raise LayoutMismatch(f"{name} is not contiguous: this architecture cannot be packed")
+        identity = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+        size = tensor.numel() * tensor.element_size()
+        owner = seen.setdefault(identity, name) if size else name
+        segment = segment_of[owner]
+        if owner == name:
+            offset = align(ends[segment])
+            ends[segment] = offset + size
+        else:
+            offset = slots[owner].offset
+        slots[name] = TensorSlot(
+            name=name,
+            kind=kind,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            segment=names.index(segment),
+            offset=offset,
+            size=size,
+            alias_of=None if owner == name else owner,
+        )
+    return Layout(
+        segments=tuple(Segment(name, align(ends[name])) for name in names),
+        tensors=tuple(slots.values()),
+    )
+
+
+def pack(
+    model: PreTrainedModel, layout: Layout, targets: Sequence[memoryview]
+) -> tuple[tuple[str, ...], tuple[Checksum, ...]]:
+    """Copy the module's tensors to their places and hash the result.
+
+    Args:
+        targets: one writable buffer per segment, of the segment's size; gaps are zeroed.
+
+    Returns:
+        Per segment: its digest, and the checksum that a device will compute of it.
+    """
+    tensors = {name: tensor for name, _, tensor in _tensors(model)}
+    by_segment: list[list[TensorSlot]] = [[] for _ in layout.segments]
+    for slot in layout.stored():
+        by_segment[slot.segment].append(slot)
+    report = _progress(layout)
+    digests: list[str] = []
+    checksums: list[Checksum] = []
+    for slots, target in zip(by_segment, targets, strict=True):
+        out = np.frombuffer(target, dtype=np.uint8)
+        end = 0
+        for slot in slots:
+            out[end : slot.offset] = 0
+            end = slot.offset + slot.size
+            source = tensors[slot.name].detach().reshape(-1).view(torch.uint8).numpy()
+            np.copyto(out[slot.offset : end], source)
+        out[end:] = 0
+        digests.append(digest(target))
+        checksums.append(checksum(torch.from_numpy(out)))
+        report(len(digests))
+    return tuple(digests), tuple(checksums)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, TensorKind, torch.Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, "parameter", parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield name, "buffer", buffer
+
+
+def _segment_names(model: PreTrainedModel) -> dict[str, str]:
+    """Tensor name -> name of its segment, in forward order.
+
+    Forward order is: whatever stands before the decoder layers (embedding, rotary frequencies),
+    each layer, whatever comes behind them (final norm, head).
+    """
+    layers_prefix = f"{_decoder_layers(model)}."
+    embedding = model.get_input_embeddings()
+    early = {id(module) for module in embedding.modules()}
+    names: dict[str, str] = {}
+    order: dict[str, tuple[int, int]] = {}
+    for name, kind, _ in _tensors(model):
+        if name.startswith(layers_prefix):
+            index = int(name[len(layers_prefix) :].split(".", 1)[0])
+            names[name], order[name] = f"layer.{index}", (1, index)
+        elif kind == "buffer" or id(model.get_submodule(name.rpartition(".")[0])) in early:
+            names[name], order[name] = "embedding", (0, 0)
+        else:
+            names[name], order[name] = "head", (2, 0)
+    return {name: names[name] for name in sorted(names, key=lambda name: order[name])}
+
+
+def _decoder_layers(model: PreTrainedModel) -> str:
+    """The name of the list of decoder layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    name: str
+    for name, module in model.named_modules():  # outer lists come before those inside a layer
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name
+    raise LayoutMismatch(f"{type(model).__name__} has no list of {count} decoder layers to pack by")
+
+
+def _refuse_hidden_tensors(model: nn.Module) -> None:
+    """A tensor that is a plain attribute would be lost by a sleep and nobody would notice."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                raise LayoutMismatch(
+                    f"{name}.{attribute} is a tensor but neither parameter nor buffer: "
+                    f"{type(model).__name__} cannot be packed"
+                )
+
+
+def _progress(layout: Layout) -> Callable[[int], None]:
+    """A function that logs, every few seconds, how many segments are packed."""
+    started_s = last_s = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        finished = done == len(layout.segments)
+        if now_s - last_s < _PROGRESS_INTERVAL_S and not finished:
+            return
+        last_s = now_s
+        packed = sum(segment.size for segment in layout.segments[:done])
+        logger.info(
+            "packed %d of %d segments, %.2f of %.2f GiB, %.2f GiB/s",
+            done,
+            len(layout.segments),
+            packed / 2**30,
+            layout.total_bytes / 2**30,
+            packed / 2**30 / max(now_s - started_s, 1e-9),
+        )
+
+    return report

@@ -1,0 +1,204 @@
+"""What lifecycle and runtime tell whoever counts. No torch, no Ray, no metric names.
+
+Times are those of `time.perf_counter` where nothing else is said.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from actors.protocol import WakeReport
+
+if TYPE_CHECKING:
+    from actors.engine.engine import EngineOutput
+
+logger = logging.getLogger(__name__)
+
+
+class WakeCause(StrEnum):
+    REQUEST = "request"
+    COMMAND = "command"  # an operator, or the end of a hold
+    START = "start"  # of the replica
+
+
+class WakeResult(StrEnum):
+    OK = "ok"
+    REFUSED = "refused"  # not possible now, as when the device is full; the replica stays asleep
+    FAILED = "failed"  # and the replica with it
+
+
+class SleepCause(StrEnum):
+    IDLE = "idle"
+    COMMAND = "command"
+
+
+class WakePhase(StrEnum):
+    """Parts of a wake. The last two run beside the first requests."""
+
+    IMAGE = "image"  # getting the image again, after a sleep at level 2
+    MAP = "map"  # device memory mapped and the copies begun; the engine runs from here on
+    COPY = "copy"  # the bytes over the link, by the device's clock
+    CHECK = "check"  # checksums of what arrived
+
+
+class Ending(StrEnum):
+    """Why a sequence ended; vLLM's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"  # by a sleep in mode "abort", or its client left
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class Course:
+    """One sequence's way through the engine, as far as it has come."""
+
+    prompt_tokens: int
+    arrived_s: float  # at the replica
+    submitted_s: float  # to the engine; between the two it may have waited for a wake
+    started_s: float | None = None  # the engine took it from its queue; None: no token so far
+    first_s: float | None = None  # token
+    last_s: float = 0.0
+    tokens: int = 0
+
+
+class Observer:
+    """Is told what happens, and does nothing. Whoever counts overrides what it wants to know.
+
+    Called on the event loop, `restored` on the control thread as well. No method may raise or block.
+    """
+
+    def waited(self, seconds: float) -> None:
+        """A request found the replica not awake and waited, with success or without."""
+
+    def woke(self, cause: WakeCause, result: WakeResult, seconds: float) -> None:
+        """A wake is over; with `OK` the replica is awake."""
+
+    def slept(
+        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+    ) -> None:
+        """A sleep is over, after the drain; the device got so much back, as far as it can tell."""
+
+    def wake_phase(self, phase: WakePhase, seconds: float) -> None:
+        """One part of a wake is over: IMAGE or MAP. The others come with `restored`."""
+
+    def restored(self, report: WakeReport) -> None:
+        """The bytes of a wake have arrived and were checked."""
+
+    def first_token(self, seconds: float) -> None:
+        """So long after its request had arrived, a sequence got its first token."""
+
+    def stepped(self, prompt_tokens: int, tokens: int, gaps: Sequence[tuple[float, int]]) -> None:
+        """The engine made a step.
+
+        Args:
+            prompt_tokens: of sequences that got their first token.
+            tokens: that all sequences got together.
+            gaps: seconds since its token before, and how many sequences had to wait so long.
+        """
+
+    def ended(self, course: Course, ending: Ending, now_s: float) -> None:
+        """A sequence is over."""
+
+    def refused(self, error: Exception) -> None:
+        """A request got this instead of an answer, or of the rest of one."""
+
+    def obtained(self, way: str) -> None:
+        """The replica has an image; `way` is one of `actors.image.obtain.Way`."""
+
+
+class GuardedObserver(Observer):
+    """Hands on what it is told, and keeps from who tells what went wrong in the counting.
+
+    A wake must not fail because a histogram did. The first error of each kind of event is logged.
+    """
+
+    def __init__(self, inner: Observer) -> None:
+        self._inner = inner
+        self._failed: set[str] = set()
+
+    def waited(self, seconds: float) -> None:
+        self._tell(self._inner.waited, seconds)
+
+    def woke(self, cause: WakeCause, result: WakeResult, seconds: float) -> None:
+        self._tell(self._inner.woke, cause, result, seconds)
+
+    def slept(
+        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+    ) -> None:
+        self._tell(self._inner.slept, cause, level, seconds, released_bytes)
+
+    def wake_phase(self, phase: WakePhase, seconds: float) -> None:
+        self._tell(self._inner.wake_phase, phase, seconds)
+
+    def restored(self, report: WakeReport) -> None:
+        self._tell(self._inner.restored, report)
+
+    def first_token(self, seconds: float) -> None:
+        self._tell(self._inner.first_token, seconds)
+
+    def stepped(self, prompt_tokens: int, tokens: int, gaps: Sequence[tuple[float, int]]) -> None:
+        self._tell(self._inner.stepped, prompt_tokens, tokens, gaps)
+
+    def ended(self, course: Course, ending: Ending, now_s: float) -> None:
+        self._tell(self._inner.ended, course, ending, now_s)
+
+    def refused(self, error: Exception) -> None:
+        self._tell(self._inner.refused, error)
+
+    def obtained(self, way: str) -> None:
+        self._tell(self._inner.obtained, way)
+
+    def _tell(self, method: Callable[..., None], *args: object) -> None:
+        try:
+            method(*args)
+        except Exception:
+            name = method.__name__
+            if name not in self._failed:
+                logger.exception("telemetry: %s failed; later failures of it are not logged", name)
+            self._failed.add(name)
+
+
+class EngineMeter:
+    """Follows the sequences of one engine. Lives on the event loop: a few operations per sequence and step."""
+
+    def __init__(self, observer: Observer, now: Callable[[], float] = time.perf_counter) -> None:
+        self._observer = observer
+        self._now = now
+        self._courses: dict[str, Course] = {}
+
+    def submitted(self, sequence_id: str, prompt_tokens: int, arrived_s: float) -> None:
+        self._courses[sequence_id] = Course(prompt_tokens, arrived_s, self._now())
+
+    def advanced(self, outputs: "Sequence[EngineOutput]") -> None:
+        """Take one step's outputs; those of sequences that are over are left out."""
+        now = self._now()
+        prompt_tokens = tokens = 0
+        gaps: dict[float, int] = {}  # by when the token before came, which most sequences share
+        for output in outputs:
+            course = self._courses.get(output.sequence_id)
+            if course is None or not output.token_ids:
+                continue
+            if course.first_s is None:
+                course.first_s, course.started_s = now, output.started_s
+                prompt_tokens += course.prompt_tokens
+                self._observer.first_token(now - course.arrived_s)
+            else:
+                gaps[course.last_s] = gaps.get(course.last_s, 0) + 1
+            course.last_s = now
+            course.tokens += len(output.token_ids)
+            tokens += len(output.token_ids)
+        if tokens:
+            self._observer.stepped(
+                prompt_tokens, tokens, [(now - last, count) for last, count in gaps.items()]
+            )
+
+    def ended(self, sequence_id: str, ending: Ending) -> None:
+        """Tell of a sequence's end; the first call for it counts."""
+        course = self._courses.pop(sequence_id, None)
+        if course is not None:
+            self._observer.ended(course, ending, self._now())

@@ -1,0 +1,1 @@
+"""What a replica decides and keeps of its requests."""

@@ -1,0 +1,465 @@
+"""Sleep/wake state machine of one replica. No torch, no Ray: effects come in from outside.
+
+    AWAKE ──sleep──► DRAINING ──drained, unmapped──► ASLEEP ──request or wake_up──► WAKING ──► AWAKE
+      ▲                 │                                                            │
+      └── drain timeout ┘     `fail`, or an effect that raises, from any state ──► FAILED, for good
+
+All methods run on one event loop. Only `_enter` writes the state. A transition is entered before its
+first await, runs as a task of its own (callers wait on a shield, so one that leaves cancels only its
+wait), and ends in a settled state that releases every waiter.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from actors.errors import (
+    DrainTimeout,
+    FrozenTooLong,
+    HeldAsleep,
+    ReplicaFailed,
+    ServingError,
+    Unavailable,
+    WakeTimeout,
+)
+from actors.observer import Observer, SleepCause, WakeCause, WakeResult
+from actors.protocol import MemoryLeft, ReplicaState, SleepCommand, SleepMode
+from actors.replica.idle import IdleClock
+
+logger = logging.getLogger(__name__)
+
+_HELD_RETRY_AFTER_S = 30.0  # nobody knows when an operator ends a hold; this keeps clients polite
+
+
+class SleepConfig(BaseModel):
+    """When a replica sleeps and how long anything may take."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    idle_timeout_s: float | None = Field(
+        default=300.0,
+        gt=0,
+        description="Sleep after this many seconds without an inference request; null: never.",
+    )
+    idle_check_interval_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="The longest time between two looks at the idle clock, in seconds; there is one when "
+        "`idle_timeout_s` may be over.",
+    )
+    level: Literal[1, 2] = Field(
+        default=1,
+        description="What an idle sleep gives back: 1 device memory; 2 the host image as well, "
+        "so that the wake loads from disk.",
+    )
+    keep_layers: int = Field(
+        default=0,
+        ge=0,
+        description="How many of the first decoder layers stay on the device while asleep.",
+    )
+    drain_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds a sleep waits for requests in flight before the replica stays awake.",
+    )
+    wake_timeout_s: float = Field(
+        default=120.0, gt=0, description="Seconds a request waits for a wake before it gets 503."
+    )
+    frozen_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds that requests frozen by a sleep in mode keep wait for a wake before they end "
+        "with an error.",
+    )
+    start_asleep: bool = Field(
+        default=False, description="Start with the weights attached but not in device memory."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """What a sleep or a wake did to device memory, as its effects saw it."""
+
+    mapped_before_bytes: int
+    mapped_after_bytes: int
+    copied_bytes: int  # over the link, host to device
+    released_bytes: int | None = None  # by a sleep: used on the device before it, minus after it
+    own_released_bytes: int | None = (
+        None  # the same by this process' own figure, where there is one
+    )
+    left: MemoryLeft | None = None  # after a sleep
+
+    def __str__(self) -> str:
+        text = (
+            f"mapped {self.mapped_before_bytes} -> {self.mapped_after_bytes} bytes, "
+            f"copied {self.copied_bytes}"
+        )
+        if self.released_bytes is None:
+            return text
+        own = "" if self.own_released_bytes is None else f" (own {self.own_released_bytes})"
+        return f"{text}; the device got {self.released_bytes}{own} back, left are {self.left}"
+
+
+class Effects(Protocol):
+    """What a transition does. The lifecycle never runs two of them at once."""
+
+    async def wake(self) -> MemoryChange:
+        """Bring the weights back.
+
+        Raises:
+            Unavailable: not possible now, nothing changed; the replica stays asleep.
+        """
+
+    async def sleep(self, level: int) -> MemoryChange:
+        """Give memory back. Requests that are still running are frozen and go on after the wake."""
+
+    def abort_in_flight(self) -> None:
+        """End every request in flight now, with finish reason "abort"."""
+
+    def fail_in_flight(self, error: ServingError) -> None:
+        """End every request in flight now, with `error`. Those that have ended are left as they are."""
+
+
+class Lifecycle:
+    """Decides, alone, when this replica sleeps and wakes. Starts asleep.
+
+    `on_change` is called after each change of the state; it must not take long.
+    """
+
+    def __init__(
+        self,
+        effects: Effects,
+        config: SleepConfig,
+        now: Callable[[], float],
+        name: str = "replica",
+        on_change: Callable[[], None] = lambda: None,
+        held: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        self.idle = IdleClock(now)
+        self.reason = "starting"
+        self.level = 0  # how deep it sleeps; 0 while it does not
+        self.held = held
+        self.waiting_for_wake = 0
+        self.sleeps = 0
+        self.wakes = 0
+        self.last_sleep_s: float | None = None
+        self.last_wake_s: float | None = None
+        self.last_sleep: MemoryChange | None = None
+        self._effects = effects
+        self._config = config
+        self._now = now
+        self._name = name
+        self._on_change = on_change
+        self._observer = observer or Observer()
+        self._state = ReplicaState.ASLEEP
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._drains = False  # waits for requests, or is about to
+        self._wakes_asked = 0  # by operators
+        self._transition: asyncio.Task[None] | None = None
+        self._work: asyncio.Task[None] | None = None  # of the transition
+        self._frozen_since_s: float | None = None  # requests in flight while it does not compute
+        self._frozen_limit: asyncio.TimerHandle | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._state
+
+    @asynccontextmanager
+    async def serving(self, request_id: str) -> AsyncIterator[None]:
+        """Hold the replica awake for one request, waking it first if need be.
+
+        Raises:
+            WakeTimeout: not awake within `wake_timeout_s`.
+            HeldAsleep: an operator holds the replica asleep.
+            ReplicaFailed: the replica is in, or entered, FAILED.
+        """
+        await self._await_awake(request_id)
+        self.idle.begin()  # no await since AWAKE was seen: the state cannot have moved
+        self._drained.clear()
+        try:
+            yield
+        finally:
+            self.idle.end()
+            if self.idle.in_flight == 0:
+                self._drained.set()
+
+    async def sleep(
+        self,
+        command: SleepCommand,
+        reason: str = "asked to",
+        cause: SleepCause = SleepCause.COMMAND,
+    ) -> None:
+        """Finish, abort or freeze the requests in flight, then sleep. Idempotent.
+
+        A drain that is under way is cut short by a command that does not wait for requests. What an
+        earlier sleep froze is aborted, too, if so asked.
+
+        Raises:
+            DrainTimeout: requests in flight did not finish in time; the replica is awake.
+            ReplicaFailed: the replica is in, or entered, FAILED.
+        """
+        wakes_asked = self._wakes_asked
+        self.held = self.held or command.hold  # at once: later requests must not queue for a wake
+        if self._state is ReplicaState.DRAINING:
+            self._cut_drain_short(command.mode)
+        while self._transition is not None:
+            await self._join(self._transition)
+        # Once more: a drain that took too long has ended all holds.
+        self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
+        self._check_not_failed()
+        if self._state is ReplicaState.AWAKE or command.level > self.level:
+            # Asleep, or with requests that are kept, there is nothing to wait for.
+            self._drains = command.mode is not SleepMode.KEEP and not self.level
+            await asyncio.shield(
+                self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command, cause), reason)
+            )
+        elif command.mode is SleepMode.ABORT and self.idle.in_flight:
+            self._effects.abort_in_flight()  # what a sleep has frozen
+
+    async def wake_up(self, reason: str = "asked to", cause: WakeCause = WakeCause.COMMAND) -> None:
+        """End a hold and wake. Idempotent.
+
+        Raises:
+            Unavailable: not possible now; the replica is still asleep.
+            ReplicaFailed: the replica is in, or entered, FAILED.
+        """
+        self.held = False
+        self._wakes_asked += 1
+        while self._state is not ReplicaState.AWAKE:
+            if await self._step_to_awake(reason, cause):
+                break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
+        self.idle.touch()
+
+    def fail(self, failure: ReplicaFailed) -> None:
+        """Enter FAILED, for good; the first call counts.
+
+        Requests in flight end with `failure`. A transition under way ends at once for everybody who waits
+        for it, whether or not its effect ever returns.
+        """
+        if self._state is ReplicaState.FAILED:
+            return
+        if self._work is not None:
+            self._work.cancel()
+        self._enter(ReplicaState.FAILED, f"{type(failure).__name__}: {failure}")
+        self._effects.fail_in_flight(failure)
+
+    async def sleep_when_idle(self) -> None:
+        """Watch the idle clock until cancelled."""
+        timeout_s = self._config.idle_timeout_s
+        if timeout_s is None:
+            return
+        while True:
+            is_awake = self._state is ReplicaState.AWAKE
+            due_s = timeout_s - self.idle.idle_s() if is_awake else timeout_s
+            await asyncio.sleep(min(due_s, self._config.idle_check_interval_s))
+            idle_s = self.idle.idle_s()
+            if self._state is ReplicaState.AWAKE and idle_s >= timeout_s:
+                try:
+                    await self.sleep(
+                        SleepCommand(level=self._config.level),
+                        f"idle {idle_s:.1f} s >= {timeout_s:g} s",
+                        SleepCause.IDLE,
+                    )
+                except DrainTimeout:  # a request came in between; it keeps the replica awake
+                    continue
+                except ReplicaFailed:  # logged by the transition; the health check takes over
+                    return
+
+    async def _await_awake(self, request_id: str) -> None:
+        started_s = self._now() if self._state is not ReplicaState.AWAKE else None
+        self.waiting_for_wake += 1
+        try:
+            async with asyncio.timeout(self._config.wake_timeout_s):
+                while self._state is not ReplicaState.AWAKE:
+                    if self.held:
+                        raise HeldAsleep(
+                            "the model is held asleep by an operator; POST /wake_up ends it",
+                            _HELD_RETRY_AFTER_S,
+                        )
+                    await self._step_to_awake(f"request {request_id}", WakeCause.REQUEST)
+        except TimeoutError:
+            raise WakeTimeout(
+                f"the model did not wake within {self._config.wake_timeout_s:g} s "
+                "(sleep.wake_timeout_s)",
+                self.last_wake_s or 1.0,
+            ) from None
+        finally:
+            self.waiting_for_wake -= 1
+            if started_s is not None:
+                self._observer.waited(self._now() - started_s)
+
+    async def _step_to_awake(self, reason: str, cause: WakeCause) -> bool:
+        """Wait for the transition under way, or begin the wake that everybody then shares.
+
+        Returns:
+            Whether the replica woke; by now it may be on its way to sleep again.
+        """
+        self._check_not_failed()
+        if self._state is ReplicaState.DRAINING and self._transition is not None:
+            await self._join(self._transition)  # its outcome is for those who asked for a sleep
+            return False
+        task = self._transition or self._begin(ReplicaState.WAKING, self._run_wake(cause), reason)
+        await asyncio.shield(task)
+        return True
+
+    def _check_not_failed(self) -> None:
+        if self._state is ReplicaState.FAILED:
+            raise ReplicaFailed(f"{self._name} has failed: {self.reason}")
+
+    @staticmethod
+    async def _join(task: asyncio.Task[None]) -> None:
+        """Wait until a transition has settled, whatever it came to."""
+        await asyncio.wait([task])
+
+    def _begin(
+        self, via: ReplicaState, work: Coroutine[None, None, None], reason: str
+    ) -> asyncio.Task[None]:
+        self._enter(via, reason)  # before the first await: nobody may act on the old state
+        self._work = asyncio.create_task(work)
+        task = asyncio.create_task(self._run(self._work), name=f"{self._name} {via}")
+        # Retrieve the outcome even if every caller has left, or asyncio logs it as lost.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._transition = task
+        return task
+
+    async def _run(self, work: asyncio.Task[None]) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            self._check_not_failed()  # `fail` has cancelled the work, or else somebody cancels this task
+            raise
+        except Unavailable:
+            raise  # the work settled the state before it raised
+        except ReplicaFailed as exc:
+            logger.exception("%s: transition failed", self._name)
+            self.fail(exc)
+            raise
+        except Exception as exc:
+            logger.exception("%s: transition failed", self._name)
+            failure = ReplicaFailed(f"{self._name} failed: {type(exc).__name__}")
+            self.fail(failure)
+            raise failure from exc
+        finally:
+            self._transition = self._work = None
+
+    async def _run_wake(self, cause: WakeCause) -> None:
+        started_s = self._now()
+        result = WakeResult.FAILED
+        try:
+            change = await self._effects.wake()
+            result = WakeResult.OK
+        except Unavailable as exc:
+            result = WakeResult.REFUSED
+            self.level = min(self.level, 1)  # the image may have come back
+            self._enter(ReplicaState.ASLEEP, f"could not wake: {exc}")
+            raise
+        finally:
+            self._observer.woke(cause, result, self._now() - started_s)
+        self.last_wake_s = self._now() - started_s
+        self.wakes += 1
+        self.level = 0
+        # Here, because who waits for this goes on a little later: the idle clock may be looked at before.
+        self.idle.touch()
+        self._enter(ReplicaState.AWAKE, self.reason, self.last_wake_s, change)
+
+    async def _drain_and_sleep(self, command: SleepCommand, cause: SleepCause) -> None:
+        if command.mode is SleepMode.ABORT:
+            self._effects.abort_in_flight()
+        if self._drains:
+            await self._drain()
+        started_s = self._now()
+        try:
+            change = await self._effects.sleep(command.level)
+        except Unavailable as exc:  # nobody knows what is mapped
+            raise ReplicaFailed(f"{self._name} could not sleep: {exc}") from exc
+        self.last_sleep_s = self._now() - started_s
+        self.last_sleep = change
+        self.sleeps += 1
+        self.level = command.level
+        self._observer.slept(cause, command.level, self.last_sleep_s, change.released_bytes)
+        self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
+
+    def _cut_drain_short(self, mode: SleepMode) -> None:
+        if mode is SleepMode.ABORT:
+            self._effects.abort_in_flight()
+        elif mode is SleepMode.KEEP and self._drains:
+            self._drained.set()
+
+    async def _drain(self) -> None:
+        timeout_s = self._config.drain_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._drained.wait()
+        except TimeoutError:
+            in_flight = self.idle.in_flight
+            self.held = False
+            self._enter(ReplicaState.AWAKE, f"{in_flight} in flight after {timeout_s:g} s of drain")
+            raise DrainTimeout(
+                f"{in_flight} requests still run after {timeout_s:g} s (sleep.drain_timeout_s); "
+                "the model stays awake. mode=abort ends them, mode=keep freezes them",
+                timeout_s,
+            ) from None
+        finally:
+            self._drains = False
+            if self.idle.in_flight:  # kept: the next drain has to wait for them
+                self._drained.clear()
+
+    def _enter(
+        self,
+        state: ReplicaState,
+        reason: str,
+        seconds: float | None = None,
+        change: MemoryChange | None = None,
+    ) -> None:
+        """The one writer of the state, and the one place of its log line."""
+        before, self._state, self.reason = self._state, state, reason
+        try:
+            self._on_change()
+        except Exception:
+            logger.exception("%s: not everybody was told that it is %s", self._name, state)
+        self._limit_frozen()
+        if change is None or seconds is None:
+            level = logging.ERROR if state is ReplicaState.FAILED else logging.INFO
+            logger.log(level, "%s: %s -> %s (%s)", self._name, before, state, reason)
+            return
+        logger.info(
+            "%s: %s -> %s (%s) in %.1f ms; %s",
+            self._name,
+            before,
+            state,
+            reason,
+            1e3 * seconds,
+            change,
+        )
+
+    def _limit_frozen(self) -> None:
+        """Bound how long requests in flight wait for a replica that sleeps; with each new state."""
+        if self._frozen_limit is not None:
+            self._frozen_limit.cancel()
+            self._frozen_limit = None
+        if self._state in (ReplicaState.AWAKE, ReplicaState.FAILED):
+            self._frozen_since_s = None
+        elif self._state is ReplicaState.ASLEEP and self.idle.in_flight:
+            if self._frozen_since_s is None:
+                self._frozen_since_s = self._now()
+            limit_s = self._frozen_since_s + self._config.frozen_timeout_s
+            loop = asyncio.get_running_loop()
+            self._frozen_limit = loop.call_later(limit_s - self._now(), self._end_frozen)
+
+    def _end_frozen(self) -> None:
+        limit_s = self._config.frozen_timeout_s
+        logger.info("%s: nobody woke %d frozen requests", self._name, self.idle.in_flight)
+        self._effects.fail_in_flight(
+            FrozenTooLong(
+                f"a sleep in mode keep froze this request, and nobody woke the model within {limit_s:g} s "
+                "(sleep.frozen_timeout_s)",
+                self.last_wake_s or 1.0,
+            )
+        )

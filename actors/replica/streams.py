@@ -1,0 +1,234 @@
+"""From the engine's steps to the requests: tokens gather per request, and go up paced under load."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from actors.engine.engine import Engine, EngineOutput
+from actors.engine.sampling.sampler import SequenceSampling
+from actors.errors import EngineDied, InvalidRequest, ServingError, Unavailable
+from actors.observer import Ending, EngineMeter
+from actors.protocol import (
+    ChatPrompt,
+    FinishReason,
+    GenerateRequest,
+    MessageForm,
+    TokenEvent,
+)
+from actors.text.codec import TextCodec
+from actors.text.output import OutputAssembler
+from actors.threads import call_unless_closed
+
+logger = logging.getLogger(__name__)
+
+_WORTH_A_TIMER_S = 0.005
+_MAX_LOGPROBS = 512  # of one event
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that passed every check and can enter the engine."""
+
+    request: GenerateRequest
+    prompt_ids: tuple[int, ...]
+    sequences: tuple[SequenceSampling, ...]  # one per continuation
+    form: MessageForm | None  # of a chat
+    arrived_s: float  # of `time.perf_counter`
+
+
+def pieces(event: TokenEvent) -> Iterator[TokenEvent]:
+    """The same in events of which each fits a message.
+
+    Ray Serve takes 4 MiB by default (2.60), and a token with the 20 likeliest beside it has 1 kB.
+    """
+    count = len(event.logprobs or ())
+    if event.logprobs is None or count <= _MAX_LOGPROBS:
+        yield event
+        return
+    for begin in range(0, count, _MAX_LOGPROBS):
+        end = begin + _MAX_LOGPROBS
+        is_first, is_last = begin == 0, end >= count
+        yield replace(
+            event,
+            text=event.text if is_first else "",
+            token_ids=event.token_ids[begin:end],
+            logprobs=event.logprobs[begin:end],
+            form=event.form if is_first else None,
+            finish_reason=event.finish_reason if is_last else None,
+            stop_reason=event.stop_reason if is_last else None,
+        )
+
+
+@dataclass(slots=True)
+class RequestStream:
+    """The continuations of one request, between engine and client. Lives on the event loop."""
+
+    assemblers: list[OutputAssembler]
+    sequence_ids: list[str]
+    stop_token_ids: tuple[int, ...]  # the request's own, which the client is told about
+    error: Exception | None = None
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)  # something to take, or the end
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # finished or failed
+    cut: asyncio.Event = field(default_factory=asyncio.Event)  # failed or aborted
+
+    @property
+    def told(self) -> bool:
+        """Every continuation's last event has been taken."""
+        return all(assembler.told for assembler in self.assemblers)
+
+    def take(self) -> list[TokenEvent]:
+        """What is new, at most one event per continuation."""
+        self.arrived.clear()
+        events = (assembler.take() for assembler in self.assemblers)
+        return [event for event in events if event is not None]
+
+    async def pace(self, interval_s: float) -> None:
+        """Let tokens gather for `interval_s`, or until the last one is there."""
+        if interval_s < _WORTH_A_TIMER_S or self.settled.is_set():
+            return
+        try:
+            async with asyncio.timeout(interval_s):
+                await self.settled.wait()
+        except TimeoutError:
+            return  # the ordinary case: the interval is over
+
+    def advanced(self, index: int) -> None:
+        """Continuation `index` has got something new."""
+        self.arrived.set()
+        if self.assemblers[index].done and all(each.done for each in self.assemblers):
+            self.settled.set()
+
+    def fail(self, error: Exception) -> None:
+        """End it with `error`, unless its end has been told already."""
+        if self.told or self.error is not None:
+            return
+        self.error = error
+        self.cut.set()
+        self.settled.set()
+        self.arrived.set()
+
+
+class OpenStreams:
+    """The requests that an engine works on. Lives on the event loop, `deliver` apart.
+
+    A step's outputs are only filed here, in a microsecond each: the engine's thread waits for this
+    one's lock between two steps, so what a client does not need at once is made when it is taken.
+    """
+
+    def __init__(self, engine: Engine, codec: TextCodec, meter: EngineMeter) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._meter = meter
+        self._continuations: dict[str, tuple[RequestStream, int]] = {}  # by sequence id
+        self._ids = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __len__(self) -> int:
+        """How many continuations are open."""
+        return len(self._continuations)
+
+    def open(self, prepared: Prepared) -> RequestStream:
+        """Give a request to the engine; whoever opens a stream closes it.
+
+        Raises:
+            EngineDied: the generation loop has ended.
+        """
+        self._loop = asyncio.get_running_loop()
+        params = prepared.request.sampling
+        in_chat = isinstance(prepared.request.prompt, ChatPrompt)
+        stream = RequestStream(
+            assemblers=[
+                OutputAssembler(
+                    self._codec.stream(() if in_chat else prepared.prompt_ids),
+                    index=i,
+                    prompt_tokens=len(prepared.prompt_ids),
+                    stops=params.stop,
+                    min_tokens=params.min_tokens,
+                    form=prepared.form,
+                )
+                for i in range(len(prepared.sequences))
+            ],
+            stop_token_ids=params.stop_token_ids,
+            # Ids of our own: a request id that came twice would end the generation loop.
+            sequence_ids=[f"seq-{next(self._ids)}" for _ in prepared.sequences],
+        )
+        for i, sequence_id in enumerate(stream.sequence_ids):
+            self._continuations[sequence_id] = (stream, i)
+        try:
+            for sequence_id, sequence in zip(stream.sequence_ids, prepared.sequences, strict=True):
+                self._meter.submitted(sequence_id, len(prepared.prompt_ids), prepared.arrived_s)
+                self._engine.submit(sequence_id, sequence)
+        except BaseException:
+            self.close(stream)
+            raise
+        return stream
+
+    def close(self, stream: RequestStream) -> None:
+        """Forget a stream; what is not done of it is cancelled."""
+        for sequence_id, assembler in zip(stream.sequence_ids, stream.assemblers, strict=True):
+            if self._continuations.pop(sequence_id, None) and not assembler.done:
+                self._engine.cancel(sequence_id)
+            self._meter.ended(sequence_id, Ending.ABORT if stream.error is None else Ending.ERROR)
+
+    def abort_all(self) -> None:
+        """End every continuation where it is, with the finish reason "abort"."""
+        for sequence_id, (stream, index) in list(self._continuations.items()):
+            stream.cut.set()
+            if not stream.assemblers[index].done:
+                self._engine.cancel(sequence_id)
+                stream.assemblers[index].push((), finish=FinishReason.ABORT)
+                self._meter.ended(sequence_id, Ending.ABORT)
+                stream.advanced(index)
+
+    def fail_all(self, error: ServingError) -> None:
+        """Every stream that has not ended raises `error`."""
+        for stream, _ in list(self._continuations.values()):
+            stream.fail(error)
+
+    def on_loop(self, call: Callable[[], None]) -> None:
+        """From any thread: have the loop of the requests make a call, if there ever was a request."""
+        if self._loop is not None:
+            call_unless_closed(self._loop, call)
+
+    def deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        """On the engine's thread: hand a step's outputs to the event loop."""
+        assert self._loop is not None, "outputs before the first request"
+        call_unless_closed(self._loop, partial(self._file, list(outputs)))
+
+    def _file(self, outputs: Sequence[EngineOutput]) -> None:
+        self._meter.advanced(outputs)
+        for output in outputs:
+            found = self._continuations.get(output.sequence_id)
+            if found is None:
+                continue  # cancelled a moment ago
+            stream, index = found
+            if output.error is not None:
+                stream.fail(_told_to_the_client(output.sequence_id, output.error))
+            elif not stream.assemblers[index].done:
+                self._push_output(stream, index, output)
+
+    def _push_output(self, stream: RequestStream, index: int, output: EngineOutput) -> None:
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = [
+                self._codec.token_logprob(raw.token_id, raw.logprob, raw.top)
+                for raw in output.logprobs
+            ]
+        told = output.stop_token_id if output.stop_token_id in stream.stop_token_ids else None
+        assembler = stream.assemblers[index]
+        assembler.push(output.token_ids, logprobs, output.finish, told)
+        if assembler.finish is not None:
+            if output.finish is None:  # a stop string: the engine knows nothing of it
+                self._engine.cancel(output.sequence_id)
+            self._meter.ended(output.sequence_id, Ending(assembler.finish))
+        stream.advanced(index)
+
+
+def _told_to_the_client(sequence_id: str, error: Exception) -> Exception:
+    if isinstance(error, InvalidRequest | Unavailable):
+        return error
+    logger.error("sequence %s failed", sequence_id, exc_info=error)
+    return EngineDied(f"generation failed: {type(error).__name__}")

@@ -1,0 +1,1 @@
+"""Prompts to token ids, and token ids to what clients read."""

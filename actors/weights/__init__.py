@@ -1,1 +1,0 @@
-"""Checkpoints, packed images and modules whose tensors are views of an arena."""

@@ -1,0 +1,103 @@
+"""A model's layers, compiled behind the back of whoever is served."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+
+from actors.engine.engine import Engine
+from actors.errors import DeviceMemoryShort
+from actors.worker.lull import Lull
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SHORT_AFTER_S = 60.0  # somebody else has the memory for one layer
+
+
+class BackgroundCompilation:
+    """Compiles on a thread of its own; the model serves, sleeps and wakes meanwhile.
+
+    Requests would feel it: who traces keeps the interpreter's lock from the engine's thread, and to
+    capture the graphs again takes the device for seconds. So both wait for a time without a request.
+
+    Attributes:
+        traced: done once the attempt that runs now, or comes next, has been made.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tried: Callable[[], None],
+        use: Callable[[], None],
+        watch: AbstractContextManager[None],
+    ) -> None:
+        """Begin, if there is anything to compile.
+
+        Args:
+            tried: told after each attempt, whatever came of it.
+            use: told once what was compiled should be put to use. Not if the runtime closes before.
+            watch: entered for as long as an attempt takes, on the thread.
+        """
+        self._engine = engine
+        self._tried = tried
+        self._use = use
+        self._watch = watch
+        self._lull = Lull()
+        # Compiling is told by process-wide settings, and by the module's own, what a plain forward changes.
+        self._tracing = threading.Lock()
+        self.traced = _uncancellable()
+        self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
+        self._thread.start()
+
+    def serving(self) -> AbstractContextManager[None]:
+        """For as long as a request is in flight."""
+        return self._lull.interrupted()
+
+    @contextmanager
+    def kept_off(self) -> Iterator[bool]:
+        """Nothing is traced meanwhile; False if something is right now, see `traced`."""
+        is_off = self._tracing.acquire(blocking=False)
+        try:
+            yield is_off
+        finally:
+            if is_off:
+                self._tracing.release()
+
+    def join(self) -> None:
+        """Block until nothing is compiled any more, and `use` has been told of what was."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Begin nothing any more."""
+        self._lull.close()
+
+    def _compile(self) -> None:
+        while self._engine.compiles and self._lull.wait():
+            try:
+                with self._tracing, self._watch:
+                    self._engine.compile()
+            except DeviceMemoryShort as exc:
+                logger.info("compiling is tried again in %g s: %s", _RETRY_SHORT_AFTER_S, exc)
+            except Exception:
+                logger.exception("compiling failed; the model is served without, only slower")
+                return
+            else:
+                break
+            finally:
+                made, self.traced = self.traced, _uncancellable()
+                made.set_result(None)
+                self._tried()
+            if not self._lull.rest(_RETRY_SHORT_AFTER_S):
+                return
+        else:
+            return
+        if self._lull.wait():
+            self._use()
+
+
+def _uncancellable() -> Future[None]:
+    """A future that goes on when whoever waits for it gives up."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future

@@ -1,0 +1,421 @@
+"""ModelMemory: one model's weights and KV cache on one device, mapped and unmapped, and accounted for.
+
+Knows nothing of requests, and of the engine only that it wants a KV arena, and a pool for graphs.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from actors.engine.sizing import CardMemory
+from actors.errors import DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
+from actors.image.attach import attach
+from actors.image.checksum import Checksums
+from actors.image.gates import SegmentGates
+from actors.image.image import WeightImage
+from actors.image.layout import ImageKey, Layout, Manifest
+from actors.memory.arena import DeviceArena
+from actors.memory.cpu import CpuDriver
+from actors.memory.driver import AllocatorPool, DeviceMemory, HostLink, MemoryDriver, describe
+from actors.memory.transfer import Transfer, TransferStats
+from actors.protocol import DeviceNow, MemoryLeft, WakeReport
+from actors.replica.lifecycle import MemoryChange
+
+logger = logging.getLogger(__name__)
+
+KeptPlace = Literal["first", "middle", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A wake's copies, and what their bytes must be."""
+
+    transfer: Transfer
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _GraphCost:
+    """What the engine's graphs hold while the model sleeps, in bytes."""
+
+    held: int = 0
+    torch_reserved: int = 0  # of it, by torch's allocator
+
+
+class ModelMemory:
+    """Owns the arenas, the image and the link between them. Starts unmapped.
+
+    One thread makes all calls that map, unmap or copy; attributes and properties can be read from any.
+
+    Attributes:
+        kept: segments that a level 1 sleep leaves mapped; it may be changed while awake.
+        image: None while a level 2 sleep has dropped it.
+        pool: what the engine's graphs compute in, mapped and unmapped with the rest; None on a CPU.
+        last_transfer: of the last settled wake.
+        last_wake: the same wake's report, with the outcome of the check.
+        seen: what the device said at the end of the last sleep or settled wake.
+        left: what the last sleep left on the device; None while awake.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, image: WeightImage, keep_layers: int, device: str
+    ) -> None:
+        """Reserve addresses and make the module's tensors views of them.
+
+        Raises:
+            ValueError: there is no such device here.
+            LayoutMismatch: image and module disagree.
+        """
+        layout = image.layout
+        self.kept = kept_segments(layout, keep_layers)
+        self.image: WeightImage | None = image
+        self.weights_bytes = layout.total_bytes
+        self.last_transfer: TransferStats | None = None
+        self.last_wake: WakeReport | None = None
+        self._digests = image.manifest.digests
+        self._driver = select_driver(device)
+        self._weights = DeviceArena(self._driver, [s.size for s in layout.segments])
+        self._kv: DeviceArena | None = None
+        self.pool = self._driver.make_pool()
+        attach(module, layout, self._weights)
+        self._gates = SegmentGates(module, layout)
+        self._checksums = Checksums(self.device, len(layout.segments))
+        self._link: HostLink | None = None  # of `image`; from `open_link` or the first wake on
+        self._arrival: _Arrival | None = None  # of the last wake, until it is settled
+        self._graphs = _GraphCost()
+        self.seen = self._driver.memory()
+        self.left: MemoryLeft | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._driver.device
+
+    def card(self) -> CardMemory | None:
+        """The card as it is now; None on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        memory = self._driver.memory()
+        holders = describe(memory, self._driver.holders())
+        return CardMemory(memory.total, memory.free, memory.held, self.mapped_bytes, holders)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._weights.mapped_bytes + sum(part.mapped_bytes for part in self._scratch())
+
+    @property
+    def wake_bytes(self) -> int:
+        """What a wake would map now; 0 while awake."""
+        whole = self._weights.size + sum(part.size for part in self._scratch())
+        return whole - self.mapped_bytes
+
+    def spare_bytes(self) -> int:
+        """What the device has free beside all of this model. While nothing runs on it.
+
+        What torch keeps of earlier work goes back to the device first.
+        """
+        return self._trimmed().free - self.wake_bytes
+
+    def device_now(self, node: str) -> DeviceNow:
+        """The device and what it has free now.
+
+        Args:
+            node: tells the CPUs of several machines apart.
+        """
+        if self.device.type == "cpu":
+            device_id, name = f"cpu of node {node}", "CPU memory"
+        else:
+            card = torch.cuda.get_device_properties(self.device)
+            device_id, name = f"GPU-{card.uuid}", card.name
+        memory = self._driver.memory()
+        return DeviceNow(device_id, name, memory.total, memory.free, self.wake_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._kv.size if self._kv is not None else 0
+
+    def make_kv_arena(self, parts: Sequence[int]) -> DeviceArena:
+        """The engine's arena, mapped; from now on it is mapped and unmapped with the weights.
+
+        Args:
+            parts: sizes in bytes. A wake maps the first; `map_more` the others, one by one.
+        """
+        assert self._kv is None, "made already"
+        self._kv = DeviceArena(self._driver, parts)
+        self._kv.map()
+        return self._kv
+
+    def map(self) -> None:
+        """Give everything memory, whose contents are undefined.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much; some of it may be mapped.
+            DeviceMemoryError: the driver refused; likewise.
+        """
+        self._weights.map()
+        for part in self._scratch():
+            part.map()
+
+    def wake(self, prepare_kv: Callable[[], None]) -> MemoryChange:
+        """Map what a first step needs, and begin to copy what the weights lack. All or nothing.
+
+        Afterwards the first forward waits, segment by segment, for its bytes. The first part of the KV
+        cache is mapped and holds anything until `prepare_kv` has been called; `map_more` maps the rest.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much memory free.
+            DeviceMemoryError: the driver refused.
+        """
+        image = self.image
+        assert image is not None, "the image was dropped; `take_image` first"
+        before = self.mapped_bytes
+        missing = self._weights.unmapped()
+        payloads = {i: image.segment(i) for i in missing}
+        try:
+            link = self._link or self.open_link()
+            self._weights.map()
+            transfer = self._weights.restore(link, payloads)
+            if self._kv is not None:  # while the bytes travel
+                self._kv.map([0])
+            if self.pool is not None:
+                self.pool.map()
+            prepare_kv()
+        except BaseException:  # half a model must never be resumed
+            self._unmap(missing)
+            raise
+        self.left = None
+        self._arrival = _Arrival(transfer, image.manifest)
+        self._gates.install(transfer.gate)
+        copied = sum(payload.nbytes for payload in payloads.values())
+        return MemoryChange(before, self.mapped_bytes, copied)
+
+    def map_more(self) -> bool:
+        """Map the next part of the KV cache, after a wake has settled; False if none is missing.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much memory free.
+            DeviceMemoryError: the driver refused.
+        """
+        missing = self._kv.unmapped() if self._kv is not None else []
+        if not missing:
+            return False
+        assert self._kv is not None
+        self._kv.map(missing[:1])
+        if len(missing) == 1:
+            self.seen = self._driver.memory()
+        return True
+
+    def settle(self) -> None:
+        """After a wake, beside the first forward: check each segment as it arrives, take the gates out.
+
+        Raises:
+            DeviceMemoryError: a copy failed.
+            WeightsCorrupted: bytes on the device are not those that were packed.
+        """
+        if self._arrival is None:
+            return  # asleep again before it came to that
+        arrival, self._arrival = self._arrival, None
+        report, corrupted = self._check(arrival.transfer, arrival.manifest)
+        self.seen = self._driver.memory()
+        self.last_wake = report
+        logger.info(
+            "restored %d bytes in %.1f ms, %.1f GB/s; checked %d segments, %d bytes, in %.1f ms: %s",
+            report.copied_bytes,
+            1e3 * report.link_s,
+            report.link_gb_per_s,
+            report.checked_segments,
+            report.checked_bytes,
+            1e3 * report.check_s,
+            "intact" if report.intact else f"segment {corrupted} differs",
+        )
+        if corrupted is not None:
+            raise WeightsCorrupted(f"segment {corrupted} is not what was packed, after a wake")
+
+    def unmap(self, level: int) -> MemoryChange:
+        """Give memory back: all of it, but for the kept layers at level 1. The device must be idle."""
+        device_before, mapped_before = self._driver.memory(), self.mapped_bytes
+        if self._arrival is not None:  # nobody settled that wake, and now nobody can
+            self._gates.remove()
+            self._arrival = None
+        keep = self.kept if level == 1 else frozenset[int]()
+        self._unmap(i for i in range(len(self._weights.spans)) if i not in keep)
+        self.seen = after = self._trimmed()
+        self.left = self._left_of(after)
+        return MemoryChange(
+            mapped_before,
+            self.mapped_bytes,
+            copied_bytes=0,
+            released_bytes=device_before.used - after.used,
+            own_released_bytes=_difference(device_before.own, after.own),
+            left=self.left,
+        )
+
+    def trim(self) -> None:
+        """While unmapped: give back what somebody else's work has left in torch's hands since."""
+        self.seen = after = self._trimmed()
+        self.left = self._left_of(after)
+
+    def collect_cleared(self) -> None:
+        """While unmapped: do now what the next wake's first `map` would have to do. See MemoryDriver.
+
+        Raises:
+            DeviceMemoryError: the driver refused.
+        """
+        try:
+            self._driver.collect_cleared()
+        except DeviceMemoryShort:
+            logger.debug("other processes have taken all that was given back")
+
+    @contextmanager
+    def counting_graphs(self) -> Iterator[None]:
+        """Count what the body leaves on the device as the engine's graphs, besides those it has.
+
+        Without what their pool grows by, which a sleep unmaps. Nothing else may be mapped or unmapped
+        meanwhile, and nothing else may run on the device.
+        """
+        before, pool_before = self._trimmed(), self._pool_bytes
+        try:
+            yield
+        finally:  # a body that failed may have thrown away those there were
+            after, grown = self._trimmed(), self._pool_bytes - pool_before
+            self._graphs = _GraphCost(
+                self._graphs.held + after.held - before.held - grown,
+                self._graphs.torch_reserved + after.torch_reserved - before.torch_reserved - grown,
+            )
+
+    def take_image(self, image: WeightImage) -> None:
+        """Use an image in the place of the one that was dropped.
+
+        Raises:
+            LayoutMismatch: it holds other weights.
+        """
+        if image.manifest.digests != self._digests:
+            raise LayoutMismatch("the checkpoint changed while the model slept at level 2")
+        self.image = image
+
+    def drop_image(self) -> ImageKey | None:
+        """Let go of the image; returns its key, or None if there was none."""
+        self.close_link()
+        image, self.image = self.image, None
+        return None if image is None else image.manifest.key
+
+    def open_link(self) -> HostLink:
+        """Pin the image's pages, so that the next wake need not: some 0.8 s for 15 GB on an H200's host.
+
+        Raises:
+            DeviceMemoryError: the driver refused.
+        """
+        image = self.image
+        assert image is not None, "the image was dropped; `take_image` first"
+        assert self._link is None, "open already"
+        self._link = self._driver.open_link(image.segments)
+        return self._link
+
+    def close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _scratch(self) -> Iterator[DeviceArena | AllocatorPool]:
+        """What may hold anything after a wake."""
+        if self._kv is not None:
+            yield self._kv
+        if self.pool is not None:
+            yield self.pool
+
+    @property
+    def _pool_bytes(self) -> int:
+        return self.pool.size if self.pool is not None else 0
+
+    def _trimmed(self) -> DeviceMemory:
+        """What the device says without what the last steps' activations left in torch's hands."""
+        self._driver.trim()
+        return self._driver.memory()
+
+    def _unmap(self, weights: Iterable[int]) -> None:
+        self._weights.unmap(weights)
+        for part in self._scratch():
+            part.unmap()
+
+    def _check(self, transfer: Transfer, manifest: Manifest) -> tuple[WakeReport, str | None]:
+        """Compare the bytes where they landed, each segment right behind its copy; which differs first."""
+        # Not begun at once to wait on the device: a second stream that waits there for the copies takes 5 % of
+        # the link from them (H200), in some processes.
+        for copy in transfer.arrived():
+            self._checksums.begin(self._weights.bytes_of(copy.segment, copy.host.nbytes))
+        stats = self.last_transfer = transfer.finish()
+        arrived_s = time.perf_counter()
+        self._gates.remove()
+        found = self._checksums.read()
+        checked_s = time.perf_counter()
+        corrupted = next(
+            (
+                manifest.layout.segments[copied.segment].name
+                for copied, landed in zip(stats.segments, found, strict=True)
+                if landed != manifest.checksums[copied.segment]
+            ),
+            None,
+        )
+        report = WakeReport(
+            copied_bytes=stats.size,
+            link_s=stats.seconds,
+            link_gb_per_s=stats.gb_per_s,
+            checked_segments=len(found),
+            checked_bytes=stats.size,
+            check_s=checked_s - arrived_s,
+            intact=corrupted is None,
+        )
+        return report, corrupted
+
+    def _left_of(self, asleep: DeviceMemory) -> MemoryLeft:
+        # torch counts the pool as its own, mapped or not.
+        reserve = asleep.torch_reserved - self._graphs.torch_reserved - self._pool_bytes
+        known = self._driver.context_bytes + self._graphs.held + self.mapped_bytes + reserve
+        return MemoryLeft(
+            context=self._driver.context_bytes,
+            graphs=self._graphs.held,
+            kept_layers=self.mapped_bytes,
+            torch_reserve=reserve,
+            other=asleep.held - known,
+        )
+
+
+def _difference(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else before - after
+
+
+def kept_segments(layout: Layout, keep_layers: int, place: KeptPlace = "first") -> frozenset[int]:
+    """The segments of the decoder layers that stay on the device over a level 1 sleep.
+
+    The first ones: a wake copies in forward order and the first prefill runs right behind the copies,
+    so with the first layers there it computes them while the others still arrive, and what is left
+    to compute behind the last byte is the last layer's share and the head. Layers kept further back
+    are computed only when everything in front of them has arrived, near the end or behind it.
+    `sleepserve bench wake` measures all three.
+    """
+    layers = [i for i, segment in enumerate(layout.segments) if segment.name.startswith("layer.")]
+    count = min(keep_layers, len(layers))
+    spare = len(layers) - count
+    start = {"first": 0, "middle": spare // 2, "last": spare}[place]
+    return frozenset(layers[start : start + count])
+
+
+def select_driver(device: str) -> MemoryDriver:
+    """The memory driver of `engine.device`.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not has_cuda):
+        return CpuDriver()
+    if not has_cuda:
+        raise ValueError("engine.device is cuda, but torch finds no CUDA device here")
+    from actors.memory.cuda import CudaDriver  # cuda-bindings are there where a GPU is
+
+    return CudaDriver()

@@ -1,0 +1,223 @@
+"""A model brought to its device and taken from it: engine and memory, moved together."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import TypeVar
+
+import torch
+
+from actors.engine.engine import Engine
+from actors.errors import DeviceMemoryShort, Unavailable
+from actors.image.layout import ImageKey
+from actors.observer import Observer
+from actors.replica.lifecycle import MemoryChange
+from actors.threads import submit_unless_closed
+from actors.worker.cleared import ClearedCollection
+from actors.worker.growth import CacheGrowth
+from actors.worker.model_memory import ModelMemory
+from actors.worker.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Residency:
+    """Pauses the engine before its memory goes, and resumes it once that is mapped again.
+
+    All of it runs on the control thread, so a sleep and a wake never interleave, except for what says
+    that any thread may call it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        memory: ModelMemory,
+        observer: Observer,
+        control: Executor,
+        fail: Callable[[Exception, str], None],
+        watchdog: Watchdog,
+    ) -> None:
+        """Make one; `warm_up` comes first of all. Any thread may call.
+
+        Args:
+            engine: not paused.
+            observer: told of wakes once their bytes have been checked.
+            control: of the one thread.
+            fail: told what went wrong, and during what, where nobody waits who could be told.
+            watchdog: watches what the control thread waits for.
+        """
+        self._engine = engine
+        self._memory = memory
+        self._observer = observer
+        self._control = control
+        self._fail = fail
+        self._watchdog = watchdog
+        self._cleared = ClearedCollection(control, self.collect_cleared)
+        self._growth = CacheGrowth(control, self._grow_kv, fail)
+        self._has_uncaptured = False  # compiled layers that no graph holds yet
+
+    @property
+    def grows(self) -> bool:
+        """Whether more of the KV cache is about to be mapped. Any thread may ask."""
+        return self._growth.running
+
+    def check_awake(self) -> None:
+        """Raises Unavailable if the model is asleep."""
+        if self._engine.paused:
+            raise Unavailable("the model is asleep; wake it first")
+
+    def warm_up(self) -> None:
+        """What the engine does before it serves; then asleep, with no layer kept."""
+        self._pause()
+        with self._watchdog.map:
+            self._memory.map()
+        with self._watchdog.capture, self._memory.counting_graphs():
+            self._engine.warm_up()
+        self.sleep(2)  # no layer is worth keeping yet
+
+    def wake(self) -> MemoryChange:
+        """Map, begin the copies, and resume right behind them. `begin_settling` comes next."""
+        with self._watchdog.map:
+            change = self._memory.wake(self._engine.prepare_wake)
+        self._engine.resume()
+        return change
+
+    def begin_settling(self) -> Future[None]:
+        """Have the control thread check the bytes of a wake, and map the rest of the KV cache.
+
+        Any thread may call.
+
+        Returns:
+            Done when the bytes have been checked; if they are wrong, `fail` was told before.
+        """
+        settled = self._control.submit(self.settle)
+        self._growth.begin()
+        return settled
+
+    def settle(self) -> None:
+        """Have a wake that went wrong fail the replica, instead of serving rubbish."""
+        before = self._memory.last_wake
+        try:
+            with self._watchdog.copy:
+                self._memory.settle()
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
+            self._fail(exc, "a wake")
+        report = self._memory.last_wake
+        if report is not None and report is not before:
+            self._observer.restored(report)
+
+    def sleep(self, level: int) -> MemoryChange:
+        """Unmap what `level` unmaps. Running sequences start over with the next wake."""
+        awake = not self._engine.paused
+        if awake:
+            self._pause()
+        self._engine.drop_kv()
+        if awake and self._has_uncaptured and not self._memory.wake_bytes:
+            self._capture_compiled()
+        with self._watchdog.unmap:
+            change = self._memory.unmap(level)
+        self._cleared.begin()
+        return change
+
+    def drop_image(self) -> ImageKey | None:
+        """Behind a sleep; see ModelMemory."""
+        with self._watchdog.unpin:
+            return self._memory.drop_image()
+
+    def between_steps(self, work: Callable[[], T]) -> T:
+        """What `work` gives while the engine is paused, the bytes of the last wake there and checked.
+
+        Raises:
+            Unavailable: the model is asleep.
+        """
+        self.check_awake()
+        self.settle()  # takes the gates out
+        self._pause()
+        try:
+            return work()
+        finally:
+            self._engine.resume()
+
+    def begin_trimming(self) -> None:
+        """Have the control thread give back what a compilation has left, if asleep. Any thread may call.
+
+        A compilation that ends behind a sleep leaves in torch's hands what it ran its copy of a layer with.
+        """
+        submit_unless_closed(self._control, self._trim, "layers were compiled")
+
+    def begin_using_compiled(self) -> None:
+        """Have the control thread put to use what the engine compiled. Any thread may call."""
+        submit_unless_closed(self._control, self._use_compiled, "layers were compiled")
+
+    def collect_cleared(self) -> None:
+        """Have the device take back what it has cleared since a sleep."""
+        if not self._engine.paused:
+            return  # the wake has done it
+        try:
+            with self._watchdog.collect:
+                self._memory.collect_cleared()
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
+            self._fail(exc, "a sleep")
+
+    def close(self) -> None:
+        """Begin nothing of its own any more. Any thread may call."""
+        self._cleared.cancel()
+        self._growth.close()
+
+    def _pause(self) -> None:
+        with self._watchdog.pause:
+            self._engine.pause()
+
+    def _trim(self) -> None:
+        if not self._engine.paused:
+            return  # the next sleep does it
+        try:
+            with self._watchdog.unmap:
+                self._memory.trim()
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
+            self._fail(exc, "a compilation")
+
+    def _use_compiled(self) -> None:
+        """Now; or, if the model sleeps, at its next sleep: a sleeper takes no memory."""
+        asleep = self._engine.paused
+        if asleep:
+            self._has_uncaptured = True
+            return
+        try:
+            self.settle()
+            self._pause()
+            self._engine.drop_kv()
+            self._capture_compiled()
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; the replica must not hang
+            self._fail(exc, "capturing the compiled layers")
+        finally:
+            if self._engine.paused:
+                with self._watchdog.map:
+                    self._engine.prepare_wake()
+                self._engine.resume()
+
+    def _capture_compiled(self) -> None:
+        """Now; or, where memory is missing, at the next sleep."""
+        try:
+            with self._watchdog.map:
+                self._memory.map()
+            with self._watchdog.capture, self._memory.counting_graphs():
+                self._engine.use_compiled()
+        except (DeviceMemoryShort, torch.OutOfMemoryError) as exc:
+            self._has_uncaptured = True
+            logger.info("graphs are captured at the next sleep: %s", exc)
+            return
+        self._has_uncaptured = False
+        logger.info("the decoder layers run compiled from now on")
+
+    def _grow_kv(self) -> bool:
+        if self._engine.paused:
+            return False
+        with self._watchdog.map:
+            grown = self._memory.map_more()
+        if not grown:
+            return False
+        self._engine.extend_kv()
+        return True

@@ -1,0 +1,385 @@
+"""`sleepserve bench wake | load | throughput | pages | soak`: one model on this machine, without a server.
+
+Figures on stdout, progress on stderr, everything as JSON in a file on request. Exit codes: 0 measured;
+1 something failed, an answer was wrong, or a limit of --assert was passed; 2 usage; 130 interrupted. What
+was measured until then is told in any case.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+import yaml
+
+from serve_app.cli.bench_http import ManyValues
+from serve_app.cli.bench_report import ReportDir, check_report, write_plot
+from serve_app.cli.bench_run import EXIT_FAILED, check_writable, run, say, tell, usage_errors
+
+if TYPE_CHECKING:
+    from serve_app.bench.local import Subject
+
+# For a directory, which has no settings of its own; a file of configs/ has.
+_SMALL_ENGINE = {"max_requests_per_batch": 64, "max_batch_tokens": 2048}
+_SMALL_CACHE_TOKENS = 2**14
+_LARGE_ENGINE = {"max_requests_per_batch": 256, "max_batch_tokens": 8192}
+_LARGE_CACHE_TOKENS = 2**19
+
+Target = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT|CONFIG", help="A checkpoint directory, or a file of configs/."
+    ),
+]
+Engine = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine", metavar="KEY=VALUE...", help="Keys of `engine`, as a file of configs/ has them."
+    ),
+]
+StoreGib = Annotated[
+    float | None,
+    typer.Option(
+        "--store-gib", min=0.1, help="The object store; what the image needs when absent."
+    ),
+]
+LimitS = Annotated[
+    float | None,
+    typer.Option(
+        "--limit-s",
+        metavar="SECONDS",
+        min=0,
+        help="End early, and tell how many were done: once warm, begin nothing after this time.",
+    ),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the whole result there, too.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `sleepserve bench`."""
+    for command in (wake, load, throughput, pages, soak):
+        app.command(cls=ManyValues)(command)
+
+
+def wake(
+    target: Target,
+    variants: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Ours: pipelined, serial, unpinned, kept, kept-N[-middle|-last], kept-sweep (several "
+            "N from 0 to all layers). Others: to, to-pinned, "
+            "dispatch-auto, dispatch-balanced, dispatch-balanced_low_0, fresh-load, memory-saver, memory-saver-retained. "
+            "`all`, `ours` and `others` stand for their kind.",
+        ),
+    ] = "all",
+    cycles: Annotated[int, typer.Option(min=1, metavar="N", help="Of each of our ways.")] = 20,
+    other_cycles: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of each of the others, which take seconds.")
+    ] = 3,
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N...", help="Lengths of the prompt; 7 when absent."),
+    ] = None,
+    requests: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="That wait for one more wake a round; answers are compared."
+        ),
+    ] = 16,
+    pause_s: Annotated[
+        float, typer.Option("--pause-s", min=0, metavar="SECONDS", help="Asleep in each cycle.")
+    ] = 0.3,
+    asserted: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--assert",
+            metavar="goals|NAME=MAX...",
+            help="Exit 1 if a figure is larger: ttft_over_link, sleep_ms, first_sleep_ms, left_gib, "
+            "warm_ttft_ms, wrong. `goals` stands for the project's own limit of each.",
+        ),
+    ] = None,
+    engine: Engine = None,
+    store_gib: StoreGib = None,
+    limit_s: LimitS = None,
+    json_file: JsonFile = None,
+    report_dir: ReportDir = None,
+) -> None:
+    """First token of a sleeping model: ours, and what one would do without us, in one run.
+
+    Our ways take turns, and each of the others takes turns with ours; whoever does not wake has left
+    the device. The link's own rate is measured in between. 50 greedy tokens are compared after every
+    wake of ours.
+    """
+    with usage_errors():
+        limits = _limits(asserted or [])
+        check_writable(json_file)
+        check_report(report_dir)
+        _prepare_imports()
+        from serve_app.bench.wake import VARIANTS, Plan, WakeBench
+        from serve_app.bench.ways import OURS
+
+        others = tuple(name for name in VARIANTS if name not in OURS)
+        kinds = {"all": VARIANTS, "ours": OURS, "others": ("pipelined", *others)}
+        named = [part for name in variants.split(",") for part in kinds.get(name, (name,))]
+        plan = Plan(
+            variants=tuple(dict.fromkeys(named)),
+            cycles=cycles,
+            baseline_cycles=other_cycles,
+            prompt_tokens=tuple(prompt_tokens or Plan().prompt_tokens),
+            requests=requests,
+            pause_s=pause_s,
+            limit_s=limit_s,
+        )
+        subject = _small(target, engine)
+        bench = WakeBench(subject, plan)
+    from serve_app.bench.wake_report import judge, report
+
+    code = run(bench, _ray(subject, store_gib), json_file)
+    result = bench.result()
+    verdicts = judge(result, limits)
+    result["verdicts"] = [
+        {"name": v.name, "found": v.found, "limit": v.limit, "kept": v.kept} for v in verdicts
+    ]
+    text = report(result)
+    failed = result["wrong"] > 0 or not all(verdict.kept for verdict in verdicts)
+    tell(result, [*text, *([""] if verdicts else []), *map(str, verdicts)], json_file, report_dir)
+    raise typer.Exit(code or (EXIT_FAILED if failed else 0))
+
+
+def load(
+    target: Target,
+    replicas: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Start so many at once in the end; 1: leave it out."),
+    ] = 4,
+    engine: Engine = None,
+    store_gib: StoreGib = None,
+    limit_s: LimitS = None,
+    json_file: JsonFile = None,
+    report_dir: ReportDir = None,
+) -> None:
+    """What a new instance takes: from disk, and from the image in the object store.
+
+    Each instance is a fresh process. The page cache is dropped first, where the file system lets us;
+    what storage really delivered is told.
+    """
+    with usage_errors():
+        check_writable(json_file)
+        check_report(report_dir)
+        _prepare_imports()
+        from serve_app.bench.load import LoadBench, report
+
+        subject = _small(target, engine)
+        bench = LoadBench(subject, replicas, limit_s)
+    code = run(bench, _ray(subject, store_gib), json_file)
+    result = bench.result()
+    tell(result, report(result), json_file, report_dir)
+    raise typer.Exit(code)
+
+
+def throughput(
+    target: Target,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N...", help="Requests at once; 1 16 64 256 when absent."),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a prompt.")] = 128,
+    answer_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Of an answer.")] = 128,
+    sampling: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Also compare sampling settings (top_p, repetition_penalty, 300 biased tokens, ...) "
+            "with plain greedy answers, N requests at once.",
+        ),
+    ] = None,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile", metavar="DIR", help="Write there what the device does in 20 decode steps."
+        ),
+    ] = None,
+    engine: Engine = None,
+    limit_s: LimitS = None,
+    json_file: JsonFile = None,
+    report_dir: ReportDir = None,
+) -> None:
+    """Tokens per second of the engine, in this process, without HTTP and Serve."""
+    with usage_errors():
+        check_writable(json_file)
+        check_report(report_dir)
+        if profiles is not None:
+            profiles.mkdir(parents=True, exist_ok=True)
+        _prepare_imports()
+        from serve_app.bench.throughput import Plan, ThroughputBench, report
+
+        plan = Plan(
+            concurrency=tuple(concurrency or Plan().concurrency),
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
+            sampling=sampling,
+            profiles=profiles,
+            limit_s=limit_s,
+        )
+        bench = ThroughputBench(_large(target, engine), plan)
+    code = run(bench, nullcontext(), json_file)
+    result = bench.result()
+    tell(result, report(result), json_file, report_dir)
+    raise typer.Exit(code)
+
+
+def pages(
+    target: Target,
+    page_sizes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N...", help="Tokens in a page; 8 16 32 64 256 when absent."),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, metavar="N...", help="Requests at once, of 128 + 128 tokens; 64 256 when absent."
+        ),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, metavar="N", help="At once, of each shape whose waste is told.")
+    ] = 64,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of which a rate is the median.")
+    ] = 5,
+    engine: Engine = None,
+    store_gib: StoreGib = None,
+    json_file: JsonFile = None,
+    report_dir: ReportDir = None,
+) -> None:
+    """Page sizes of the KV cache beside each other: what of it holds no token, and tokens per second.
+
+    The waste is that of 21 + 50, 40 + 168 and 128 + 128 tokens, as the cache's own block tables have it: at a
+    sequence's end, and over its life. Each size has a process of its own, and room for as many tokens.
+    """
+    with usage_errors():
+        check_writable(json_file)
+        check_report(report_dir)
+        _prepare_imports()
+        from serve_app.bench.pages import PagesBench, Plan, report
+
+        plan = Plan(
+            page_sizes=tuple(page_sizes or Plan().page_sizes),
+            concurrency=tuple(concurrency or Plan().concurrency),
+            requests=requests,
+            rounds=rounds,
+        )
+        subject = _large(target, engine)
+        bench = PagesBench(subject, plan)
+    code = run(bench, _ray(subject, store_gib), json_file)
+    result = bench.result()
+    tell(result, report(result), json_file, report_dir)
+    raise typer.Exit(code)
+
+
+def soak(
+    target: Target,
+    cycles: Annotated[int, typer.Option(min=1, metavar="N", help="Sleeps and wakes.")] = 1000,
+    requests: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="That wait for every 20th wake; answers are compared."
+        ),
+    ] = 16,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write soak.json, soak.csv and soak.png there."),
+    ] = None,
+    engine: Engine = None,
+    store_gib: StoreGib = None,
+    limit_s: LimitS = 420.0,
+    json_file: JsonFile = None,
+    report_dir: ReportDir = None,
+) -> None:
+    """Sleep and wake a thousand times: does anything grow, is every token the same?"""
+    with usage_errors():
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            json_file = json_file or out / "soak.json"
+        check_writable(json_file)
+        check_report(report_dir)
+        _prepare_imports()
+        from serve_app.bench.soak import Plan, SoakBench, report, write_csv
+
+        subject = _small(target, engine)
+        bench = SoakBench(subject, Plan(cycles, requests, limit_s))
+    code = run(bench, _ray(subject, store_gib), json_file)
+    result = bench.result()
+    tell(result, report(result), json_file, report_dir)
+    if out is not None and bench.samples:
+        write_csv(bench.samples, out / "soak.csv")
+        write_plot("growth", result, out / "soak.png")
+    raise typer.Exit(code or (EXIT_FAILED if result["wrong"] else 0))
+
+
+# --- arguments ---
+
+
+def _prepare_imports() -> None:
+    # Our Ray is for this process and its children. Ray 2.60 opens its own ports on every interface
+    # unless this is 0 when it is imported (ray/_private/ray_constants.py, services.py).
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    say("importing torch")
+
+
+def _small(target: Path, changes: Sequence[str] | None) -> "Subject":
+    return _subject(target, _SMALL_ENGINE, _SMALL_CACHE_TOKENS, changes)
+
+
+def _large(target: Path, changes: Sequence[str] | None) -> "Subject":
+    return _subject(target, _LARGE_ENGINE, _LARGE_CACHE_TOKENS, changes)
+
+
+def _subject(
+    target: Path, defaults: Mapping[str, object], tokens: int, changes: Sequence[str] | None
+) -> "Subject":
+    from actors.engine.config import EngineConfig
+    from serve_app.bench.local import subject_of
+
+    keys = engine_keys(changes)
+    pages = EngineConfig.model_validate({k: v for k, v in keys.items() if k == "page_size"})
+    return subject_of(target, {**defaults, "num_blocks": -(-tokens // pages.page_size)}, keys)
+
+
+def engine_keys(changes: Sequence[str] | None) -> dict[str, object]:
+    """What --engine says: KEY=VALUE, the value as in a file of configs/."""
+    keys: dict[str, object] = {}
+    for pair in changes or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--engine takes KEY=VALUE, found {pair}")
+        keys[key] = yaml.safe_load(value)
+    return keys
+
+
+def _limits(asserted: Sequence[str]) -> dict[str, float]:
+    """Name of a figure -> the largest it may be."""
+    from serve_app.bench.wake_report import GOALS
+
+    limits: dict[str, float] = {}
+    for text in asserted:
+        if text == "goals":
+            limits |= {name: goal.limit for name, goal in GOALS.items()}
+            continue
+        name, equals, value = text.partition("=")
+        if name not in GOALS or not equals:
+            known = ", ".join(GOALS)
+            raise ValueError(f"--assert takes goals or NAME=MAX, found {text}; names are {known}")
+        limits[name] = float(value)
+    return limits
+
+
+def _ray(subject: "Subject", store_gib: float | None) -> AbstractContextManager[None]:
+    from serve_app.bench.local import local_ray
+
+    return local_ray(subject.store_bytes if store_gib is None else int(store_gib * 2**30))

@@ -1,0 +1,153 @@
+"""How a bench of this process is run: its progress, its signals, its files, its exit code.
+
+0 measured; 1 something failed, an answer was wrong, or a limit of --assert was passed; 2 usage; 130
+interrupted. What was measured until then is told in any case.
+"""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+from rich import progress as rich
+from rich.console import Console
+
+from actors.checkpoints.errors import DownloadError
+from serve_app.cli.bench_report import write_report
+
+if TYPE_CHECKING:
+    from serve_app.bench.local import Progress
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_LOG_INTERVAL_S = 5.0
+_SAVE_INTERVAL_S = 10.0
+_REFRESHES_PER_S = 2.0  # drawing takes milliseconds of the measuring process
+
+
+class Bench(Protocol):
+    complete: bool
+
+    async def run(self, progress: "Progress") -> None: ...
+    def result(self) -> dict[str, Any]: ...
+
+
+def check_writable(file: Path | None) -> None:
+    """Before the work, not after it."""
+    if file is not None:
+        file.touch()
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, DownloadError) as error:
+        say(f"error: {error}")
+        raise typer.Exit(EXIT_USAGE) from error
+
+
+def run(bench: Bench, around: AbstractContextManager[None], json_file: Path | None) -> int:
+    """The exit code. However it ends, the bench keeps what it has measured."""
+    # A shell starts what runs in its background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _progress() as show, around:
+            # Whoever limits our time wants the figures, too. Only now: Ray has its own handler.
+            signal.signal(signal.SIGTERM, _as_interrupt)
+            asyncio.run(bench.run(_saving(bench, show, json_file)))
+    except KeyboardInterrupt:
+        say("interrupted")
+        return EXIT_INTERRUPTED
+    except Exception:  # noqa: BLE001  # shown, and what was measured before is still to be told
+        traceback.print_exc()
+        return EXIT_FAILED
+    return 0
+
+
+def _as_interrupt(signum: int, frame: FrameType | None) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def _saving(bench: Bench, show: "Progress", json_file: Path | None) -> "Progress":
+    """Shows progress, and now and then writes what there is, in case that we are killed.
+
+    So it does whenever something begins that is not counted.
+    """
+    if json_file is None:
+        return show
+    next_s = time.monotonic() + _SAVE_INTERVAL_S
+
+    def save(what: str, done: int, total: int) -> None:
+        nonlocal next_s
+        show(what, done, total)
+        if time.monotonic() >= next_s or not total:
+            _write(bench.result(), json_file)
+            next_s = time.monotonic() + _SAVE_INTERVAL_S
+
+    return save
+
+
+@contextmanager
+def _progress() -> Iterator["Progress"]:
+    """A bar on a terminal, a line every few seconds elsewhere."""
+    if not sys.stderr.isatty():
+        yield _logged()
+        return
+    columns = (
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with rich.Progress(*columns, console=console, refresh_per_second=_REFRESHES_PER_S) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        yield show
+
+
+def _logged() -> Callable[[str, int, int], None]:
+    next_s = time.monotonic()
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s or not total:
+            next_s = time.monotonic() + _LOG_INTERVAL_S
+            say(f"{what}: {done} of {total}" if total else what)
+
+    return show
+
+
+def tell(
+    result: dict[str, Any], text: Sequence[str], json_file: Path | None, report_dir: Path | None
+) -> None:
+    """Print a result's text, and write what was asked for."""
+    for line in text:
+        print(line)
+    if json_file is not None:
+        _write(result, json_file)
+    if report_dir is not None:
+        write_report([result], report_dir)
+
+
+def _write(result: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

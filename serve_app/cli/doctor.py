@@ -1,0 +1,426 @@
+"""Whether this machine can serve: each check a pure function of what was found, with the remedy.
+
+Nothing here imports torch or transformers, and Ray only where it is installed: what is missing is what
+should be told.
+"""
+
+import errno
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from packaging.requirements import Requirement
+
+from actors.checkpoints.progress import text_size
+from actors.engine.model.cards import card_problem, has_nvidia_driver
+
+MIN_PYTHON = (3, 11)
+SHARED_MEMORY = Path("/dev/shm")
+MIN_FREE_DISK_BYTES = 20 * 2**30  # a 7B model in half precision takes 14 GiB
+RAY_DISK_LIMIT = 0.95  # of a disk, above which Ray spills no more (local_fs_capacity_threshold)
+DASHBOARD_PORT = 8265
+
+_LARGEST = ("ray", "sympy", "torch", "transformers")
+_TORCH_TIMEOUT_S = 120.0
+_ASK_TORCH = """
+import json, torch
+count = torch.cuda.device_count()
+capabilities = [torch.cuda.get_device_capability(i) for i in range(count)]
+print(json.dumps([torch.version.cuda, torch.cuda.is_available(), count, capabilities]))
+"""
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"  # it serves, but not as it could
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found, and what to do about it."""
+
+    name: str
+    verdict: Verdict
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """What torch says of itself.
+
+    Attributes:
+        cuda: the version that it was built for; None: for none.
+        capabilities: compute capability of each device.
+        error: the last line of what came instead.
+    """
+
+    cuda: str | None = None
+    available: bool = False
+    devices: int = 0
+    capabilities: Sequence[Sequence[int]] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a serve_config.yaml asks of the machine."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    image_bytes: int = 0  # of the checkpoints that are there already, once each
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what works, but may not be meant
+
+
+# --- the checks ---
+
+
+def check_python(version: tuple[int, int], platform: str) -> Finding:
+    name, found = "Python", f"{version[0]}.{version[1]} on {platform}"
+    if platform != "linux":
+        return Finding(name, Verdict.FAIL, found, "sleepserve needs Linux")
+    if version < MIN_PYTHON:
+        remedy = "install 3.11 or newer, then PYTHON=/path/to/python3.12 make serve"
+        return Finding(name, Verdict.FAIL, found, remedy)
+    return Finding(name, Verdict.OK, found)
+
+
+def check_packages(required: Iterable[str] | None, installed: Mapping[str, str]) -> Finding:
+    """Whether everything that sleepserve needs is there, in a release that it was made for.
+
+    Args:
+        required: lines as of a package's metadata; None: sleepserve itself is not installed.
+        installed: normalised name -> version.
+    """
+    name, remedy = "packages", "pip install -c constraints.txt -e . in the project's folder"
+    if required is None:
+        return Finding(name, Verdict.WARN, "sleepserve is not installed", remedy)
+    wrong = []
+    for requirement in map(Requirement, required):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = installed.get(_normal(requirement.name))
+        if version is None:
+            wrong.append(f"{requirement.name} is missing")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} is {version}, not {requirement.specifier}")
+    if wrong:
+        return Finding(name, Verdict.FAIL, "; ".join(wrong), remedy)
+    return Finding(name, Verdict.OK, f"torch {installed['torch']}, ray {installed['ray']}")
+
+
+def check_bytecode(missing: Iterable[str], keeps: bool) -> Finding:
+    """Whether imports find Python's compiled files.
+
+    Args:
+        missing: packages that have none.
+        keeps: whether Python may write them beside these packages when it first imports them.
+    """
+    name, names = "bytecode", ", ".join(missing)
+    if not names:
+        return Finding(name, Verdict.OK, "compiled")
+    if keeps:
+        return Finding(name, Verdict.OK, f"of {names} written by the first import")
+    remedy = (
+        f"{sys.executable} -m compileall -q {sysconfig.get_path('purelib')}; uv: --compile-bytecode; "
+        "PYTHONDONTWRITEBYTECODE should not be set where packages are installed"
+    )
+    text = f"none of {names}, and none is kept: each start compiles them again, for seconds"
+    return Finding(name, Verdict.WARN, text, remedy)
+
+
+def check_cuda(has_driver: bool, torch: Torch | None, installed: Mapping[str, str]) -> Finding:
+    """Args: torch: None where it is not installed."""
+    name = "CUDA"
+    if torch is None:
+        return Finding(name, Verdict.FAIL, "no torch, so nothing to compute with", "see packages")
+    if torch.error:
+        remedy = "python -c 'import torch' shows all of it; install torch again"
+        return Finding(name, Verdict.FAIL, f"torch cannot be used: {torch.error}", remedy)
+    if not has_driver:
+        return Finding(name, Verdict.OK, "no NVIDIA driver here: models run on the CPU")
+    if torch.cuda is None:
+        remedy = (
+            "make clean, then make serve, which takes a torch for CUDA where there is a driver; by hand: "
+            "pip uninstall torch, then pip install -c constraints.txt -e '.[gpu]' with PyPI as the index"
+        )
+        text = "there is an NVIDIA driver, but torch is built for the CPU alone"
+        return Finding(name, Verdict.FAIL, text, remedy)
+    if not torch.available:
+        text = f"torch, built for CUDA {torch.cuda}, finds no device"
+        remedy = "nvidia-smi tells what the driver supports; containers need --gpus all"
+        return Finding(name, Verdict.FAIL, text, remedy)
+    if missing := [each for each in ("cuda-bindings", "nvidia-ml-py") if each not in installed]:
+        remedy = "pip install -c constraints.txt -e '.[gpu]' in the project's folder"
+        return Finding(name, Verdict.FAIL, f"{' and '.join(missing)} missing", remedy)
+    text = f"{torch.devices} device(s), torch for CUDA {torch.cuda}"
+    problems = {number: card_problem(each) for number, each in enumerate(torch.capabilities)}
+    if told := [f"device {number} is {problem}" for number, problem in problems.items() if problem]:
+        remedy = "CUDA_VISIBLE_DEVICES without it; or engine.device: cpu and num_gpus: 0"
+        verdict = Verdict.FAIL if len(told) == torch.devices else Verdict.WARN
+        return Finding(name, verdict, "; ".join((text, *told)), remedy)
+    return Finding(name, Verdict.OK, text)
+
+
+def check_locked_memory(limit: int | None, has_driver: bool, image_bytes: int) -> Finding:
+    """Whether images can be pinned where they lie.
+
+    Args:
+        limit: bytes that a process may lock; None: any number.
+    """
+    name = "locked memory"
+    if limit is None:
+        return Finding(name, Verdict.OK, "unlimited")
+    text = f"a process may lock {text_size(limit)} (ulimit -l)"
+    if not has_driver:
+        return Finding(name, Verdict.OK, f"{text}; nothing is locked without a GPU")
+    if image_bytes and limit >= image_bytes:
+        return Finding(name, Verdict.OK, text)
+    remedy = (
+        "where the driver keeps to it, images cannot be pinned and wakes are slower: ulimit -l unlimited; "
+        "Docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity"
+    )
+    return Finding(name, Verdict.WARN, text, remedy)
+
+
+def check_shared_memory(total: int, free: int, image_bytes: int) -> Finding:
+    name = str(SHARED_MEMORY)
+    text = f"{text_size(free)} of {text_size(total)} free"
+    remedy = (
+        f"{text_size(image_bytes)} of weights go there; containers: --shm-size; elsewhere: "
+        f"mount -o remount,size=... {SHARED_MEMORY}"
+    )
+    if total < image_bytes:
+        return Finding(name, Verdict.FAIL, text, remedy)
+    if free < image_bytes:
+        return Finding(name, Verdict.WARN, text, f"{remedy}; or is a server running already?")
+    return Finding(name, Verdict.OK, text)
+
+
+def check_object_store(size: int | None, image_bytes: int) -> Finding:
+    """Args: size: bytes that Ray gives its store by itself; None: there is no Ray to ask."""
+    name = "object store"
+    if size is None:
+        return Finding(name, Verdict.FAIL, "no Ray, so none", "see packages")
+    text = f"Ray would make it {text_size(size)}"
+    if size < image_bytes:
+        remedy = (
+            f"the weights take {text_size(image_bytes)}: ray start --head --object-store-memory BYTES before "
+            "serve run; models that find no room are served from private copies"
+        )
+        return Finding(name, Verdict.WARN, text, remedy)
+    if image_bytes:
+        text += f", the weights take {text_size(image_bytes)}"
+    return Finding(name, Verdict.OK, text)
+
+
+def check_port(what: str, host: str, port: int, error: OSError | None, remedy: str) -> Finding:
+    """Args: error: of listening there; remedy: if somebody else does."""
+    name = f"port {port}"
+    if error is None:
+        return Finding(name, Verdict.OK, f"free for {what}")
+    if error.errno == errno.EADDRINUSE:
+        text = f"somebody listens on {host}:{port} already, which is for {what}"
+        return Finding(name, Verdict.WARN, text, remedy)
+    text = f"nobody can listen on {host}:{port}, which is for {what}: {error.strerror}"
+    if error.errno == errno.EACCES:
+        return Finding(name, Verdict.FAIL, text, "ports below 1024 are root's; choose a higher one")
+    return Finding(name, Verdict.FAIL, text, "the host must be an address of this machine")
+
+
+def check_disk(what: str, path: Path, total: int, free: int) -> Finding:
+    name, text = f"disk of {what}", f"{text_size(free)} of {text_size(total)} free at {path}"
+    if free < (1 - RAY_DISK_LIMIT) * total:
+        remedy = "Ray spills nothing, and downloads fail, on a disk that is so full: make room"
+        return Finding(name, Verdict.FAIL, text, remedy)
+    if free < MIN_FREE_DISK_BYTES:
+        remedy = (
+            "a 7B model takes 15 GB: SLEEPSERVE_HOME (models) or RAY_TMPDIR (Ray) may be elsewhere"
+        )
+        return Finding(name, Verdict.WARN, text, remedy)
+    return Finding(name, Verdict.OK, text)
+
+
+def check_configuration(file: Path, wanted: Wanted | None) -> Finding:
+    """Args: wanted: None if there is no such file."""
+    name = "configuration"
+    if wanted is None:
+        remedy = "run this where serve_config.yaml is, or name the file"
+        return Finding(name, Verdict.WARN, f"no {file} here", remedy)
+    if wanted.problems:
+        remedy = f"correct that; sleepserve check {file} tells what is left"
+        return Finding(name, Verdict.FAIL, "; ".join(wanted.problems), remedy)
+    if wanted.notes:
+        remedy = f"change {file}, or the model's own file that it names"
+        return Finding(name, Verdict.WARN, "; ".join(wanted.notes), remedy)
+    return Finding(name, Verdict.OK, f"{file} is as it should be")
+
+
+# --- looking ---
+
+
+def examine(file: Path) -> list[Finding]:
+    """All checks of this machine.
+
+    Args:
+        file: a serve_config.yaml, from which come the port and the size of the weights.
+    """
+    installed = _installed()
+    has_driver = has_nvidia_driver()
+    read = _wanted(file, has_driver)
+    wanted = read or Wanted()
+    shared = psutil.disk_usage(str(SHARED_MEMORY))
+    return [
+        check_python((sys.version_info.major, sys.version_info.minor), sys.platform),
+        check_packages(_required(), installed),
+        check_bytecode(*_bytecode()),
+        check_cuda(has_driver, _ask_torch() if "torch" in installed else None, installed),
+        check_configuration(file, read),
+        check_locked_memory(_locked_limit(), has_driver, wanted.image_bytes),
+        check_shared_memory(shared.total, shared.free, wanted.image_bytes),
+        check_object_store(_object_store_bytes(), wanted.image_bytes),
+        check_port(
+            "HTTP",
+            wanted.host,
+            wanted.port,
+            _listen_error(wanted.host, wanted.port),
+            "is a server running already? Else choose another http_options.port",
+        ),
+        check_port(
+            "Ray's dashboard",
+            "127.0.0.1",
+            DASHBOARD_PORT,
+            _listen_error("127.0.0.1", DASHBOARD_PORT),
+            "is a Ray running already? serve run joins it, with its object store and its environment; else the "
+            "dashboard takes the next port",
+        ),
+        *_disks(),
+    ]
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def _installed() -> dict[str, str]:
+    return {_normal(each.name): each.version for each in metadata.distributions() if each.name}
+
+
+def _required() -> list[str] | None:
+    try:
+        return metadata.requires("sleepserve") or []
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _bytecode() -> tuple[list[str], bool]:
+    """Of the packages that a replica imports most of: those without compiled files, and whether it may write some."""
+    found = {name: spec for name in _LARGEST if (spec := find_spec(name)) is not None}
+    files = {name: Path(spec.cached) for name, spec in found.items() if spec.cached}
+    missing = {name: file for name, file in files.items() if not file.exists()}
+    return list(missing), not sys.dont_write_bytecode and all(map(_may_write, missing.values()))
+
+
+def _may_write(file: Path) -> bool:
+    there = next(each for each in file.parents if each.exists())
+    return os.access(there, os.W_OK)
+
+
+def _ask_torch() -> Torch:
+    """In a process of its own: some broken installations end the process that imports them."""
+    command = [sys.executable, "-c", _ASK_TORCH]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_TORCH_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return Torch(error=f"no answer within {_TORCH_TIMEOUT_S:g} s")
+    if told.returncode != 0:
+        lines = told.stderr.strip().splitlines()
+        return Torch(error=lines[-1] if lines else f"exit code {told.returncode}")
+    return Torch(*json.loads(told.stdout.strip().splitlines()[-1]))
+
+
+def _locked_limit() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _object_store_bytes() -> int | None:
+    """As Ray reckons it when nobody names a size (ray/_private/resource_and_label_spec.py, 2.60)."""
+    if find_spec("ray") is None:
+        return None
+    from ray._private.utils import estimate_available_memory, resolve_object_store_memory
+
+    return int(resolve_object_store_memory(estimate_available_memory()))
+
+
+def _listen_error(host: str, port: int) -> OSError | None:
+    """Why nobody more can listen there; on every interface, for 0.0.0.0."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+def _disks() -> list[Finding]:
+    home = Path(os.environ.get("SLEEPSERVE_HOME") or "~/.cache/sleepserve").expanduser()
+    ray = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    places = (("models", home), ("Ray", ray))
+    found = []
+    for what, path in places:
+        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        usage = psutil.disk_usage(str(there))
+        found.append(check_disk(what, path, usage.total, usage.free))
+    return found
+
+
+def _wanted(file: Path, has_driver: bool) -> Wanted | None:
+    if not file.is_file():
+        return None
+    if find_spec("ray") is None:
+        return Wanted(problems=("it cannot be read without Ray",))
+    from actors.checkpoints.download import CheckpointMissing, find_checkpoint
+    from serve_app.config.errors import ConfigError
+    from serve_app.config.files import check_file
+
+    try:
+        models = check_file(file)
+    except ConfigError as error:
+        return Wanted(problems=tuple(map(str, error.problems)))
+    sizes: dict[Path, int] = {}
+    for model in models:
+        try:
+            folder = find_checkpoint(model.source)
+        except CheckpointMissing:
+            continue  # of a hub's model, which the server downloads when it starts
+        sizes[folder] = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+    http = _http_options(file)
+    image_bytes = sum(sizes.values())
+    notes = tuple(note for model in models if (note := model.unused_card(has_driver)))
+    return Wanted(http.get("host", "127.0.0.1"), http.get("port", 8000), image_bytes, notes=notes)
+
+
+def _http_options(file: Path) -> dict[str, Any]:
+    data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return data.get("http_options") or {}

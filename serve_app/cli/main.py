@@ -1,0 +1,166 @@
+"""The command `sleepserve`: argument parsing only.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 2 what was asked for is wrong.
+Imports that take long stand inside the commands.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from serve_app import __version__
+from serve_app.cli.bench import bench
+from serve_app.cli.doctor_command import doctor
+from serve_app.cli.download import download
+from serve_app.cli.eval import evaluate
+from serve_app.cli.operate import sleep, status, wake
+
+if TYPE_CHECKING:
+    from actors.checkpoints.making import DtypeName, ShapeName
+
+EXIT_USAGE = 2
+
+app = typer.Typer(
+    help="LLM serving on Ray Serve whose idle replicas sleep and wake.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(download)
+app.command("eval")(evaluate)
+app.command()(status)
+app.command()(sleep)
+app.command()(wake)
+app.command()(doctor)
+app.add_typer(bench, name="bench")
+
+
+class Shape(StrEnum):
+    """`actors.checkpoints.making.ShapeName`, known without torch."""
+
+    DEMO = "demo"
+    TINY = "tiny"
+    DEEPSEEK_R1_DISTILL_QWEN_7B = "deepseek-r1-distill-qwen-7b"
+
+
+class Dtype(StrEnum):
+    """`actors.checkpoints.making.DtypeName`, likewise."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@app.command()
+def check(
+    file: Annotated[
+        Path, typer.Argument(help="A serve_config.yaml, or a model's file in configs/.")
+    ] = Path("serve_config.yaml"),
+) -> None:
+    """Tell what is wrong with a configuration, before anything starts."""
+    from actors.engine.model.cards import has_nvidia_driver
+    from serve_app.config.files import check_file
+
+    with _errors_in_one_line():
+        models = check_file(file)
+    for model in models:
+        if note := model.unused_card(has_nvidia_driver()):
+            _say(note)
+    _say(f"{file}: ok, models: {', '.join(model.model_id for model in models) or 'none'}")
+
+
+@app.command("make-checkpoint")
+def make_checkpoint(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to.")],
+    shape: Annotated[Shape, typer.Option(help="Sizes of the model.")],
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Type of the weights; the shape's own when absent.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    shards: Annotated[
+        int | None,
+        typer.Option(min=1, help="Safetensors files at most; each below 4 GiB when absent."),
+    ] = None,
+    tied: Annotated[
+        bool, typer.Option("--tied/--untied", help="Whether the head shares the embedding.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write in any case, also over other files.")
+    ] = False,
+) -> None:
+    """Write a checkpoint with random weights in Hugging Face's layout and print its directory.
+
+    A directory that holds the same checkpoint already is left alone.
+    """
+    from actors.checkpoints.making import write_checkpoint
+
+    shape_name: ShapeName = shape.value
+    dtype_name: DtypeName | None = dtype.value if dtype else None
+    with _errors_in_one_line(), _bar(str(directory)) as on_progress:
+        write_checkpoint(
+            directory,
+            shape_name,
+            dtype=dtype_name,
+            seed=seed,
+            tied=tied,
+            shards=shards,
+            force=force,
+            on_progress=on_progress,
+        )
+    print(directory)
+
+
+@app.command()
+def settings() -> None:
+    """Print every setting of the YAML files, with its default, as Markdown."""
+    from serve_app.config.table import settings_table
+
+    print(settings_table(), end="")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _say(str(error))
+        raise typer.Exit(EXIT_USAGE) from error
+
+
+@contextmanager
+def _bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, fed with bytes done and bytes in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(description, total=None, visible=False)
+        yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""`sleepserve status`, `sleep` and `wake`: what an operator sees and orders, over HTTP.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 done; 1 no server, or one that refuses or
+fails; 2 what was asked for is wrong, as a model that is not served; 130 interrupted.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from serve_app.config.keys import ADMIN_KEY_VARIABLE, REMEDIES, bearer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_WRONG_ORDER = (400, 404)  # answers that mean: not this server's fault
+_STATUS_TIMEOUT_S = 10.0
+_GIB = 2**30
+
+Url = Annotated[str, typer.Option(help="The server, without /v1.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar=ADMIN_KEY_VARIABLE,
+        show_envvar=True,
+        help="An admin key; other users of this machine can read a command line.",
+    ),
+]
+TimeoutS = Annotated[
+    float, typer.Option("--timeout-s", min=0.001, help="For requests to finish, and for the wake.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what the server told.")]
+Replicas = Mapping[str, Iterable[Mapping[str, Any]]]  # by model
+
+_LOCAL = "http://127.0.0.1:8000"
+
+
+class Refused(Exception):
+    """The server cannot be asked, or did not do what was asked for."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def status(
+    url: Url = _LOCAL,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Again and again, until Ctrl-C; with --json a line each."),
+    ] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval-s", min=0.1, help="Between two looks with --watch.")
+    ] = 1.0,
+    as_json: AsJson = False,
+    api_key: Key = None,
+) -> None:
+    """Show every replica: awake or asleep, why, its memory. Wakes none."""
+    from rich.live import Live
+
+    if not watch:
+        told = _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
+        _show(told, as_json)
+        return
+    try:
+        if as_json:
+            while True:
+                told = _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
+                print(json.dumps(told), flush=True)
+                time.sleep(interval_s)
+        with Live(console=_console(), auto_refresh=False) as live:
+            while True:
+                told = _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
+                live.update(status_table(told), refresh=True)
+                time.sleep(interval_s)
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def sleep(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As clients name it.")],
+    level: Annotated[
+        int, typer.Option(min=1, max=2, help="1 keeps the image in host memory; 2 does not.")
+    ] = 1,
+    mode: Annotated[
+        Literal["wait", "abort", "keep"],
+        typer.Option(help="Requests in flight finish, end now, or are frozen until the wake."),
+    ] = "wait",
+    hold: Annotated[
+        bool, typer.Option("--hold", help="Until `sleepserve wake`; requests get 503.")
+    ] = False,
+    url: Url = _LOCAL,
+    timeout_s: TimeoutS = 600.0,
+    as_json: AsJson = False,
+    api_key: Key = None,
+) -> None:
+    """Put a model to sleep, and tell how it is then."""
+    form = {"model": model, "level": level, "mode": mode, "hold": hold}
+    _tell(_ask(url, "POST", "/sleep", api_key, timeout_s, form), as_json)
+
+
+def wake(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As clients name it.")],
+    url: Url = _LOCAL,
+    timeout_s: TimeoutS = 600.0,
+    as_json: AsJson = False,
+    api_key: Key = None,
+) -> None:
+    """Wake a model, end a hold, and tell how it is then."""
+    _tell(_ask(url, "POST", "/wake_up", api_key, timeout_s, {"model": model}), as_json)
+
+
+# --- asking ---
+
+
+def _ask(
+    url: str,
+    method: str,
+    path: str,
+    api_key: str | None,
+    timeout_s: float,
+    form: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """The JSON of an answer; ends the command if there is none."""
+    try:
+        if not url.startswith(("http://", "https://")):
+            raise Refused(f"a URL begins with http:// or https://, found {url!r}", EXIT_USAGE)
+        base = url.rstrip("/").removesuffix("/v1")
+        return asyncio.run(_fetch(method, base + path, api_key, timeout_s, form))
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from error
+
+
+async def _fetch(
+    method: str,
+    url: str,
+    api_key: str | None,
+    timeout_s: float,
+    form: Mapping[str, object] | None,
+) -> dict[str, Any]:
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=bearer(api_key)) as session,
+            session.request(method, url, json=form) as response,
+        ):
+            body, code = await response.read(), response.status
+    except aiohttp.InvalidURL as error:
+        raise Refused(f"{url} is no URL", EXIT_USAGE) from error
+    except TimeoutError as error:
+        raise Refused(f"{url} did not answer within {timeout_s:g} s (--timeout-s)") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise Refused(f"{url} cannot be reached: {error}; is the server running?") from error
+    return _answer_of(url, code, body)
+
+
+def _answer_of(url: str, code: int, body: bytes) -> dict[str, Any]:
+    try:
+        told = json.loads(body)
+    except ValueError:
+        told = None
+    if code != 200:
+        why = told.get("error") if isinstance(told, dict) else None
+        message = why.get("message") if isinstance(why, dict) else None
+        told_code = EXIT_USAGE if code in _WRONG_ORDER and message else EXIT_FAILED
+        text = f"{message or 'no sleepserve there?'}{REMEDIES.get(code, '')}"
+        raise Refused(f"{url}: HTTP {code}: {text}", told_code)
+    if not isinstance(told, dict) or "models" not in told:
+        raise Refused(f"{url} does not answer as sleepserve does")
+    return told
+
+
+# --- showing ---
+
+
+def status_table(told: Mapping[str, Any]) -> "Table":
+    """Of `GET /status`."""
+    table = _table("in flight", "quiet", "device memory", "last wake", "why")
+    for name, model in told["models"].items():
+        if model["why_silent"] is not None:
+            _row(table, name, "", "silent", "", "", "", "", model["why_silent"])
+        elif not model["replicas"]:
+            _row(table, name, "", "no replica", "", "", "", "", "")
+        for number, replica in enumerate(model["replicas"].values()):
+            _row(
+                table,
+                "" if number else name,
+                replica["replica_id"],
+                _state(replica),
+                str(replica["in_flight"] + replica["waiting_for_wake"]),
+                _seconds(max(0.0, told["time"] - replica["quiet_since"])),
+                _gib(replica["mapped_bytes"]),
+                _seconds(replica["last_wake_s"]),
+                replica["reason"],
+            )
+    return table
+
+
+def order_table(told: Replicas) -> "Table":
+    """Of the answer to `POST /sleep` and `/wake_up`."""
+    table = _table("device memory", "sleep took", "wake took", "why")
+    for name, replicas in told.items():
+        if not replicas:
+            _row(table, name, "", "no replica", "", "", "", "")
+        for number, replica in enumerate(replicas):
+            _row(
+                table,
+                "" if number else name,
+                replica["replica_id"],
+                _state(replica),
+                _gib(replica["mapped_bytes"]),
+                _seconds(replica["last_sleep_s"]),
+                _seconds(replica["last_wake_s"]),
+                replica["reason"],
+            )
+    return table
+
+
+def _show(told: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        _console().print(status_table(told))
+
+
+def _tell(told: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        _console().print(order_table(told["models"]))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # What is not shown to anybody is not cut to the width of a terminal that is not there.
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _table(*columns: str) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    return Table("model", "replica", "state", *columns, box=box.SIMPLE_HEAD)
+
+
+def _row(table: "Table", *cells: str) -> None:
+    from rich.text import Text
+
+    table.add_row(*map(Text, cells))  # Text, so that brackets are no markup
+
+
+def _state(replica: Mapping[str, Any]) -> str:
+    return f"{replica['state']}, held" if replica["held"] else str(replica["state"])
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 120:
+        return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+    minutes = value / 60
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+
+
+def _gib(value: int) -> str:
+    if value == 0:
+        return "none"
+    return f"{value / _GIB:.2f} GiB" if value >= _GIB // 100 else f"{value / 2**20:.1f} MiB"

@@ -1,0 +1,454 @@
+"""Everything that serve_config.yaml and configs/*.yaml may say, and how they are read.
+
+Two kinds of file. `serve_config.yaml` is Ray Serve's own; the `args` of our two applications in it
+are `WeightsArgs` and `AppArgs`. A file in `configs/` describes one model: `ModelConfig`. The list
+`models` of either application names such files, or holds the same keys in place.
+
+Relative paths start from the *project* of the file they stand in: the nearest folder, going up from
+the file, that has a `serve_config.yaml` or a `pyproject.toml` (the file's own folder if none has).
+Ray builds an application in a worker process, hands over `args` alone, and does not say which file
+they came from. There the project is the one around the worker's working directory (that of `serve
+run`; on a cluster made with `ray start`, that of `ray start`), or else the one this package is
+installed from with `pip install -e`. On a cluster of several nodes, write absolute paths.
+
+Wrong configuration is a `ConfigError`: one line per mistake, naming file, key and remedy.
+"""
+
+import os
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from actors.checkpoints.directory import unsupported_weights
+from actors.checkpoints.source import Hub, ModelSource
+from actors.engine.config import EngineConfig
+from actors.replica.lifecycle import SleepConfig
+from actors.text.message_form import ChatConfig
+from actors.worker.watchdog import WatchdogConfig
+from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.config.errors import (
+    ConfigError,
+    Problem,
+    did_you_mean,
+    problems_of,
+    unknown_keys,
+    validate,
+)
+from serve_app.config.keys import read_keys, variables_in
+from serve_app.front.app import HttpSettings
+from serve_app.openai.fields import MAX_NAME_CHARS
+
+_PROJECT_MARKERS = ("serve_config.yaml", "pyproject.toml")
+# What `autoscaling` could say when it was Ray Serve's AutoscalingConfig, and ours has not.
+_SERVES_KEYS = (
+    "initial_replicas",
+    "metrics_interval_s",
+    "smoothing_factor",
+    "upscale_smoothing_factor",
+    "downscale_smoothing_factor",
+    "upscaling_factor",
+    "downscaling_factor",
+    "aggregation_function",
+    "policy",
+)
+_SHAPES = ("demo", "tiny")  # what `sleepserve make-checkpoint` makes in no time
+
+
+# --- what the files may say ---
+
+
+class ModelConfig(BaseModel):
+    """One model and the replicas that serve it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_id: str = Field(
+        pattern=r"^[A-Za-z0-9][\w.:/-]*$",
+        max_length=MAX_NAME_CHARS,
+        description="The `model` that clients ask for.",
+    )
+    source: ModelSource = Field(description="Where the checkpoint comes from.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the weights; `auto` takes the checkpoint's own."
+    )
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="Limits of the engine.")
+    sleep: SleepConfig = Field(
+        default_factory=SleepConfig, description="When a replica sleeps, and how long things take."
+    )
+    watchdog: WatchdogConfig = Field(
+        default_factory=WatchdogConfig,
+        description="When a device that does not answer has its replica replaced.",
+    )
+    chat: ChatConfig = Field(
+        default_factory=ChatConfig, description="What the model's messages are made of."
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Defaults of temperature, top_p, top_k, min_p, repetition_penalty and a chat's max_tokens, "
+        "for requests that do not name them: `auto` takes what the checkpoint's generation_config.json "
+        "has of them; `none` takes OpenAI's.",
+    )
+    num_replicas: int = Field(
+        default=1, gt=0, description="Replicas to keep; not together with `autoscaling`."
+    )
+    max_scaleout_replicas: int = Field(
+        default=32,
+        gt=0,
+        description="Replicas that POST /scaleout may ask for where there is no `autoscaling`.",
+    )
+    autoscaling: AutoscalingConfig | None = Field(
+        default=None,
+        description="How many replicas, and when; `num_replicas` holds when absent. "
+        "Every key below has its default as soon as one of them is given.",
+    )
+    max_ongoing_requests: int = Field(
+        default=64, gt=0, description="Requests a replica takes at once, computing or waiting."
+    )
+    max_queued_requests: int = Field(
+        default=256,
+        ge=-1,
+        description="Requests that may wait for a replica until more are refused; -1: no limit.",
+    )
+    num_cpus: float = Field(default=1.0, ge=0, description="CPU cores Ray sets aside per replica.")
+    num_gpus: float = Field(
+        default=0.0,
+        ge=0,
+        description="GPUs Ray reserves for each replica: 1, a share of one, or 0, which serves on the CPU.",
+    )
+
+    @field_validator("autoscaling", mode="before")
+    @classmethod
+    def _keys_are_ours(cls, value: object) -> object:
+        if isinstance(value, dict) and (theirs := [key for key in value if key in _SERVES_KEYS]):
+            text = "a key of Ray Serve's own policy, which is not used; remove it"
+            raise ConfigError(Problem(text, (key,)) for key in theirs)
+        return value
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> "ModelConfig":
+        if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
+            raise ConfigError([Problem("not together with autoscaling", ("num_replicas",))])
+        scaling, room = self.autoscaling, self.max_ongoing_requests
+        if scaling is not None and "target_ongoing_requests" in scaling.model_fields_set:
+            target = scaling.target_ongoing_requests
+            if target > room:
+                text = (
+                    f"{target:g}, but max_ongoing_requests is {room}: a replica never has so many, so "
+                    "none would be created while requests queue"
+                )
+                raise ConfigError([Problem(text, ("autoscaling", "target_ongoing_requests"))])
+        if self.engine.device == "cuda" and self.num_gpus == 0:
+            text = "0, but engine.device is cuda; set num_gpus: 1"
+            raise ConfigError([Problem(text, ("num_gpus",))])
+        if self.num_gpus > 1:
+            text = f"{self.num_gpus:g}, but a replica computes on one GPU; set 1, and more replicas"
+            raise ConfigError([Problem(text, ("num_gpus",))])
+        return self
+
+    @property
+    def engine_of_replica(self) -> EngineConfig:
+        """`engine`, its device decided: a card that Ray did not reserve is not taken."""
+        if self.engine.device == "auto" and self.num_gpus == 0:
+            return self.engine.model_copy(update={"device": "cpu"})
+        return self.engine
+
+    def unused_card(self, has_driver: bool) -> str | None:
+        """A line about a card that nobody asked for, where there is one.
+
+        Args:
+            has_driver: there is a card here (`actors.engine.model.cards.has_nvidia_driver`).
+        """
+        if not has_driver or self.num_gpus or self.engine.device != "auto":
+            return None
+        return (
+            f"{self.model_id} computes on the CPU although there is an NVIDIA GPU: num_gpus is 0. Set "
+            "num_gpus: 1 to use it, or engine.device: cpu to say that it should not"
+        )
+
+    @property
+    def image_ttl_s(self) -> float | None:
+        """How long the image stays when there is no replica; None: for good."""
+        return None if self.autoscaling is None else self.autoscaling.image_ttl_s
+
+    @property
+    def scaling(self) -> AutoscalingConfig | None:
+        """`autoscaling`, its default target no higher than what a replica takes at once."""
+        if self.autoscaling is None:
+            return None
+        target = min(self.autoscaling.target_ongoing_requests, float(self.max_ongoing_requests))
+        return self.autoscaling.model_copy(update={"target_ongoing_requests": target})
+
+
+def _load_named(entry: object, info: ValidationInfo) -> object:
+    if not isinstance(entry, str):
+        return entry
+    project = _project_in(info)
+    file = project / entry
+    if not file.is_file():
+        known = [str(path.relative_to(project)) for path in project.glob("configs/*.yaml")]
+        raise ConfigError([Problem(f"no file {entry} in {project}{did_you_mean(entry, known)}")])
+    return load_model_config(file)
+
+
+def _find_source(config: ModelConfig, info: ValidationInfo) -> ModelConfig:
+    return _with_located_source(config, _project_in(info))
+
+
+def _project_in(info: ValidationInfo) -> Path:
+    return info.context["project"] if info.context else _project_of_process()
+
+
+class _ModelList(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    models: tuple[
+        Annotated[ModelConfig, BeforeValidator(_load_named), AfterValidator(_find_source)], ...
+    ] = Field(description="Files in configs/, or what such a file says, in place.")
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Pydantic's, with our one line per mistake: Ray calls it when it builds an application."""
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise ConfigError(problems_of(error, cls)) from None
+
+    @model_validator(mode="after")
+    def _models_differ(self) -> "_ModelList":
+        if not self.models:
+            raise ConfigError([Problem("names no model", ("models",))])
+        first: dict[str, int] = {}
+        for index, model in enumerate(self.models):
+            if first.setdefault(model.model_id, index) != index:
+                text = f"{model.model_id} is the name of models.{first[model.model_id]} already"
+                raise ConfigError([Problem(text, ("models", index, "model_id"))])
+        return self
+
+
+class WeightsArgs(_ModelList):
+    """Arguments of the `weights` application."""
+
+    preload: bool = Field(
+        default=True,
+        description="Pack every model when the holder starts, not when a replica first asks.",
+    )
+
+
+def _find_key_files(http: HttpSettings, info: ValidationInfo) -> HttpSettings:
+    project = _project_in(info)
+    files = {"api_keys_file": http.api_keys_file, "admin_keys_file": http.admin_keys_file}
+    located = {
+        name: str(project / Path(file).expanduser())
+        for name, file in files.items()
+        if file is not None
+    }
+    return http.model_copy(update=located)
+
+
+class AppArgs(_ModelList):
+    """Arguments of the `llm` application."""
+
+    http: Annotated[HttpSettings, AfterValidator(_find_key_files)] = Field(
+        default_factory=HttpSettings, description="What the HTTP front allows."
+    )
+
+
+_ARGS: dict[str, type[_ModelList]] = {
+    "serve_app.app:build_weights": WeightsArgs,
+    "serve_app.app:build_app": AppArgs,
+}
+
+
+# --- reading ---
+
+
+def load_model_config(path: str | Path) -> ModelConfig:
+    """One file of `configs/`, its checkpoint path made absolute.
+
+    Whether that checkpoint is there is not looked at: see `checkpoint_problem`.
+
+    Raises:
+        ConfigError: no such file, or something in it is wrong.
+    """
+    file = Path(path)
+    try:
+        config = validate(ModelConfig, _read_yaml(file))
+    except ConfigError as error:
+        raise error.inside(file=_shown(file)) from error
+    return _with_located_source(config, _project_around(file.absolute().parent))
+
+
+def checkpoint_problem(config: ModelConfig) -> Problem | None:
+    """What to tell the user when `source` is a directory without a checkpoint that can be served.
+
+    That of a hub is looked at once it is here.
+    """
+    from actors.checkpoints.download import (  # the hubs' libraries
+        CheckpointMissing,
+        find_checkpoint,
+    )
+
+    folder = Path(config.source.id)
+    try:
+        if why := unsupported_weights(find_checkpoint(config.source)):
+            return Problem(why, ("source", "id"))
+    except CheckpointMissing:
+        pass  # of a directory: below
+    if config.source.hub is not Hub.PATH or (folder / "config.json").is_file():
+        return None
+    remedy = "name a directory with config.json and *.safetensors, or a hub in source.hub"
+    if folder.name in _SHAPES:
+        remedy = f"`sleepserve make-checkpoint {_shown(folder)} --shape {folder.name}` makes it"
+    return Problem(f"no checkpoint in {_shown(folder)}; {remedy}", ("source", "id"))
+
+
+def check_file(path: str | Path) -> tuple[ModelConfig, ...]:
+    """Every model that a serve_config.yaml, or a file of `configs/`, names; all of it valid.
+
+    Raises:
+        ConfigError: something is wrong, or a checkpoint is not there.
+    """
+    file = Path(path)
+    try:
+        data = _read_yaml(file)
+        if data.keys() & ModelConfig.model_fields.keys():
+            config = load_model_config(file)
+            _require_checkpoints((config,), [str(file.absolute())], file.parent)
+            return (config,)
+        return _check_serve_config(data, _project_around(file.absolute().parent))
+    except ConfigError as error:
+        raise error.inside(file=_shown(file)) from error
+
+
+def _check_serve_config(data: dict[str, Any], project: Path) -> tuple[ModelConfig, ...]:
+    from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+    problems = list(unknown_keys(data, ServeDeploySchema))  # here, too, Ray drops them
+    problems += variables_in(data)
+    schema = validate(ServeDeploySchema, data)
+    http = data.get("http_options") or {}
+    problems += [p.inside(("http_options",)) for p in unknown_keys(http, HTTPOptionsSchema)]
+    if "host" not in http:
+        text = "missing, and Ray would listen on every interface; write host: 127.0.0.1"
+        problems.append(Problem(text, ("http_options", "host")))
+    for application in data["applications"]:
+        here = ("applications", application.get("name", "default"))
+        problems += [p.inside(here) for p in unknown_keys(application, ServeApplicationSchema)]
+    if problems:
+        raise ConfigError(problems)
+
+    models: dict[str, ModelConfig] = {}
+    for application in schema.applications:
+        try:
+            found = _check_application(application.import_path, application.args, project)
+        except ConfigError as error:
+            raise error.inside(("applications", application.name)) from error
+        models.update((model.model_id, model) for model in found)
+    return tuple(models.values())
+
+
+def _check_application(
+    import_path: str, args: dict[str, Any], project: Path
+) -> tuple[ModelConfig, ...]:
+    if import_path not in _ARGS:
+        if not import_path.startswith("serve_app."):
+            return ()  # somebody else's application beside ours
+        text = f"nothing to build at {import_path}{did_you_mean(import_path, _ARGS)}"
+        raise ConfigError([Problem(text, ("import_path",))])
+    try:
+        valid = validate(_ARGS[import_path], args, {"project": project})
+        _require_checkpoints(valid.models, args["models"], project)
+        if isinstance(valid, AppArgs):
+            read_keys(valid.http.api_keys_file, valid.http.admin_keys_file, {})
+    except ConfigError as error:
+        raise error.inside(("args",)) from error
+    return valid.models
+
+
+def _require_checkpoints(
+    models: tuple[ModelConfig, ...], entries: list[object], project: Path
+) -> None:
+    problems = []
+    for index, (model, entry) in enumerate(zip(models, entries, strict=True)):
+        if problem := checkpoint_problem(model):
+            file = _shown(project / entry) if isinstance(entry, str) else ""
+            problems.append(problem.inside(() if file else ("models", index), file))
+    if problems:
+        raise ConfigError(problems)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, of which YAML keeps the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value} is here twice", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError as error:
+        raise ConfigError([Problem("no such file")]) from error
+    except OSError as error:
+        raise ConfigError([Problem(f"cannot be read: {error.strerror}")]) from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError([Problem(f"line {line}: {error.problem}")]) from error
+    if not isinstance(data, dict):
+        raise ConfigError([Problem(f"expected a mapping, found {data!r}")])
+    return data
+
+
+# --- paths ---
+
+
+def _project_around(folder: Path) -> Path:
+    return _marked(folder) or folder
+
+
+def _project_of_process() -> Path:
+    return _marked(Path.cwd()) or _marked(Path(__file__).parent) or Path.cwd()
+
+
+def _marked(folder: Path) -> Path | None:
+    for candidate in (folder, *folder.parents):
+        if any((candidate / marker).is_file() for marker in _PROJECT_MARKERS):
+            return candidate
+    return None
+
+
+def _with_located_source(config: ModelConfig, project: Path) -> ModelConfig:
+    if config.source.hub is not Hub.PATH:
+        home = os.environ.get("SLEEPSERVE_HOME")  # where `sleepserve download` puts things, too
+        if config.source.models_dir is not None or home is None:
+            return config
+        source = config.source.model_copy(update={"models_dir": str(Path(home) / "models")})
+        return config.model_copy(update={"source": source})
+    folder = project / Path(config.source.id).expanduser()
+    source = config.source.model_copy(update={"id": str(folder)})
+    return config.model_copy(update={"source": source})
+
+
+def _shown(path: Path) -> str:
+    """As short as it can be said from here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,1 @@
+"""The ASGI application: routes, checks and answers."""

@@ -1,0 +1,155 @@
+"""Request bodies: read within limits, and parsed beside the event loop where that takes its time."""
+
+import asyncio
+import pickle
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
+from actors.protocol import ChatPrompt, Prompt
+from serve_app.front.errors import RequestTimeout
+from serve_app.front.work import Admission, Budget
+from serve_app.openai.fields import Form, parse_form, parse_json
+
+T = TypeVar("T")
+
+# Of a prompt on its way to a replica, and an answer on its way to the proxy: Serve takes 4 MiB a message (2.60).
+MAX_MESSAGE_BYTES = 3 * 2**20
+# Routes have a handful of short fields, and some ask for no key. A query is read on the event loop.
+MAX_QUERY_BYTES = 4096
+MAX_QUERY_PAIRS = 64
+_LARGE_BYTES = 64 * 1024  # parsed in a millisecond at most
+_READERS = 2  # of large bodies at a time
+
+
+class Bodies:
+    """Reads the bodies of all routes."""
+
+    def __init__(self, max_bytes: int, timeout_s: float, in_flight: Budget) -> None:
+        """Make a reader.
+
+        Args:
+            max_bytes: of one body.
+            timeout_s: for all of it to arrive.
+            in_flight: of what has arrived, until its request has been answered.
+        """
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._in_flight = in_flight
+        self._large = ThreadPoolExecutor(_READERS, thread_name_prefix="large-bodies")
+
+    async def read(
+        self, request: Request, parse: Callable[[Mapping[str, Any]], T], empty: bytes = b""
+    ) -> T:
+        """What `parse` makes of the JSON object in the body.
+
+        Args:
+            request: has not been read.
+            parse: pure; a large body's runs on a thread.
+            empty: stands for a body of nothing.
+
+        Raises:
+            PayloadTooLarge, RequestTimeout, ServerBusy, KeyBusy: before all of it was read.
+            InvalidRequest: of `parse`, or the body is no JSON object.
+        """
+        body = await self._bytes(request) or empty
+        if len(body) <= _LARGE_BYTES:
+            return parse(parse_json(body))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._large, lambda: parse(parse_json(body)))
+
+    async def form(self, request: Request, form: type[Form]) -> Form:
+        """The fields of the query and of the JSON body; the body's win."""
+        asked = _query(request)
+        return await self.read(request, lambda fields: parse_form(form, asked | {**fields}), b"{}")
+
+    async def _bytes(self, request: Request) -> bytes:
+        admission: Admission = request.scope["admission"]
+        too_large = PayloadTooLarge(
+            f"the body is over {self._max_bytes} bytes (http.max_body_bytes)"
+        )
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > self._max_bytes:
+                        raise too_large
+                    admission.take(self._in_flight, len(chunk))
+                    body += chunk
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise RequestTimeout(
+                f"the body did not arrive within {self._timeout_s:g} s (http.body_timeout_s)"
+            ) from None
+        return bytes(body)
+
+
+def check_travels(prompt: Prompt, most: int = MAX_MESSAGE_BYTES) -> None:
+    """Look whether a prompt takes no more bytes than that, as it is sent to a replica.
+
+    Takes its time with a large one, so it belongs where bodies are parsed.
+
+    Raises:
+        ContextLengthExceeded: it takes more. Nobody knows how many: it is not looked at to its end.
+    """
+    if not isinstance(prompt, ChatPrompt) and len(prompt) < most // 8:
+        return
+    try:
+        pickle.Pickler(_Scale(most)).dump(prompt)
+    except _TooHeavy:
+        raise ContextLengthExceeded(
+            f"the prompt takes more bytes than the limit of a prompt, which is {most} here",
+            "prompt",
+        ) from None
+
+
+class _TooHeavy(Exception):
+    """More bytes than a scale takes."""
+
+
+class _Scale:
+    """A file that counts what is written to it, up to a limit, and keeps nothing."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def write(self, data: bytes) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise _TooHeavy
+        return len(data)
+
+
+def query_form(request: Request, form: type[Form]) -> Form:
+    """The fields of the query.
+
+    Raises:
+        InvalidRequest: one is wrong, or unknown.
+    """
+    return parse_form(form, _query(request))
+
+
+def _query(request: Request) -> dict[str, Any]:
+    """Values by name, in a list where a name comes more than once.
+
+    Raises:
+        InvalidRequest: there is more than any route has a use for; nothing of it was looked at.
+    """
+    text: bytes = request.scope["query_string"]
+    pairs = text.count(b"&") + 1
+    if len(text) > MAX_QUERY_BYTES or pairs > MAX_QUERY_PAIRS:
+        raise InvalidRequest(
+            f"the query has {len(text)} bytes and {pairs} pairs; the limits are {MAX_QUERY_BYTES} and "
+            f"{MAX_QUERY_PAIRS}"
+        )
+    found: dict[str, list[str]] = {}
+    for name, value in request.query_params.multi_items():
+        found.setdefault(name, []).append(value)
+    return {name: values if len(values) > 1 else values[0] for name, values in found.items()}

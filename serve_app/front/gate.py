@@ -1,0 +1,165 @@
+"""Who may call what: a table of all routes, and the middleware that holds to it."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.config.errors import ConfigError
+from serve_app.config.keys import Access, ApiKey, KeyRing
+from serve_app.front.browsers import Browsers
+from serve_app.front.errors import AdminKeyRequired, InvalidApiKey, KeyBusy
+from serve_app.front.work import admitted
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0  # at the files of the keys, while there are requests
+
+# Of a route that is not here only operators have the use.
+ACCESS: Mapping[str, Access] = {
+    # Probes have no key, and vLLM asks for none at these either. The page is the same for everybody;
+    # what it shows comes from /status.
+    "/": Access.PUBLIC,
+    "/page": Access.PUBLIC,
+    "/health": Access.PUBLIC,
+    "/ping": Access.PUBLIC,
+    "/version": Access.PUBLIC,
+    "/v1/models": Access.INFERENCE,
+    "/v1/models/{model_id:path}": Access.INFERENCE,
+    "/v1/chat/completions": Access.INFERENCE,
+    "/v1/completions": Access.INFERENCE,
+    "/completions": Access.INFERENCE,
+    "/tokenize": Access.INFERENCE,
+    "/detokenize": Access.INFERENCE,
+    "/tokenizer_info": Access.INFERENCE,
+    "/load": Access.INFERENCE,
+    "/metrics": Access.INFERENCE,  # so that whoever scrapes needs no key that could put models to sleep
+    "/openapi.json": Access.INFERENCE,
+    "/sleep": Access.ADMIN,
+    "/wake_up": Access.ADMIN,
+    "/wakeup": Access.ADMIN,
+    "/is_sleeping": Access.ADMIN,
+    "/scaleout": Access.ADMIN,
+    "/scalein": Access.ADMIN,
+    "/replicas": Access.ADMIN,
+    "/status": Access.ADMIN,
+    "/status/events": Access.ADMIN,
+}
+
+
+# Without a key under any name: a scraper knows a service by one, and nothing here is an order.
+SCRAPED = ("/metrics",)
+
+
+def access_of(scope: Scope, routes: Iterable[BaseRoute]) -> Access:
+    """The strictest of all routes that this request may go to.
+
+    The routes themselves say which those are, so nothing about a path is understood in two ways. Where there
+    is none a client learns 404, if it may infer.
+    """
+    possible = (route for route in routes if route.matches(scope)[0] is not Match.NONE)
+    return max(
+        (ACCESS.get(getattr(route, "path", ""), Access.ADMIN) for route in possible),
+        default=Access.INFERENCE,
+    )
+
+
+class Gate:
+    """Lets through who has the key for a route; keeps a key from having too many requests at once.
+
+    What a request takes on of the budgets of `serve_app.front.work`, it takes on through `scope["admission"]`.
+
+    Plain ASGI, inside `Edge`, which turns what is raised here into an answer. Reads the routes of the
+    application that it is in.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, keys: KeyRing, max_per_key: int | None, browsers: Browsers
+    ) -> None:
+        """Let nobody in yet.
+
+        Args:
+            browsers: looks at requests to routes for which there is no key.
+            max_per_key: requests to inference routes at once; reading (GET) does not count. None: no limit.
+        """
+        self._app = app
+        self._keys = keys
+        self._max_per_key = max_per_key
+        self._browsers = browsers
+        self._in_flight: Counter[ApiKey] = Counter()
+        self._next_look_s = time.monotonic()
+        self._refused = ""  # what is wrong with the files, if anything is
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # there are none; what serves files would trip over one
+            await send({"type": "websocket.close", "code": 1000, "reason": ""})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._look_at_files()
+        access = access_of(scope, scope["app"].routes)
+        key: ApiKey | None = None
+        if self._keys.guards(access):
+            key = self._key_for(access, Headers(scope=scope).get("authorization", ""))
+        elif access is not Access.PUBLIC and scope["path"] not in SCRAPED:
+            self._browsers.check(scope)
+        with admitted(key) as scope["admission"]:
+            await self._admit(key, access, scope, receive, send)
+
+    def _look_at_files(self) -> None:
+        """Take what they have now; with a mistake in them, the keys of before hold."""
+        if not self._keys.files or time.monotonic() < self._next_look_s:
+            return
+        self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
+        try:
+            found = self._keys.current()
+        except ConfigError as error:
+            if str(error) != self._refused:
+                logger.error("keys have changed, but those of before hold: %s", error)
+            self._refused = str(error)
+            return
+        if found is not self._keys:
+            names = ", ".join(key.name for key in found.keys)
+            logger.info("keys have changed; there are now %s", names)
+        self._keys, self._refused = found, ""
+
+    def _key_for(self, access: Access, authorization: str) -> ApiKey:
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise InvalidApiKey("this server needs a key: send Authorization: Bearer KEY")
+        if (key := self._keys.find(token.strip())) is None:
+            raise InvalidApiKey("the key of the Authorization header is not one of this server's")
+        if key.access < access:
+            missing = "" if self._keys.has(access) else ", and this server has none"
+            raise AdminKeyRequired(f"this route needs an admin key{missing}")
+        return key
+
+    async def _admit(
+        self, key: ApiKey | None, access: Access, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if key is None or scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+        elif access is Access.ADMIN:
+            logger.info(
+                "request %s: %s with the key %s", scope["request_id"], scope["path"], key.name
+            )
+            await self._app(scope, receive, send)
+        else:
+            await self._counted(key, scope, receive, send)
+
+    async def _counted(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._max_per_key is not None and self._in_flight[key] >= self._max_per_key:
+            raise KeyBusy(
+                f"{self._in_flight[key]} requests with the key {key.name} are being answered; the limit is "
+                f"{self._max_per_key} (http.max_concurrent_requests_per_key)"
+            )
+        self._in_flight[key] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._in_flight[key] -= 1

@@ -1,0 +1,118 @@
+"""Routes for operators: sleep and wake, more and fewer replicas, and how they are."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand
+from serve_app.front.bodies import Bodies, query_form
+from serve_app.models.model_client import ModelClient
+from serve_app.models.registry import ServedModels
+from serve_app.openai.requests import ModelQuery, ScaleForm, SleepForm, WakeForm
+from serve_app.scaling.manual import plan
+
+
+class Controls:
+    """What an operator can do; of these only `/wake_up` wakes a model."""
+
+    def __init__(self, models: ServedModels, bodies: Bodies) -> None:
+        """Take what all routes share."""
+        self._models = models
+        self._bodies = bodies
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/sleep", self.sleep, methods=["POST"]),
+            Route("/wake_up", self.wake_up, methods=["POST"]),
+            Route("/wakeup", self.wake_up, methods=["POST"]),
+            Route("/is_sleeping", self.is_sleeping, methods=["GET"]),
+            Route("/scaleout", self.scaleout, methods=["POST"]),
+            Route("/scalein", self.scalein, methods=["POST"]),
+            Route("/replicas", self.replicas, methods=["GET"]),
+        ]
+
+    # --- sleep and wake ---
+
+    async def sleep(self, request: Request) -> Response:
+        form = await self._bodies.form(request, SleepForm)
+        command = SleepCommand(level=form.level, mode=form.mode, hold=form.hold)
+        return await self._order(form.model, lambda model: model.sleep(command))
+
+    async def wake_up(self, request: Request) -> Response:
+        form = await self._bodies.form(request, WakeForm)
+        return await self._order(form.model, lambda model: model.wake_up(form.tags))
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether every replica of every model asked for is asleep.
+
+        A model without replicas is not: there is nothing that a wake could find.
+        """
+        models = self._models.chosen(query_form(request, ModelQuery).model)
+        found = await asyncio.gather(*(self._models.states(m) for m in models.values()))
+        asleep = {
+            model_id: bool(states) and all(state is ReplicaState.ASLEEP for state in states)
+            for model_id, states in zip(models, found, strict=True)
+        }
+        everyone = all(asleep.values())
+        return JSONResponse({"is_sleeping": everyone, "sleeping": everyone, "models": asleep})
+
+    async def _order(
+        self,
+        model_id: str | None,
+        order: Callable[[ModelClient], Awaitable[Sequence[ReplicaStatus]]],
+    ) -> Response:
+        """Give the order to one model or to all, and wait for all of them even if one fails."""
+        models = self._models.chosen(model_id)
+        work = (order(model) for model in models.values())
+        outcomes = await asyncio.gather(*work, return_exceptions=True)
+        shown: dict[str, list[dict[str, Any]]] = {}
+        for name, outcome in zip(models, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            shown[name] = [asdict(replica) for replica in outcome]
+        return JSONResponse({"code": 200, "models": shown})
+
+    # --- how many ---
+
+    async def scaleout(self, request: Request) -> Response:
+        return await self._scale(request, "out")
+
+    async def scalein(self, request: Request) -> Response:
+        return await self._scale(request, "in")
+
+    async def _scale(self, request: Request, direction: Literal["out", "in"]) -> Response:
+        form = await self._bodies.form(request, ScaleForm)
+        model = self._models.one(form.model)
+        scale = await model.scaler.read()
+        target, text = plan(scale, direction, form.replicas)
+        if target != scale.target:
+            await model.scaler.write(target)
+        return JSONResponse(
+            {
+                "code": 200,
+                "model": model.info.model_id,
+                "before": scale.target,
+                "target": target,
+                "message": text,
+            }
+        )
+
+    async def replicas(self, request: Request) -> Response:
+        """How many replicas are wanted, and what those that run say."""
+        models = self._models.chosen(query_form(request, ModelQuery).model)
+        shown = await asyncio.gather(*(self._shown(model) for model in models.values()))
+        return JSONResponse({"models": dict(zip(models, shown, strict=True))})
+
+    async def _shown(self, model: ModelClient) -> dict[str, Any]:
+        scale, replicas = await asyncio.gather(model.scaler.read(), self._models.status(model))
+        return {
+            "target": scale.target,
+            "min_replicas": scale.least,
+            "max_replicas": scale.most,
+            "replicas": [asdict(replica) for replica in replicas],
+        }

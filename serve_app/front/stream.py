@@ -1,0 +1,318 @@
+"""Token events -> server-sent events: keep-alives, `[DONE]`, an error in mid-stream.
+
+A stream's status line waits for its first chunk, so that an error before it is a real HTTP status.
+While a model wakes for long, keep-alives hold the connection open. Which form they take depends on
+the client: `vllm bench serve` loses everything behind a comment line that arrives alone, but it
+asks for `include_usage` and such clients must handle a chunk without choices.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Final, Protocol, Self, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from actors.errors import ReplicaFailed, ServingError, ShuttingDown
+from actors.protocol import TokenEvent
+from serve_app.front.errors import RequestTimeout, describe
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE: Final = b"data: [DONE]\n\n"
+COMMENT: Final = b": keep-alive\n\n"
+
+# Merged ahead of the client. What a slower one has not read waits in the call to its replica, which goes on
+# generating: Ray's streams know no backpressure over gRPC (2.60). It is bounded by the work in flight.
+_BUFFERED_EVENTS = 256
+_AT_ONCE = 64  # of one request; what one replica takes by default (max_ongoing_requests)
+
+
+class Answer(Protocol):
+    """What `serve_app.openai.answers` makes of token events."""
+
+    @property
+    def finished(self) -> bool:
+        """True once every continuation has ended."""
+
+    def chunks(self, prompt_index: int, event: TokenEvent) -> Sequence[Mapping[str, Any]]:
+        """The stream's objects for one event; often one, none while text is held back."""
+
+    def add(self, prompt_index: int, event: TokenEvent) -> None:
+        """Keep an event for `written`."""
+
+    def written(self) -> bytes:
+        """The object that answers a request without `stream`, as JSON.
+
+        Any thread may write it, and nobody waits for long for the interpreter's lock meanwhile.
+        """
+
+    def keep_alive(self) -> Mapping[str, Any] | None:
+        """A chunk without choices, or None where a comment is better."""
+
+    def trailer(self) -> Mapping[str, Any] | None:
+        """The chunk with the usage, if the client asked for it."""
+
+
+def frame(data: Mapping[str, Any]) -> bytes:
+    """One server-sent event.
+
+    Escaped to ASCII: clients that split lines with `str.splitlines` (httpx's `iter_lines`) would
+    otherwise cut an event at U+2028 or U+0085.
+    """
+    return b"data: " + json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventSource:
+    """The events of one request's generations, merged in the order in which they arrive.
+
+    Each generation is read by one task from its start to its end, so its iterator may hold what
+    belongs to a task (`asyncio.timeout`, a context variable). Leaving the context closes all of them,
+    which cancels what is still being generated. A request of many prompts has only some of them generated at
+    a time: all at once would fill the queues in front of the replicas, and be refused for that.
+    """
+
+    def __init__(self, generations: Sequence[AsyncIterator[TokenEvent]]) -> None:
+        self._generations = generations
+        self._queue: asyncio.Queue[tuple[int, TokenEvent | Exception | None]]
+        self._queue = asyncio.Queue(_BUFFERED_EVENTS)
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running = len(generations)
+        self._closing = False
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.create_task(self._read(index, generation))
+            for index, generation in enumerate(self._generations)
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closing = True
+        await _cancel(*self._tasks)
+
+    async def next(self) -> tuple[int, TokenEvent] | None:
+        """The next event with the index of its prompt; None after the last.
+
+        May be cancelled without losing an event.
+
+        Raises:
+            Exception: what a generation raised; the others go on until the context is left.
+        """
+        while self._running:
+            index, item = await self._queue.get()
+            if isinstance(item, TokenEvent):
+                return index, item
+            self._running -= 1
+            if item is not None:
+                raise item
+        return None
+
+    async def _read(self, index: int, generation: AsyncIterator[TokenEvent]) -> None:
+        end: Exception | None = None
+        try:
+            async with self._turns:
+                try:
+                    async for event in generation:
+                        await self._queue.put((index, event))
+                finally:
+                    if aclose := getattr(generation, "aclose", None):
+                        await aclose()
+        except asyncio.CancelledError:
+            if self._closing:
+                raise
+            # Not by us: the call to the replica was cancelled, and someone waits for its end.
+            end = ShuttingDown("the replica gave the request up; try again")
+        except Exception as exc:
+            if self._closing:
+                raise  # nobody calls `next` any more
+            end = exc
+        await self._queue.put((index, end))
+
+
+async def collect(
+    generations: Sequence[AsyncIterator[TokenEvent]],
+    answer: Answer,
+    timeout_s: float,
+    admit: Callable[[TokenEvent], None],
+) -> None:
+    """Gather the whole answer of a request without `stream`.
+
+    Args:
+        admit: whether there is room for one more event; raises if not.
+
+    Raises:
+        RequestTimeout: it took longer than `timeout_s`; what was being generated is cancelled.
+        ReplicaFailed: a generation ended without a finish reason.
+    """
+    try:
+        async with asyncio.timeout(timeout_s) as limit, EventSource(generations) as source:
+            while (item := await source.next()) is not None:
+                admit(item[1])
+                answer.add(*item)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise RequestTimeout(
+            f"no complete answer within {timeout_s:g} s (http.request_timeout_s); "
+            'lower max_tokens or use "stream": true'
+        ) from None
+    _check_finished(answer)
+
+
+async def event_stream(
+    generations: Sequence[AsyncIterator[TokenEvent]],
+    answer: Answer,
+    keepalive_after_s: float,
+    keepalive_interval_s: float,
+    request_id: str,
+) -> AsyncGenerator[bytes, None]:
+    """The body of a streamed answer.
+
+    Raises:
+        Exception: what went wrong before the first chunk; later it becomes an event of the stream.
+    """
+    timeout_s, begun = keepalive_after_s, False
+    alive = answer.keep_alive()
+    keep_alive = COMMENT if alive is None else frame(alive)
+    try:
+        async with EventSource(generations) as source:
+            while True:
+                try:
+                    async with asyncio.timeout(timeout_s) as limit:
+                        item = await source.next()
+                except TimeoutError:
+                    if not limit.expired():
+                        raise  # the generation's own
+                    frames = [keep_alive]
+                else:
+                    if item is None:
+                        break
+                    frames = [frame(chunk) for chunk in answer.chunks(*item)]
+                for data in frames:
+                    timeout_s, begun = keepalive_interval_s, True
+                    yield data
+        _check_finished(answer)
+    except Exception as exc:
+        if not begun:
+            raise
+        yield frame(describe(exc, request_id).body)
+    else:
+        if (trailer := answer.trailer()) is not None:
+            yield frame(trailer)
+    yield DONE
+
+
+async def text_stream(
+    generations: Sequence[AsyncIterator[TokenEvent]], answer: Answer, prompt: str
+) -> AsyncGenerator[bytes, None]:
+    """The body of POST /completions: the prompt, then the output, as plain text.
+
+    Plain text has no keep-alive and no way to tell of an error: headers wait for the first event, and
+    a later error cuts the connection.
+    """
+    begun = False
+    async with EventSource(generations) as source:
+        while (item := await source.next()) is not None:
+            answer.add(*item)
+            if not begun:
+                begun = True
+                yield prompt.encode()
+            if item[1].text:
+                yield item[1].text.encode()
+    _check_finished(answer)
+
+
+class HeldResponse(Response):
+    """A streamed response whose status line waits for the first chunk of its body.
+
+    What the body raises before that leaves the connection unanswered and goes to the caller. The
+    client is watched from the start, whether or not there is anything to send; when it goes, the
+    body is closed.
+    """
+
+    def __init__(self, body: AsyncGenerator[bytes, None], media_type: str) -> None:
+        self.status_code = 200
+        self.media_type = media_type
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._body):
+            await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        begun = False
+        async for chunk in self._body:
+            if not begun:
+                begun = True
+                await send(start)
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if not begun:
+            await send(start)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do `work` while the client is there; the request's body must have been read.
+
+    Raises:
+        ClientDisconnect: the client went; `work` has been cancelled and has ended.
+    """
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnect
+        return worker.result()
+    finally:
+        await _cancel(worker, watcher)
+
+
+async def _disconnect(receive: Receive) -> None:
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except Exception as exc:  # noqa: BLE001 - whatever it is, nobody listens any more
+        # Ray Serve's proxy cancels its message stream when a client goes; the app may then see
+        # TaskCancelledError instead of a disconnect (ray/serve/_private/http_util.py, 2.60).
+        logger.debug("receiving failed, so the client is gone: %r", exc)
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait for their end.
+
+    What they raised in the same moment, or raise instead, is nobody's any more: it is logged where it is not
+    an answer that a client could have had.
+    """
+    unfinished = {task for task in tasks if not task.done()}
+    for task in unfinished:
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    for task, outcome in zip(tasks, outcomes, strict=True):
+        if task in unfinished and isinstance(outcome, Exception):
+            if isinstance(outcome, ServingError):
+                logger.debug("a cancelled task ended with: %r", outcome)
+            else:
+                logger.warning("a cancelled task failed while it ended", exc_info=outcome)
+
+
+def _check_finished(answer: Answer) -> None:
+    if not answer.finished:
+        raise ReplicaFailed("the generation ended without a finish reason; try again")

@@ -1,0 +1,108 @@
+"""Routes that tokenise: vLLM's /tokenize, /detokenize and /tokenizer_info. They wake no model."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from actors.errors import ContextLengthExceeded
+from serve_app.front.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
+from serve_app.models.registry import ServedModels
+from serve_app.openai.requests import ModelQuery, TokenizeAsk, parse_detokenize, parse_tokenize
+
+_MAX_TEXT_BYTES = 2**20  # its tokens are made in this process, in a second
+# Written in a millisecond.
+_AT_A_TIME = 4096  # of the elements of a list
+_CHARS_AT_A_TIME = 2**18
+
+
+class Tokenizing:
+    """What lm-eval and others ask instead of loading a tokenizer of their own."""
+
+    def __init__(self, models: ServedModels, bodies: Bodies) -> None:
+        """Take what all routes share."""
+        self._models = models
+        self._bodies = bodies
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await self._bodies.read(request, _parse_tokenize)
+        info = self._models.one(asked.model).info
+        token_ids = await info.tokenizer.encode(asked.prompt, asked.add_special_tokens)
+        texts = await info.tokenizer.texts(token_ids) if asked.return_token_strs else None
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": info.max_model_len,
+            "tokens": token_ids,
+            "token_strs": texts,
+        }
+        return await asyncio.to_thread(_answer, answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        form = await self._bodies.read(request, parse_detokenize)
+        tokenizer = self._models.one(form.model).info.tokenizer
+        text = await tokenizer.decode(form.tokens)
+        return await asyncio.to_thread(_answer, {"prompt": text})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        info = self._models.one(query_form(request, ModelQuery).model).info
+        return JSONResponse(dict(await info.tokenizer.describe()))
+
+
+def _parse_tokenize(fields: Mapping[str, Any]) -> TokenizeAsk:
+    asked = parse_tokenize(fields)
+    check_travels(asked.prompt, _MAX_TEXT_BYTES)
+    return asked
+
+
+def _answer(answer: Mapping[str, Any]) -> Response:
+    """JSON that fits a message to Serve's proxy; it joins pieces that come close together.
+
+    Any thread may write it, and nobody waits for long for the interpreter's lock meanwhile.
+
+    Raises:
+        ContextLengthExceeded: it would be too long.
+    """
+    pieces: list[bytes] = []
+    left = MAX_MESSAGE_BYTES
+    for piece in _written(answer):
+        pieces.append(piece)
+        left -= len(piece)
+        if left < 0:
+            raise ContextLengthExceeded(
+                f"the answer would take more bytes than the limit, {MAX_MESSAGE_BYTES}: ask for parts"
+            )
+    return Response(b"".join(pieces), media_type="application/json")
+
+
+def _written(answer: Mapping[str, Any]) -> Iterator[bytes]:
+    """An object, piece by piece: json keeps the interpreter's lock for as long as it writes."""
+    for at, (name, value) in enumerate(answer.items()):
+        yield (b"," if at else b"{") + _json(name) + b":"
+        if isinstance(value, list | tuple):
+            yield b"["
+            for begin in range(0, len(value), _AT_A_TIME):
+                yield (b"," if begin else b"") + _json(value[begin : begin + _AT_A_TIME])[1:-1]
+            yield b"]"
+        elif isinstance(value, str):
+            yield b'"'
+            for begin in range(0, len(value), _CHARS_AT_A_TIME):
+                yield _json(value[begin : begin + _CHARS_AT_A_TIME])[1:-1]
+            yield b'"'
+        else:
+            yield _json(value)
+    yield b"}"
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,44 @@
+"""Every metric as Markdown, from where they are declared: `python -m serve_app.metrics.table`."""
+
+import sys
+
+from serve_app.front.metrics_page import common_labels
+from serve_app.metrics.catalogue import EXPORTED, RAY_ONLY, Metric
+
+
+def metrics_table() -> str:
+    """One table for `/metrics`, one for what only Ray is told."""
+    exported = [_row(metric, common_labels(metric)) for metric in EXPORTED]
+    ray_only = [_row(metric, ()) for metric in RAY_ONLY]
+    return "\n".join(
+        [
+            "**On `/metrics`**",
+            "",
+            *_HEAD,
+            *exported,
+            "",
+            "**Only in Ray's export**",
+            "",
+            *_HEAD,
+            *ray_only,
+            "",
+        ]
+    )
+
+
+_HEAD = ("| name | kind | labels | in Ray as | what it is |", "|---|---|---|---|---|")
+
+
+def _row(metric: Metric, common: tuple[str, ...]) -> str:
+    own = [
+        f"`{name}` ({', '.join(values)})" if values else f"`{name}`"
+        for name, values in metric.labels.items()
+    ]
+    labels = ", ".join([*(f"`{name}`" for name in common), *own])
+    suffix = "_total" if metric.name.endswith("_total") else ""
+    in_ray = f"`ray_{metric.ray_name}{suffix}`" if metric.in_ray else "no"
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {in_ray} | {metric.help} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(metrics_table())

@@ -1,0 +1,94 @@
+"""The models that this front serves, by name, and what their replicas say of themselves."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TypeVar
+
+from actors.errors import InvalidRequest, ModelNotFound, Unavailable
+from actors.protocol import ReplicaState, ReplicaStatus
+from serve_app.front.errors import unwrap
+from serve_app.models.model_client import ModelClient
+from serve_app.openai.fields import shown
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ServedModels:
+    """Looks up models for the routes."""
+
+    def __init__(self, models: Mapping[str, ModelClient], status_timeout_s: float) -> None:
+        self.all = models
+        self._status_timeout_s = status_timeout_s
+
+    def one(self, model_id: str | None) -> ModelClient:
+        """The model of that name; without a name the only one there is.
+
+        Raises:
+            ModelNotFound: there is none of that name.
+            InvalidRequest: there are several, and no name.
+        """
+        if model_id is None:
+            if len(self.all) == 1:
+                return next(iter(self.all.values()))
+            raise InvalidRequest(f"model is required, one of: {', '.join(self.all)}", "model")
+        return self.chosen(model_id)[model_id]
+
+    def chosen(self, model_id: str | None) -> Mapping[str, ModelClient]:
+        """The model of that name; without a name all of them.
+
+        Raises:
+            ModelNotFound: there is none of that name.
+        """
+        if model_id is None:
+            return self.all
+        if model_id not in self.all:
+            served = ", ".join(self.all)
+            raise ModelNotFound(
+                f"model {shown(model_id)} is not served here; served: {served}", "model"
+            )
+        return {model_id: self.all[model_id]}
+
+    async def status(self, model: ModelClient) -> Sequence[ReplicaStatus]:
+        """What its replicas say.
+
+        Raises:
+            Unavailable: they do not say it in time.
+        """
+        return await self._in_time(model, model.status())
+
+    async def states(self, model: ModelClient) -> Sequence[ReplicaState]:
+        """Of its replicas, without asking their devices.
+
+        Raises:
+            Unavailable: they do not say it in time.
+        """
+        return await self._in_time(model, model.replica_states())
+
+    async def known_status(self, model: ModelClient) -> Sequence[ReplicaStatus] | None:
+        """`status`, or None: lists must not fail on one model."""
+        return await _known(model, self.status(model))
+
+    async def known_states(self, model: ModelClient) -> Sequence[ReplicaState] | None:
+        """`states`, or None: health checks must not fail on one model."""
+        return await _known(model, self.states(model))
+
+    async def _in_time(self, model: ModelClient, answer: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._status_timeout_s):
+                return await answer
+        except TimeoutError:
+            name = model.info.model_id
+            raise Unavailable(
+                f"the replicas of {name!r} did not tell their state in time"
+            ) from None
+
+
+async def _known(model: ModelClient, answer: Awaitable[T]) -> T | None:
+    try:
+        return await answer
+    except Exception as exc:  # noqa: BLE001 - whatever it is, the answer is "unknown"
+        logger.warning("no state of %s: %s", model.info.model_id, unwrap(exc))
+        return None

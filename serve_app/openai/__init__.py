@@ -1,0 +1,1 @@
+"""OpenAI's JSON to and from `actors.protocol`."""

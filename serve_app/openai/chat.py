@@ -1,0 +1,136 @@
+"""Messages and tools of a request body, as chats and /tokenize have them.
+
+What is converted is documented in the form in which clients send it: `_TextPart`, `_ToolCall`, `_Tool`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    field_validator,
+    model_validator,
+)
+
+from actors.protocol import ChatPrompt
+from serve_app.openai.fields import (
+    MAX_INSIDE,
+    MAX_MESSAGES,
+    MAX_OPTIONS,
+    MAX_PARTS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    bounded_inside,
+    small_inside,
+    to_text,
+    to_tool_calls,
+    to_tools,
+    wrong,
+)
+
+
+class Part(BaseModel):
+    """A piece of a request body: JSON types as they are, nothing converted."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class _TextPart(Part):
+    type: Literal["text"]
+    text: str
+
+
+class _CalledFunction(Part):
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class _ToolCall(Part):
+    id: str
+    type: Literal["function"]
+    function: _CalledFunction
+
+
+class _Function(Part):
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, Any] = {}  # a JSON schema, whatever it has
+
+
+class _Tool(Part):
+    type: Literal["function"]
+    function: _Function
+
+
+_Parts = Annotated[list[_TextPart], Field(max_length=MAX_PARTS)]
+_ToolCalls = Annotated[list[_ToolCall], Field(max_length=MAX_TOOL_CALLS)]
+_Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS)]
+
+
+class _Message(Part):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | None, BeforeValidator(to_text, json_schema_input_type=str | _Parts | None)
+    ] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: (
+        Annotated[
+            list[dict[str, Any]],
+            PlainValidator(to_tool_calls, json_schema_input_type=_ToolCalls),
+        ]
+        | None
+    ) = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise wrong(f"needs content, because its role is {self.role}")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: `developer`, which most do not know, is `system`."""
+        message = self.model_dump(exclude_none=True)
+        message.setdefault("content", "")
+        if not message.get("tool_calls", True):
+            del message["tool_calls"]  # templates ask whether there is a list
+        if self.role == "developer":
+            message["role"] = "system"
+        return message
+
+
+class ChatForm(Part):
+    """Messages, and how the chat template is to read them."""
+
+    messages: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    tools: Annotated[
+        tuple[Mapping[str, Any], ...], PlainValidator(to_tools, json_schema_input_type=_Tools)
+    ] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(small_inside)] = Field(
+        default={}, max_length=MAX_OPTIONS
+    )
+
+    @field_validator("messages")
+    @classmethod
+    def _has_few_values(cls, messages: list[_Message]) -> list[_Message]:
+        bounded_inside([message.tool_calls for message in messages], MAX_INSIDE)
+        return messages
+
+    def prompt(self, *, with_tools: bool = True) -> ChatPrompt:
+        template_kwargs = dict(self.chat_template_kwargs)
+        if self.continue_final_message:
+            template_kwargs["continue_final_message"] = True
+        return ChatPrompt(
+            messages=tuple(message.for_template() for message in self.messages),
+            tools=(self.tools if with_tools else None) or None,
+            template_kwargs=template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+        )

@@ -1,0 +1,390 @@
+"""OpenAI request bodies -> `actors.protocol`.
+
+`null` means absent wherever a field is optional, and unknown fields are ignored: clients send many
+that ask for nothing we could refuse (`user`, `store`, `metadata`, `service_tier`, `prediction`, ...).
+Fields that would change the output and that we cannot honour are refused with
+`unsupported_parameter`, never silently dropped. Beyond OpenAI's own fields the names are vLLM's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+)
+
+from actors.errors import InvalidRequest, UnsupportedParameter
+from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams, SleepMode
+from actors.text.validation import MAX_FLOAT32, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from serve_app.openai.chat import ChatForm, Part
+from serve_app.openai.fields import (
+    MAX_COUNT,
+    MAX_NAME_CHARS,
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TEXT_TOKENS,
+    parse_form,
+    shown,
+    to_list,
+    to_logit_bias,
+    to_prompts,
+    to_stop,
+    to_stop_token_ids,
+    to_text_token_ids,
+    to_tool_choice,
+)
+from serve_app.openai.grammar import GrammarFields
+
+MAX_N = 128
+MAX_INT64 = 2**63 - 1
+
+_ModelName = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+_TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Ids = Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+_Prompts = (
+    str
+    | _Ids
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+_Stops = Annotated[list["_Stop"], Field(max_length=MAX_STOPS)]
+_StopIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
+_Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+SEED_PROMPT = "The future of artificial intelligence is"
+
+# Fields that we know and cannot honour -> the values that ask for nothing.
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "guided_whitespace_pattern": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": ([], ["text"]),
+    "audio": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a client asked for: prompts for the model, and the form of the answer."""
+
+    model: str | None
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    n: int
+    echo: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool = False  # in every chunk, not in the last alone
+    parallel_tool_calls: bool = True
+    add_special_tokens: bool | None = None
+
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """What the model may call."""
+        (prompt, *_) = self.prompts
+        return (prompt.tools or ()) if isinstance(prompt, ChatPrompt) else ()
+
+    def requests(self, answer_id: str) -> list[GenerateRequest]:
+        """One request per prompt. Their ids are ours: callers may use theirs twice."""
+        return [
+            GenerateRequest(
+                request_id=f"{answer_id}-{index}",
+                prompt=prompt,
+                sampling=self.sampling,
+                n=self.n,
+                echo=self.echo,
+                stream=self.stream,
+                add_special_tokens=self.add_special_tokens,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+
+class _StreamOptions(Part):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Body(GrammarFields):
+    """What all three forms have in common."""
+
+    model: _ModelName | None = None
+    n: int = Field(default=1, ge=1, le=MAX_N)
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    # None, here and in repetition_penalty: the model's default, which only a replica knows.
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-MAX_INT64 - 1, le=MAX_INT64)
+    stop: Annotated[
+        tuple[str, ...], PlainValidator(to_stop, json_schema_input_type=_Stop | _Stops)
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], PlainValidator(to_stop_token_ids, json_schema_input_type=_StopIds)
+    ] = ()
+    ignore_eos: bool = False
+    # As vLLM: one token at least, although OpenAI's completions take 0 together with echo.
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=MAX_FLOAT32)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: Annotated[
+        dict[int, float], PlainValidator(to_logit_bias, json_schema_input_type=_Biases)
+    ] = Field(default_factory=dict)
+    add_special_tokens: bool | None = None
+
+    def ask(
+        self,
+        prompts: tuple[Prompt, ...],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        echo: bool = False,
+        parallel_tool_calls: bool = True,
+    ) -> Ask:
+        if max_tokens is not None and self.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({max_tokens}), found {self.min_tokens}",
+                "min_tokens",
+            )
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(0, self.top_k),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=logprobs,
+            grammar=self.grammar(),
+        )
+        include_usage = self.stream and bool(self.stream_options.include_usage)
+        return Ask(
+            model=self.model,
+            prompts=prompts,
+            sampling=sampling,
+            n=self.n,
+            echo=echo,
+            stream=self.stream,
+            include_usage=include_usage,
+            continuous_usage=include_usage and bool(self.stream_options.continuous_usage_stats),
+            parallel_tool_calls=parallel_tool_calls,
+            add_special_tokens=self.add_special_tokens,
+        )
+
+
+class _ChatBody(ChatForm, _Body):
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    tool_choice: Annotated[
+        str,
+        PlainValidator(to_tool_choice, json_schema_input_type=Literal["auto", "none"]),
+    ] = "auto"
+    parallel_tool_calls: bool = True
+
+
+class _CompletionBody(_Body):
+    prompt: Annotated[
+        tuple[str | tuple[int, ...], ...],
+        PlainValidator(to_prompts, json_schema_input_type=_Prompts),
+    ]
+    max_tokens: int = Field(default=16, ge=1, le=MAX_COUNT)
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+    echo: bool = False
+    best_of: int = Field(default=1, ge=1, le=MAX_COUNT)
+
+
+class _SeedBody(_Body):
+    prompt: str = SEED_PROMPT
+    max_tokens: int = Field(default=50, ge=1, le=MAX_COUNT)
+    n: Literal[1] = 1
+    stream: bool = True
+    temperature: float = Field(default=0.0, ge=0, le=2)
+
+
+class _TokenizeOptions(Part):
+    model: _ModelName | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class _TokenizeText(_TokenizeOptions):
+    prompt: str
+
+
+class _TokenizeChat(ChatForm, _TokenizeOptions):
+    pass
+
+
+class DetokenizeForm(Part):
+    """POST /detokenize."""
+
+    model: _ModelName | None = None
+    tokens: Annotated[
+        tuple[int, ...],
+        PlainValidator(
+            to_text_token_ids,
+            json_schema_input_type=Annotated[list[_TokenId], Field(max_length=MAX_TEXT_TOKENS)],
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeAsk:
+    """POST /tokenize."""
+
+    model: str | None
+    prompt: Prompt
+    add_special_tokens: bool | None
+    return_token_strs: bool
+
+
+class ModelQuery(BaseModel):
+    """The query of routes that tell of one model, or of all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: _ModelName | None = None
+
+
+class NoQuery(BaseModel):
+    """The query of routes that have none: whoever asks of one model learns that the answer is of all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SleepForm(BaseModel):
+    """POST /sleep; from a query, so strings are read as what they stand for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: _ModelName | None = None
+    level: int = Field(default=1, ge=1, le=2)
+    mode: SleepMode = SleepMode.WAIT
+    hold: bool = False
+
+
+_Tags = Annotated[list[str], Field(max_length=2)]
+
+
+class WakeForm(BaseModel):
+    """POST /wake_up; no tags means everything."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: _ModelName | None = None
+    tags: Annotated[
+        tuple[Literal["weights", "kv_cache"], ...],
+        Field(max_length=2, fail_fast=True),
+        BeforeValidator(to_list, json_schema_input_type=str | _Tags),
+    ] = ()
+
+
+class ScaleForm(BaseModel):
+    """POST /scaleout and /scalein."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: _ModelName | None = None
+    replicas: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+
+
+BODIES: Mapping[str, tuple[type[BaseModel], ...]] = {
+    "/v1/chat/completions": (_ChatBody,),
+    "/v1/completions": (_CompletionBody,),
+    "/completions": (_SeedBody,),
+    "/tokenize": (_TokenizeText, _TokenizeChat),
+    "/detokenize": (DetokenizeForm,),
+    "/sleep": (SleepForm,),
+    "/wake_up": (WakeForm,),
+    "/scaleout": (ScaleForm,),
+    "/scalein": (ScaleForm,),
+}
+
+
+def parse_chat(fields: Mapping[str, Any]) -> Ask:
+    """POST /v1/chat/completions."""
+    _refuse_unsupported(fields)
+    body = parse_form(_ChatBody, fields)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    # "none" keeps the tools from the model: it cannot call what it does not know.
+    prompt = body.prompt(with_tools=body.tool_choice != "none")
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    logprobs = body.top_logprobs if body.logprobs else None
+    return body.ask(
+        (prompt,),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        parallel_tool_calls=body.parallel_tool_calls,
+    )
+
+
+def parse_completion(fields: Mapping[str, Any], max_continuations: int) -> Ask:
+    """POST /v1/completions."""
+    _refuse_unsupported(fields)
+    body = parse_form(_CompletionBody, fields)
+    if body.best_of > body.n:
+        raise UnsupportedParameter(
+            f"best_of must be at most n ({body.n}), found {body.best_of}", "best_of"
+        )
+    if (asked := len(body.prompt) * body.n) > max_continuations:
+        raise InvalidRequest(
+            f"prompts times n is {asked}; the limit is {max_continuations} "
+            "(http.max_continuations)",
+            "prompt",
+        )
+    return body.ask(body.prompt, max_tokens=body.max_tokens, logprobs=body.logprobs, echo=body.echo)
+
+
+def parse_tokenize(fields: Mapping[str, Any]) -> TokenizeAsk:
+    """POST /tokenize: a text, or messages."""
+    body: _TokenizeText | _TokenizeChat
+    prompt: Prompt
+    if fields.get("messages") is None:
+        body = parse_form(_TokenizeText, fields)
+        prompt = body.prompt
+    else:
+        body = parse_form(_TokenizeChat, fields)
+        prompt = body.prompt()
+    return TokenizeAsk(body.model, prompt, body.add_special_tokens, body.return_token_strs)
+
+
+def parse_detokenize(fields: Mapping[str, Any]) -> DetokenizeForm:
+    """POST /detokenize."""
+    return parse_form(DetokenizeForm, fields)
+
+
+def parse_seed(fields: Mapping[str, Any]) -> Ask:
+    """POST /completions, the form of the project this one started from: greedy unless told."""
+    body = parse_form(_SeedBody, fields)
+    return body.ask((body.prompt,), max_tokens=body.max_tokens)
+
+
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    for name, harmless in _UNSUPPORTED.items():
+        if (value := fields.get(name)) is not None and value not in harmless:
+            raise UnsupportedParameter(f"{name} is not supported, found {shown(value)}", name)

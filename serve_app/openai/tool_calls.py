@@ -1,0 +1,269 @@
+"""The tool calls in a model's answer, in text that arrives in pieces.
+
+A call is told when it is complete, since only then it is known to be one; what only looks like a call
+stays text.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from serve_app.openai.held_text import HeldText
+
+# A tool's name -> the JSON schema of each of its parameters.
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: str  # a JSON object
+
+
+class ToolParser(Protocol):
+    """Of one message. How its text is cut into pieces makes no difference."""
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """Text and calls of the next piece, in their order."""
+
+    def flush(self) -> list[str | ToolCall]:
+        """What was held back, when nothing more will come."""
+
+
+class NoTools:
+    """All of it is text."""
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        return [text]
+
+    def flush(self) -> list[str | ToolCall]:
+        return []
+
+
+class MarkedCalls:
+    """Calls between marks, text in front of them, between them and behind.
+
+    White space around calls goes.
+
+    Args:
+        opening: mark in front of each call.
+        closing: mark behind it.
+        around: marks around several calls, which go.
+        read: the call between its marks, or None.
+    """
+
+    def __init__(
+        self,
+        opening: str,
+        closing: str,
+        around: Sequence[str],
+        read: Callable[[str], ToolCall | None],
+    ) -> None:
+        self._opening = opening
+        self._closing = closing
+        self._text = HeldText((opening, *around))
+        self._read = read
+        self._call: list[str] | None = None  # what came of the call that is open, but for its end
+        self._end = ""  # in which the closing mark may begin
+        self._trims = False
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        parts: list[str | ToolCall] = []
+        while text:
+            if self._call is None:
+                if self._trims:
+                    text = text.lstrip()
+                    self._trims = not text
+                before, mark, text = self._text.feed(text)
+                if before:
+                    parts.append(before)
+                if mark == self._opening:
+                    self._call, self._end = [], ""
+                self._trims = self._trims or mark is not None
+            else:
+                text = self._end + text
+                at = text.find(self._closing)
+                if at < 0:
+                    cut = max(0, len(text) - len(self._closing) + 1)
+                    self._call.append(text[:cut])
+                    self._end = text[cut:]
+                    break
+                inside = "".join((*self._call, text[:at]))
+                text = text[at + len(self._closing) :]
+                self._call, self._trims = None, True
+                parts.append(self._read(inside) or f"{self._opening}{inside}{self._closing}")
+        return parts
+
+    def flush(self) -> list[str | ToolCall]:
+        if self._call is not None:  # cut off
+            call, self._call = self._call, None
+            return ["".join((self._opening, *call, self._end))]
+        held = self._text.flush()
+        return [held] if held else []
+
+
+class BareCalls:
+    """A message that is nothing but calls, as Llama 3 writes: `{"name": ..., "parameters": {...}}`.
+
+    Several are separated by semicolons or white space. Which JSON is a call and which an answer is
+    only clear at the end, so a message that begins with `{` is held until then.
+    """
+
+    def __init__(self, names: Schemas) -> None:
+        self._names = names
+        self._held: list[str] | None = []
+        self._begin: str | None = ""  # of the held text, but for white space; None: it may be calls
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        if self._held is None:
+            return [text]
+        self._held.append(text)
+        if self._begin is None:
+            return []
+        # How much white space there is makes no difference, so only a little of it is looked at again.
+        begin = self._begin + text
+        behind = begin.removeprefix(_PYTHON_TAG).lstrip()
+        if behind.startswith("{"):
+            self._begin = None
+        elif not behind:
+            self._begin = begin[: len(_PYTHON_TAG) + 1]
+        elif _PYTHON_TAG.startswith(begin):
+            self._begin = begin
+        else:
+            return [self._told()]
+        return []
+
+    def flush(self) -> list[str | ToolCall]:
+        held = self._told()
+        calls = self._read(held.removeprefix(_PYTHON_TAG))
+        return [*calls] if calls else [held] if held else []
+
+    def _told(self) -> str:
+        held, self._held = self._held or [], None
+        return "".join(held)
+
+    def _read(self, text: str) -> list[ToolCall]:
+        """All calls, or none if there is anything else."""
+        calls: list[ToolCall] = []
+        at = 0
+        while (at := _behind_separators(text, at)) < len(text):
+            try:
+                value, at = _DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                return []
+            call = _call_of(value, "parameters", "arguments")
+            if call is None or call.name not in self._names:
+                return []
+            calls.append(call)
+        return calls
+
+
+_PYTHON_TAG = "<|python_tag|>"  # a special token, so usually gone; not for every tokenizer
+_SEPARATORS = re.compile(r"[; \t\r\n]*")
+_DECODER = json.JSONDecoder()
+
+
+def _behind_separators(text: str, at: int) -> int:
+    found = _SEPARATORS.match(text, at)
+    assert found is not None, "it matches nothing, too"
+    return found.end()
+
+
+def tool_parser(name: str | None, tools: Sequence[Mapping[str, Any]]) -> ToolParser:
+    """A parser for one message.
+
+    Args:
+        name: `qwen`, `deepseek` or `llama`; None where the model has no form for calls.
+        tools: those of the request, as OpenAI has them; without any, all is text.
+    """
+    if name is None or not tools:
+        return NoTools()
+    schemas = {tool["function"]["name"]: _parameters(tool) for tool in tools}
+    if name == "llama":
+        return BareCalls(schemas)
+    if name == "deepseek":
+        around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+        return MarkedCalls("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", around, _read_deepseek)
+    assert name == "qwen", name
+    return MarkedCalls("<tool_call>", "</tool_call>", (), lambda text: _read_qwen(text, schemas))
+
+
+def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    schema = tool["function"].get("parameters")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return properties if isinstance(properties, dict) else {}
+
+
+def _read_deepseek(text: str) -> ToolCall | None:
+    """DeepSeek-R1 and V3: `function<sep>NAME` and a JSON block; V3.1: `NAME<sep>JSON`."""
+    head, separator, rest = text.partition("<｜tool▁sep｜>")
+    if not separator:
+        return None
+    if block := re.fullmatch(r"([^\n]*)\n```json\n(.*?)\n?```\s*", rest, re.DOTALL):
+        return _call_of({"name": block[1].strip(), "arguments": _json(block[2])}, "arguments")
+    return _call_of({"name": head.strip(), "arguments": _json(rest)}, "arguments")
+
+
+def _read_qwen(text: str, schemas: Schemas) -> ToolCall | None:
+    """Qwen2.5 and Qwen3: `{"name": ..., "arguments": {...}}`; Qwen3-Coder: tags."""
+    if function := re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", text, re.DOTALL):
+        name, inside = function[1].strip(), function[2]
+        known = schemas.get(name, {})
+        arguments = {key: _typed(value, known.get(key)) for key, value in _parameters_in(inside)}
+        return _call_of({"name": name, "arguments": arguments}, "arguments")
+    return _call_of(_json(text), "arguments")
+
+
+def _parameters_in(text: str) -> Iterator[tuple[str, str]]:
+    """Name and value of each `<parameter=NAME>VALUE</parameter>`, without a line break around the value.
+
+    Looks at each character a few times at most, where a regular expression would read to the end for
+    every tag that is never closed.
+    """
+    at = 0
+    while (opening := text.find(_PARAMETER, at)) >= 0:
+        name_at = opening + len(_PARAMETER)
+        name_end = text.find(">", name_at)
+        if name_end < 0:
+            return
+        line_break = text.rfind("\n", name_at, name_end)
+        if line_break >= 0 or name_end == name_at:  # no name
+            at = max(line_break + 1, name_at)
+            continue
+        end = text.find(_PARAMETER_END, name_end)
+        if end < 0:
+            return
+        value = text[name_end + 1 : end].removeprefix("\n").removesuffix("\n")
+        yield text[name_at:name_end], value
+        at = end + len(_PARAMETER_END)
+
+
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+
+
+def _typed(value: str, schema: object) -> object:
+    """A value as its parameter's schema has it; without one, what JSON makes of it, or text."""
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        return value
+    parsed = _json(value)
+    return value if parsed is None and value.strip() != "null" else parsed
+
+
+def _json(text: str) -> object:
+    """The value, or None if it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call_of(value: object, *keys: str) -> ToolCall | None:
+    """A call from `{"name": ..., key: {...}}`, or None if it is none."""
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+        return None
+    arguments = next((value[key] for key in keys if key in value), None)
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,1 @@
+"""What a process of ours sets up for itself: logs and heap."""

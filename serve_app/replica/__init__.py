@@ -1,0 +1,1 @@
+"""The replica's deployment, and the weight holders it finds."""

@@ -1,0 +1,264 @@
+"""Who holds the packed images: one holder per node, whose images are its own.
+
+The deployment of the application `weights` is the holder of the node it runs on. On any other node the
+first replica that needs an image makes a holder for that node, a detached actor, so that it outlives
+the replica, the deployment and the deployment's node. Holders copy from each other before they read a
+disk, and replicas ask only that of their own node.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus
+from ray.util import list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.image.layout import PACKER_VERSION
+from actors.protocol import HeldImage
+from serve_app.config.files import ModelConfig
+from serve_app.metrics import catalogue as metrics
+from serve_app.process.logs import adopt_serve_handlers, log_to_stderr
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+    from actors.image.holder import HolderCounts, ImageGrant, ImageRequest, WeightHolder
+    from actors.image.layout import ImageKey, Manifest
+    from actors.image.pull import Peer
+    from actors.image.store import ByteArray
+
+logger = logging.getLogger(__name__)
+
+HOLDER_APP = "weights"
+HOLDER_DEPLOYMENT = "WeightHolder"
+# Ray no longer hides GPUs from actors that asked for none.
+NO_GPU = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
+
+_NAMESPACE = "sleepserve"
+_PREFIX = f"holder:v{PACKER_VERSION}:"  # of the names of nodes' holders; the node's id follows
+_STARTING = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOYING)
+_STATUS_INTERVAL_S = 0.2
+_UPKEEP_INTERVAL_S = 5.0  # between two looks for images that nobody uses, and for the application
+_LEND_TIMEOUT_S = 5.0  # a holder answers at once, or there is the disk
+_SEGMENT_TIMEOUT_S = 120.0
+
+
+# --- holders ---
+
+
+class Holder:
+    """WeightHolder as a deployment.
+
+    It brings torch in, which takes seconds. That happens on a thread, after the constructor: replicas
+    that start at the same time do not wait long for a `ping`, and would load from disk for good.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, models: tuple[ModelConfig, ...], preload: bool
+    ) -> None:
+        adopt_serve_handlers()
+        self._start(models if preload else (), _node_peers)
+
+    def _start(
+        self, preload: tuple[ModelConfig, ...], peers: "Callable[[], Iterable[Peer]]"
+    ) -> None:
+        self._made = asyncio.create_task(asyncio.to_thread(_make_holder, preload, peers))
+        self._upkeep = asyncio.create_task(self._keep_up())
+
+    async def ping(self) -> str:
+        """The id of this node. Answers at once: the caller learns that somebody is here, and where."""
+        return _own_node()
+
+    async def acquire(self, request: "ImageRequest", key: "ImageKey", lessee: str) -> "ImageGrant":
+        return await (await self._holder()).acquire(request, key, lessee)
+
+    async def release(self, key: "ImageKey", lessee: str) -> bool:
+        return await (await self._holder()).release(key, lessee)
+
+    async def recheck(self, key: "ImageKey") -> bool:
+        return await (await self._holder()).recheck(key)
+
+    async def lend(self, key: "ImageKey") -> "Manifest | None":
+        return await (await self._holder()).lend(key)
+
+    async def segment(self, key: "ImageKey", index: int) -> "ByteArray":
+        return await (await self._holder()).segment(key, index)
+
+    async def stats(self) -> list[HeldImage]:
+        return await (await self._holder()).stats()
+
+    async def counts(self) -> "HolderCounts":
+        return await (await self._holder()).counts()
+
+    async def check_health(self) -> None:
+        """Serve calls it; raising makes Serve start another holder."""
+        if self._made.done():
+            self._made.result()
+
+    async def _holder(self) -> "WeightHolder":
+        return await asyncio.shield(self._made)
+
+    async def _keep_up(self) -> None:
+        holder = await self._holder()
+        while True:
+            await asyncio.sleep(_UPKEEP_INTERVAL_S)
+            try:
+                await holder.expire()
+                await self._look_around()
+            except Exception:
+                # Ray does not say who lives, this time.
+                logger.warning("cannot look for unused images", exc_info=True)
+
+    async def _look_around(self) -> None:
+        """For subclasses: what else is to be done now and then."""
+
+
+class NodeHolder(Holder):
+    """The holder of a node that the deployment does not run on; ends with the application."""
+
+    async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
+        log_to_stderr()
+        self._start((), _all_peers)
+
+    async def _look_around(self) -> None:
+        status = await asyncio.to_thread(serve.status)
+        if HOLDER_APP not in status.applications:
+            logger.info("the application %s is gone: so is this node's holder", HOLDER_APP)
+            ray.kill(ray.get_runtime_context().current_actor)
+
+
+def _make_holder(
+    preload: tuple[ModelConfig, ...], peers: "Callable[[], Iterable[Peer]]"
+) -> "WeightHolder":
+    from actors.image.holder import ImageRequest, WeightHolder  # torch stays out of the module
+
+    requests = [
+        ImageRequest(model.model_id, model.source, model.dtype, model.image_ttl_s)
+        for model in preload
+    ]
+    loads, loaded = metrics.image_loads(), metrics.image_loaded_bytes()
+
+    def count(origin: str, size: int) -> None:
+        loads.inc(tags={"origin": origin})
+        loaded.inc(size, tags={"origin": origin})
+
+    return WeightHolder(requests, peers=peers, on_load=count)
+
+
+# --- the replicas' side ---
+
+
+class HolderOfThisNode:
+    """HolderClient of the replicas of one node."""
+
+    def __init__(self) -> None:
+        self._node = _own_node()
+        # An actor's or a deployment's handle: both have `.method.remote()`.
+        self._holder: Any = None
+
+    async def wait_while_starting(self) -> None:
+        """`serve run` deploys both applications at once, and ours may be the quicker one."""
+        while await asyncio.to_thread(_find, self._node) is None:
+            status = await asyncio.to_thread(serve.status)
+            app = status.applications.get(HOLDER_APP)
+            if app is None or app.status not in _STARTING:
+                return
+            await asyncio.sleep(_STATUS_INTERVAL_S)
+
+    async def ping(self) -> None:
+        self._holder = await asyncio.to_thread(_find, self._node)
+        if self._holder is not None:
+            await self._holder.ping.remote()
+        elif await self._deployment.ping.remote() == self._node:
+            self._holder = self._deployment
+
+    async def acquire(self, request: "ImageRequest", key: "ImageKey", lessee: str) -> "ImageGrant":
+        if self._holder is None:
+            self._holder = await asyncio.to_thread(_find_or_make, self._node)
+        grant: ImageGrant = await self._holder.acquire.remote(request, key, lessee)
+        return grant
+
+    async def release(self, key: "ImageKey", lessee: str) -> bool:
+        gone: bool = await self._holder.release.remote(key, lessee)
+        return gone
+
+    async def recheck(self, key: "ImageKey") -> bool:
+        dropped: bool = await self._holder.recheck.remote(key)
+        return dropped
+
+    @cached_property
+    def _deployment(self) -> "DeploymentHandle[Any]":
+        """Made at the first use, where a missing application is one of the ways to fail."""
+        return serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
+
+
+def _own_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _find(node: str) -> Any:
+    """The actor that holds images for a node, or None: it has none, or the deployment."""
+    try:
+        return ray.get_actor(_PREFIX + node, namespace=_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _find_or_make(node: str) -> Any:
+    options: dict[str, Any] = {
+        "name": _PREFIX + node,
+        "namespace": _NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        "runtime_env": NO_GPU,
+    }
+    return ray.remote(NodeHolder).options(**options).remote()
+
+
+# --- holders among themselves ---
+
+
+class _DeploymentPeer:
+    """The deployment, for the holders of other nodes. Not to be called from an event loop."""
+
+    name = HOLDER_DEPLOYMENT
+
+    def lend(self, key: "ImageKey") -> "Manifest | None":
+        manifest: Manifest | None = self._handle.lend.remote(key).result(timeout_s=_LEND_TIMEOUT_S)
+        return manifest
+
+    def segment(self, key: "ImageKey", index: int) -> "ByteArray":
+        response = self._handle.segment.remote(key, index)
+        payload: ByteArray = response.result(timeout_s=_SEGMENT_TIMEOUT_S)
+        return payload
+
+    def recheck(self, key: "ImageKey") -> bool:
+        return bool(self._handle.recheck.remote(key).result(timeout_s=_SEGMENT_TIMEOUT_S))
+
+    @cached_property
+    def _handle(self) -> "DeploymentHandle[Any]":
+        return serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
+
+
+def _node_peers() -> "Iterable[Peer]":
+    """The actors that hold images for other nodes than this."""
+    from actors.image.pull import ActorPeer
+
+    mine = _PREFIX + _own_node()
+    for known in list_named_actors(all_namespaces=True):
+        name = known["name"]
+        if known["namespace"] == _NAMESPACE and name.startswith(_PREFIX) and name != mine:
+            actor = ray.get_actor(name, namespace=_NAMESPACE)
+            yield ActorPeer(name, actor, _LEND_TIMEOUT_S, _SEGMENT_TIMEOUT_S)
+
+
+def _all_peers() -> "Iterable[Peer]":
+    yield _DeploymentPeer()
+    yield from _node_peers()

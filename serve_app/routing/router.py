@@ -1,0 +1,122 @@
+"""The router of the models' deployments: Ray Serve's, with `routing.rank` to choose.
+
+It runs in the process of whoever holds the handle, the ingress. Serve does the rest: it counts what
+is in flight, asks a replica that seems full how full it is, queues, backs off and tries again
+(ray/serve/_private/request_router/request_router.py, 2.60).
+"""
+
+import math
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, Any
+
+from ray.serve.request_router import (
+    FIFOMixin,
+    LocalityMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+
+from actors.protocol import GenerateRequest
+from serve_app.routing.rank import CONTROL_ROOM, Candidate, PrefixMemory, prefix_key, rank
+from serve_app.signals.news import newest_report
+
+if TYPE_CHECKING:
+    from ray.serve._private.common import RunningReplicaInfo
+    from ray.serve._private.replica_result import ReplicaResult
+
+# News of a replica is due by then: whom we sent a request since is not asleep, whatever was told before.
+_NEWS_DUE_S = 1.0
+_SENT_WITHIN_S = 1.0  # a request, after a replica was chosen for it; milliseconds, as a rule
+
+
+class ReplicaWithRoom(RunningReplica):
+    """A replica that is full, to requests, while there still is room for what goes past the router."""
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        return super().max_ongoing_requests - CONTROL_ROOM
+
+
+class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
+    """Awake replicas first, then waking, then asleep. FIFO: who waits longest gets the next place."""
+
+    def initialize_state(self, *, packed_requests: float = 0.0, **_: Any) -> None:
+        """Called by Serve, with the `request_router_kwargs` of the deployment."""
+        self._packed_requests = packed_requests
+        self._prefixes = PrefixMemory()
+        self._sent_at_s: dict[ReplicaID, float] = {}
+        # When it was chosen for requests that are not sent yet, which Serve does not count.
+        self._chosen_at_s: dict[ReplicaID, deque[float]] = defaultdict(deque)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            # Without it Serve asks again at once, for as long as nobody has room.
+            pending_request.routing_context.should_backoff = True
+        # Serve keeps them in the order in which they started: the oldest first.
+        candidates = [self._candidate(replica) for replica in candidate_replicas]
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        request = _request_of(pending_request)
+        favourite = self._prefixes.who_served(_key_of(request))
+        avoid = request.avoid if request is not None else ()
+        order = rank(candidates, self._packed_requests, favourite, avoid)
+        if pending_request is not None and order and len(order[0]) == 1:
+            self._chosen_at_s[by_id[order[0][0]].replica_id].append(self._get_curr_time_s())
+        return [[by_id[name] for name in names] for names in order]
+
+    def create_replica_wrapper(self, replica_info: "RunningReplicaInfo") -> RunningReplica:
+        """Called by Serve for each replica that it tells of for the first time."""
+        return ReplicaWithRoom(replica_info)
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Called by Serve, which counts it from now on."""
+        super().on_send_request(replica_id)
+        if chosen := self._chosen_at_s.get(replica_id):
+            chosen.popleft()
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: "ReplicaResult"
+    ) -> None:
+        """Called by Serve when the replica has taken it; not for broadcasts, which go to all."""
+        self._sent_at_s[replica_id] = self._get_curr_time_s()
+        key = _key_of(_request_of(pending_request))
+        if key is not None:
+            self._prefixes.remember(key, replica_id.unique_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        there = {replica.replica_id for replica in replicas}
+        self._sent_at_s = {r: at_s for r, at_s in self._sent_at_s.items() if r in there}
+        for gone in self._chosen_at_s.keys() - there:
+            del self._chosen_at_s[gone]
+
+    def _candidate(self, replica: RunningReplica) -> Candidate:
+        now_s = self._get_curr_time_s()
+        sent_at_s = self._sent_at_s.get(replica.replica_id, -math.inf)
+        chosen = self._chosen_at_s[replica.replica_id]
+        while chosen and now_s - chosen[0] >= _SENT_WITHIN_S:  # it was cancelled, or went elsewhere
+            chosen.popleft()
+        known = self.replica_queue_len_cache.get(replica.replica_id)
+        return Candidate(
+            replica_id=replica.replica_id.unique_id,
+            report=newest_report(replica.routing_stats, replica.multiplexed_model_ids),
+            in_flight=(known or 0) + len(chosen) if chosen else known,
+            limit=replica.max_ongoing_requests,
+            local=self._self_node_id is not None and replica.node_id == self._self_node_id,
+            just_sent=now_s - sent_at_s < _NEWS_DUE_S,
+        )
+
+
+def _request_of(pending_request: PendingRequest | None) -> GenerateRequest | None:
+    """The first argument of `ModelReplica.generate`, if that is what is called."""
+    args: list[Any] = pending_request.args if pending_request is not None else []
+    return args[0] if args and isinstance(args[0], GenerateRequest) else None
+
+
+def _key_of(request: GenerateRequest | None) -> int | None:
+    return None if request is None else prefix_key(request.prompt)

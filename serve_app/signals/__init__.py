@@ -1,0 +1,1 @@
+"""What crosses Serve beside requests: the state of replicas, the holds of operators."""
