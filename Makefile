@@ -34,7 +34,7 @@ help:
 	@echo 'make test-oldest  the unit tests with the oldest versions that pyproject.toml allows, in .venv-oldest'
 	@echo 'make test-page  the status page in a browser; needs chromium'
 	@echo 'make gpu     the tests that need one; PY=python3: with that interpreter, installing nothing'
-	@echo 'make check   formatting, lint, types'
+	@echo 'make check   formatting, lint, types, the direction of imports'
 	@echo 'make fmt     format, and fix what lint can fix'
 	@echo 'make clean   remove the environment, the caches and what tests wrote to checkpoints/'
 
@@ -78,6 +78,7 @@ check: $(STAMP)
 	$(PY) -m ruff format --check
 	$(PY) -m ruff check
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 fmt: $(STAMP)
 	$(PY) -m ruff format

@@ -195,6 +195,30 @@ class MemoryLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """What a sleep or a wake did to device memory, as its effects saw it."""
+
+    mapped_before_bytes: int
+    mapped_after_bytes: int
+    copied_bytes: int  # over the link, host to device
+    released_bytes: int | None = None  # by a sleep: used on the device before it, minus after it
+    own_released_bytes: int | None = (
+        None  # the same by this process' own figure, where there is one
+    )
+    left: MemoryLeft | None = None  # after a sleep
+
+    def __str__(self) -> str:
+        text = (
+            f"mapped {self.mapped_before_bytes} -> {self.mapped_after_bytes} bytes, "
+            f"copied {self.copied_bytes}"
+        )
+        if self.released_bytes is None:
+            return text
+        own = "" if self.own_released_bytes is None else f" (own {self.own_released_bytes})"
+        return f"{text}; the device got {self.released_bytes}{own} back, left are {self.left}"
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceMemoryStatus:
     """What the device itself said at the end of the last sleep or settled wake, in bytes.
 

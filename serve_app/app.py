@@ -14,22 +14,23 @@ from starlette.applications import Starlette
 
 from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.config.files import AppArgs, ModelConfig, WeightsArgs
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from serve_app.front.peers import Account, Everybody, News
 from serve_app.front.serve_peers import ServePeers
-from serve_app.front.status.images import held_images
 from serve_app.models.client import HandleClient
 from serve_app.models.first_token import Patience
 from serve_app.models.model_client import ModelInfo
 from serve_app.models.tokenizer import LocalTokenizer
 from serve_app.process.heap import set_aside
 from serve_app.process.logs import adopt_serve_handlers
-from serve_app.replica.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder
 from serve_app.replica.replica import ModelReplica
 from serve_app.routing.rank import CONTROL_ROOM
 from serve_app.scaling.serve_scaler import ServeScaler
 from serve_app.signals.hold import ClusterStore
+from serve_app.weights.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder
+from serve_app.weights.images import held_images
 
 _MAX_HTTP_REQUESTS = 10_000  # an ingress only passes things on; the models' own limits come first
 _STATS_PERIOD_S = 0.2  # changes of state are sent at once; this is for those that got lost

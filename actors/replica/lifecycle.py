@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,7 +27,7 @@ from actors.errors import (
     WakeTimeout,
 )
 from actors.observer import Observer, SleepCause, WakeCause, WakeResult
-from actors.protocol import MemoryLeft, ReplicaState, SleepCommand, SleepMode
+from actors.protocol import MemoryChange, ReplicaState, SleepCommand, SleepMode
 from actors.replica.idle import IdleClock
 
 logger = logging.getLogger(__name__)
@@ -79,30 +78,6 @@ class SleepConfig(BaseModel):
     start_asleep: bool = Field(
         default=False, description="Start with the weights attached but not in device memory."
     )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryChange:
-    """What a sleep or a wake did to device memory, as its effects saw it."""
-
-    mapped_before_bytes: int
-    mapped_after_bytes: int
-    copied_bytes: int  # over the link, host to device
-    released_bytes: int | None = None  # by a sleep: used on the device before it, minus after it
-    own_released_bytes: int | None = (
-        None  # the same by this process' own figure, where there is one
-    )
-    left: MemoryLeft | None = None  # after a sleep
-
-    def __str__(self) -> str:
-        text = (
-            f"mapped {self.mapped_before_bytes} -> {self.mapped_after_bytes} bytes, "
-            f"copied {self.copied_bytes}"
-        )
-        if self.released_bytes is None:
-            return text
-        own = "" if self.own_released_bytes is None else f" (own {self.own_released_bytes})"
-        return f"{text}; the device got {self.released_bytes}{own} back, left are {self.left}"
 
 
 class Effects(Protocol):

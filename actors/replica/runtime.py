@@ -36,10 +36,11 @@ from actors.observer import EngineMeter, Observer, WakePhase
 from actors.protocol import (
     ChatPrompt,
     GenerateRequest,
+    MemoryChange,
     TokenEvent,
     TokenLogprob,
 )
-from actors.replica.lifecycle import MemoryChange, SleepConfig
+from actors.replica.lifecycle import SleepConfig
 from actors.replica.streams import OpenStreams, Prepared, RequestStream, pieces
 from actors.text.codec import TextCodec
 from actors.text.message_form import ChatConfig

@@ -24,8 +24,7 @@ from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.memory.driver import AllocatorPool, DeviceMemory, HostLink, MemoryDriver, describe
 from actors.memory.transfer import Transfer, TransferStats
-from actors.protocol import DeviceNow, MemoryLeft, WakeReport
-from actors.replica.lifecycle import MemoryChange
+from actors.protocol import DeviceNow, MemoryChange, MemoryLeft, WakeReport
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from actors.engine.engine import Engine
 from actors.errors import DeviceMemoryShort, Unavailable
 from actors.image.layout import ImageKey
 from actors.observer import Observer
-from actors.replica.lifecycle import MemoryChange
+from actors.protocol import MemoryChange
 from actors.threads import submit_unless_closed
 from actors.worker.cleared import ClearedCollection
 from actors.worker.growth import CacheGrowth

@@ -47,9 +47,8 @@ from serve_app.config.errors import (
     unknown_keys,
     validate,
 )
+from serve_app.config.http import MAX_NAME_CHARS, HttpSettings
 from serve_app.config.keys import read_keys, variables_in
-from serve_app.front.app import HttpSettings
-from serve_app.openai.fields import MAX_NAME_CHARS
 
 _PROJECT_MARKERS = ("serve_config.yaml", "pyproject.toml")
 # What `autoscaling` could say when it was Ray Serve's AutoscalingConfig, and ours has not.

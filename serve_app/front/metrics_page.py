@@ -13,11 +13,18 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.front.errors import unwrap
 from serve_app.front.peers import Everybody
-from serve_app.metrics.catalogue import EXPORTED, REPLICAS, SILENT_REPLICAS, Kind, Metric
+from serve_app.metrics.catalogue import (
+    EXPORTED,
+    REPLICAS,
+    SILENT_REPLICAS,
+    Kind,
+    Metric,
+    common_labels,
+)
 from serve_app.metrics.tally import Distribution, Key, Sums
 from serve_app.models.model_client import ModelClient, Scrape
+from serve_app.models.remote_errors import unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -114,18 +121,6 @@ class _Families(Collector):
 def render(found: Sequence[ModelMetrics]) -> bytes:
     """Prometheus' text format, version 0.0.4."""
     return generate_latest(_Families(found))
-
-
-def common_labels(metric: Metric) -> tuple[str, ...]:
-    """Labels that a metric has besides its own.
-
-    vLLM's have `engine`: a replica's id where each has a value of its own, "all" for sums.
-    """
-    if metric.in_vllm:
-        return "model_name", "engine"
-    if metric.kind is Kind.GAUGE and metric not in (REPLICAS, SILENT_REPLICAS):
-        return "model_name", "replica"
-    return ("model_name",)
 
 
 def _cumulative(metric: Metric, found: Distribution) -> list[tuple[str, float]]:

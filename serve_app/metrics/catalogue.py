@@ -302,3 +302,15 @@ def image_loaded_bytes() -> Counter:
 
 def _in_ray(metric: Metric) -> Counter:
     return Counter(metric.ray_name, description=metric.help, tag_keys=tuple(metric.labels))
+
+
+def common_labels(metric: Metric) -> tuple[str, ...]:
+    """Labels that a metric has besides its own.
+
+    vLLM's have `engine`: a replica's id where each has a value of its own, "all" for sums.
+    """
+    if metric.in_vllm:
+        return "model_name", "engine"
+    if metric.kind is Kind.GAUGE and metric not in (REPLICAS, SILENT_REPLICAS):
+        return "model_name", "replica"
+    return ("model_name",)

@@ -2,8 +2,7 @@
 
 import sys
 
-from serve_app.front.metrics_page import common_labels
-from serve_app.metrics.catalogue import EXPORTED, RAY_ONLY, Metric
+from serve_app.metrics.catalogue import EXPORTED, RAY_ONLY, Metric, common_labels
 
 
 def metrics_table() -> str:

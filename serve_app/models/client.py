@@ -27,10 +27,10 @@ from actors.protocol import (
     SleepCommand,
     TokenEvent,
 )
-from serve_app.front.errors import unwrap
 from serve_app.metrics.tally import Snapshot
 from serve_app.models.first_token import Patience
 from serve_app.models.model_client import ModelInfo, Scrape
+from serve_app.models.remote_errors import unwrap
 from serve_app.scaling.manual import Scaler
 from serve_app.signals.hold import WantedStore, hold, release
 

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from actors.errors import InvalidRequest, ModelNotFound, Unavailable
 from actors.protocol import ReplicaState, ReplicaStatus
-from serve_app.front.errors import unwrap
 from serve_app.models.model_client import ModelClient
+from serve_app.models.remote_errors import unwrap
 from serve_app.openai.fields import shown
 
 logger = logging.getLogger(__name__)

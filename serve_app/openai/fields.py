@@ -31,7 +31,6 @@ MAX_OPTIONS = 128  # of the chat template
 # At any depth of all tools, of all earlier calls, of the chat template's options: they are pickled, copied and
 # written into the prompt, each time for a microsecond a value.
 MAX_INSIDE = 2**16
-MAX_NAME_CHARS = 256  # of a model
 MAX_TEXT_TOKENS = 2**19  # made text of in this process, in a tenth of a second
 # About the values of a body, its lists and objects, and its keys, without parsing it: as many as these take 0.15 s, and
 # 0.25 s in a process that has to get the memory first. Texts have such characters, too, but not in every sixth place

@@ -21,10 +21,10 @@ from pydantic import (
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams, SleepMode
 from actors.text.validation import MAX_FLOAT32, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from serve_app.config.http import MAX_NAME_CHARS
 from serve_app.openai.chat import ChatForm, Part
 from serve_app.openai.fields import (
     MAX_COUNT,
-    MAX_NAME_CHARS,
     MAX_PROMPT_TOKENS,
     MAX_PROMPTS,
     MAX_STOP_CHARS,

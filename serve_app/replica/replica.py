@@ -43,9 +43,9 @@ from serve_app.metrics.tally import Snapshot, Tally
 from serve_app.process.heap import give_back, set_aside, uncollected
 from serve_app.process.logs import adopt_serve_handlers
 from serve_app.replica.device_reading import DeviceReading
-from serve_app.replica.holders import HolderOfThisNode
 from serve_app.signals.hold import ClusterStore, Follower, Wanted
 from serve_app.signals.news import RoutingNews, ScalingSample
+from serve_app.weights.holders import HolderOfThisNode
 
 if TYPE_CHECKING:
     from actors.replica.streams import Prepared

@@ -14,8 +14,9 @@ import pytest
 import uvicorn
 
 from actors.protocol import HeldImage
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import KeyRing
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from tests.browser.staged import CARD, GIB, StagedModel
 from tests.conftest import PROJECT
 

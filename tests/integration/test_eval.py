@@ -29,8 +29,9 @@ from serve_app.bench.over_http import over_http
 from serve_app.bench.perplexity import greedy_choices, log_likelihood
 from serve_app.bench.verdict import Plan, Report, Slept
 from serve_app.cli.main import app
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from tests.conftest import PROJECT
 from tests.fakes import FakeModel
 from tests.integration.runtime_harness import Harness, load, run

@@ -13,8 +13,9 @@ from starlette.requests import Request
 
 from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access, ApiKey
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from serve_app.front.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
 from serve_app.front.errors import KeyBusy, RequestTimeout, ServerBusy
 from serve_app.front.work import Budget, admitted
@@ -352,9 +353,9 @@ def test_large_prompts_are_weighed_beside_the_event_loop(
     path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str] = []
-    for module in ("ingress", "tokenizing"):
+    for module in ("app", "tokenize"):
         monkeypatch.setattr(
-            f"serve_app.{module}.check_travels",
+            f"serve_app.front.{module}.check_travels",
             lambda *_: names.append(threading.current_thread().name),
         )
     with client_of(build_asgi({"fake": FakeModel()}, HttpSettings())) as client:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from starlette.websockets import WebSocketDisconnect
 
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from serve_app.front.status.routes import STATIC
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of

@@ -15,9 +15,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access, KeyRing, read_keys
 from serve_app.front import gate
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from serve_app.front.gate import ACCESS
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of

@@ -7,8 +7,8 @@ import yaml
 
 from serve_app.config.errors import ConfigError
 from serve_app.config.files import AppArgs, check_file
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access, KeyRing, read_keys
-from serve_app.front.app import HttpSettings
 
 ALICE = "alice-1234567890-abcdef"
 BOB = "bob-1234567890-abcdef=="

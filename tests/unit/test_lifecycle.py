@@ -18,9 +18,9 @@ from actors.errors import (
     Unavailable,
     WakeTimeout,
 )
-from actors.protocol import MemoryLeft, ReplicaState, SleepCommand, SleepMode
+from actors.protocol import MemoryChange, MemoryLeft, ReplicaState, SleepCommand, SleepMode
 from actors.replica.idle import IdleClock
-from actors.replica.lifecycle import Lifecycle, MemoryChange, SleepConfig
+from actors.replica.lifecycle import Lifecycle, SleepConfig
 
 AWAKE, DRAINING, ASLEEP = ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.ASLEEP
 WAKING, FAILED = ReplicaState.WAKING, ReplicaState.FAILED

@@ -24,10 +24,11 @@ from actors.observer import (
     WakePhase,
     WakeResult,
 )
-from actors.protocol import ReplicaState, SleepCommand, WakeReport
-from actors.replica.lifecycle import Lifecycle, MemoryChange, SleepConfig
+from actors.protocol import MemoryChange, ReplicaState, SleepCommand, WakeReport
+from actors.replica.lifecycle import Lifecycle, SleepConfig
+from serve_app.config.http import HttpSettings
 from serve_app.front import peers
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from serve_app.front.metrics_page import ModelMetrics, render
 from serve_app.front.peers import Totals
 from serve_app.metrics import catalogue as metrics

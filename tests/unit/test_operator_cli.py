@@ -13,8 +13,9 @@ from typer.testing import CliRunner, Result
 from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand, SleepMode
 from serve_app.cli.main import app
 from serve_app.cli.operate import _seconds, order_table, status_table
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from tests.fakes import FakeModel
 
 USER = "user-key-1234567890"

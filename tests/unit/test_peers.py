@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.protocol import ReplicaState
+from serve_app.config.http import HttpSettings
 from serve_app.front import peers
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from serve_app.front.peers import Account, Answers, Everybody, News
 from serve_app.metrics import catalogue as metrics
 from serve_app.metrics.tally import Snapshot, Sums

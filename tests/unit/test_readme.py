@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli.main import app
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.config.http import HttpSettings
+from serve_app.front.app import build_asgi
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +40,26 @@ def test_linked_files_exist(readme: str, project: Path) -> None:
         assert (project / target).exists(), target
 
 
-def test_architecture_has_a_line_for_every_module(project: Path) -> None:
+def test_tree_of_the_architecture_is_that_of_the_folders(project: Path) -> None:
     text = (project / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    table = text[text.index("## Modules") : text.index("## Rules")]
-    modules = [*project.glob("actors/**/*.py"), *project.glob("serve_app/**/*.py")]
-    missing = {
-        str(path.relative_to(project))
-        for path in modules
-        if path.name != "__init__.py"
-        and f"{path.name}`" not in table
-        and f"{path.parent.relative_to(project)}/`" not in table
+    lines = text[text.index("## The house") :].split("```")[1].strip().splitlines()
+    told, root = [], ""
+    for line in lines:
+        name = line.split()[0]
+        root = root if line.startswith(" ") else name
+        told.append(root + name if line.startswith(" ") else name)
+    folders = {
+        f"{path.parent.relative_to(project)}/"
+        for top in ("serve_app", "actors")
+        for path in project.glob(f"{top}/**/__init__.py")
     }
-    assert not missing
+    files = {
+        str(path.relative_to(project))
+        for top in ("serve_app", "actors")
+        for path in project.glob(f"{top}/*.py")
+        if path.name != "__init__.py"
+    }
+    assert sorted(told) == sorted(folders | files)
 
 
 def test_measured_table_is_that_of_the_result(project: Path) -> None:

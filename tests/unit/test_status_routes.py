@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.config.http import HttpSettings
+from serve_app.front.app import build_asgi
 from serve_app.front.status.routes import STATIC, wants_html
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of

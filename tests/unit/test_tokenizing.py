@@ -13,8 +13,9 @@ from actors.checkpoints.source import Hub, ModelSource
 from actors.errors import InvalidRequest, Unavailable
 from actors.protocol import ChatPrompt, ReplicaState
 from actors.text.codec import TextCodec
+from serve_app.config.http import HttpSettings
 from serve_app.front import tokenize as tokenizing
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from serve_app.models.tokenizer import LocalTokenizer
 from tests.fakes import FakeModel, FakeTokenizer
 from tests.unit.asgi_client import client_of

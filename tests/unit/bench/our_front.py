@@ -11,8 +11,9 @@ from typing import Self
 import uvicorn
 
 from actors.protocol import GenerateRequest, TokenEvent
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import KeyRing
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.front.app import build_asgi
 from tests.fakes import FakeModel
 
 

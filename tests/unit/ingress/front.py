@@ -9,7 +9,8 @@ from openai.types import Completion
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.config.http import HttpSettings
+from serve_app.front.app import build_asgi
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of
 

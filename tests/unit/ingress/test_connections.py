@@ -8,7 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from actors.errors import EngineDied
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.config.http import HttpSettings
+from serve_app.front.app import build_asgi
 from tests.fakes import FakeModel
 from tests.on_loop import on_loop
 from tests.unit.asgi_client import client_of

@@ -15,7 +15,8 @@ from actors.errors import (
     WakeTimeout,
 )
 from actors.protocol import Grammar, GrammarKind
-from serve_app.front.app import HttpSettings, build_asgi
+from serve_app.config.http import HttpSettings
+from serve_app.front.app import build_asgi
 from tests.fakes import FakeModel
 from tests.unit.ingress.front import (
     CHAT,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ray import serve
 
 from actors.protocol import HeldImage
-from serve_app.replica.holders import HOLDER_APP, HOLDER_DEPLOYMENT
+from serve_app.weights.holders import HOLDER_APP, HOLDER_DEPLOYMENT
 
 
 async def held_images() -> Sequence[HeldImage]:

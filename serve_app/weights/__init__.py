@@ -1,0 +1,1 @@
+"""The application `weights`: the holders of images, and how others find them."""
