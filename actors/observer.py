@@ -1,4 +1,4 @@
-"""What lifecycle and runtime tell whoever counts. No torch, no Ray, no metric names.
+"""Events that the lifecycle and the runtime report to metrics. No torch, no Ray, no metric names.
 
 Times are those of `time.perf_counter` where nothing else is said.
 """
@@ -107,8 +107,8 @@ class Observer:
     def refused(self, error: Exception) -> None:
         """A request got this instead of an answer, or of the rest of one."""
 
-    def obtained(self, way: str) -> None:
-        """The replica has an image; `way` is one of `actors.image.obtain.Way`."""
+    def obtained(self, source: str) -> None:
+        """The replica has an image; `source` is one of `actors.image.obtain.ImageSource`."""
 
 
 class GuardedObserver(Observer):
@@ -150,8 +150,8 @@ class GuardedObserver(Observer):
     def refused(self, error: Exception) -> None:
         self._tell(self._inner.refused, error)
 
-    def obtained(self, way: str) -> None:
-        self._tell(self._inner.obtained, way)
+    def obtained(self, source: str) -> None:
+        self._tell(self._inner.obtained, source)
 
     def _tell(self, method: Callable[..., None], *args: object) -> None:
         try:

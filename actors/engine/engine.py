@@ -29,7 +29,7 @@ from actors.engine.batching.prefixes import share_from
 from actors.engine.batching.scheduling import NAME as TURNS
 from actors.engine.cache_shape import cache_shape
 from actors.engine.config import EngineConfig
-from actors.engine.model.architectures import decoder_layers, experts_need_host
+from actors.engine.model.architectures import experts_need_host
 from actors.engine.model.attention import NAME as OUR_ATTENTION
 from actors.engine.model.attention import choose_attention, decodes_in_pages, wants_mask
 from actors.engine.model.compiled_layers import CompiledLayers
@@ -37,6 +37,7 @@ from actors.engine.model.rotation import settle_rotation
 from actors.engine.sampling.sampler import BatchSampler, RawLogprob, SequenceSampling
 from actors.engine.sizing import CardMemory, Limits, plan_limits
 from actors.errors import ContextLengthExceeded, DeviceMemoryShort, EngineDied, InvalidRequest
+from actors.image.decoder_layers import decoder_layers
 from actors.memory import workspaces
 from actors.memory.arena import DeviceArena
 from actors.memory.driver import AllocatorPool

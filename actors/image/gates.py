@@ -22,12 +22,7 @@ class SegmentGates:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.segments: dict[nn.Module, int] = {}
         for slot in layout.stored():
-            path = slot.name.rpartition(".")[0]
-            segment = layout.segments[slot.segment].name
-            if segment.startswith("layer."):
-                index = segment.removeprefix("layer.")
-                head, _, _ = f"{path}.".partition(f".{index}.")
-                path = f"{head}.{index}"
+            path = layout.segments[slot.segment].layer or slot.name.rpartition(".")[0]
             self.segments[model.get_submodule(path)] = slot.segment
         self._handles: list[RemovableHandle] = []
 

@@ -90,7 +90,7 @@ def nobody() -> Iterable[Peer]:
     return ()
 
 
-def keep_quiet(origin: Origin, size: int) -> None:
+def ignore_load(origin: Origin, size: int) -> None:
     """Nobody wants to hear of loads."""
 
 
@@ -102,7 +102,7 @@ class WeightHolder:
         preload: Sequence[ImageRequest] = (),
         now: Callable[[], float] = time.monotonic,
         peers: Callable[[], Iterable[Peer]] = nobody,
-        on_load: Callable[[Origin, int], None] = keep_quiet,
+        on_load: Callable[[Origin, int], None] = ignore_load,
     ) -> None:
         """Load nothing yet, but for what `preload` names, in the background.
 

@@ -1,11 +1,8 @@
 """Where each tensor of a model sits in its packed image. No torch."""
 
-import hashlib
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 TENSOR_ALIGNMENT = 256  # bytes; what CUDA kernels may assume of a fresh allocation
 
@@ -42,9 +39,12 @@ class Segment:
 
     name: str
     size: int  # bytes
+    layer: str | None = (
+        None  # path of the decoder layer whose tensors these are; None: of other modules
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The table of an image: segments in forward order, tensors inside them."""
 
@@ -54,12 +54,6 @@ class Layout:
     @property
     def total_bytes(self) -> int:
         return sum(segment.size for segment in self.segments)
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal digests: byte i of one image means the same as byte i of the other."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def stored(self) -> Iterator[TensorSlot]:
         """The tensors that have bytes of their own."""
@@ -100,11 +94,3 @@ class Manifest:
     payload_offsets: tuple[int, ...]  # per segment: bytes into its object where the payload starts
     digests: tuple[str, ...]  # per segment: xxh3_128 of its payload, hexadecimal
     checksums: tuple[Checksum, ...]  # per segment: what a device computes of its payload
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "key": str(self.key),
-            "bytes": self.layout.total_bytes,
-            "segments": len(self.layout.segments),
-            "tensors": len(self.layout.tensors),
-        }

@@ -1,7 +1,7 @@
 """How a replica gets its image: from the holder's object store, or else from disk.
 
 The fast path may fail in any way without taking the replica with it: the fallback loads the
-checkpoint into this process, says so, and tells which way it went. Nobody waits for a holder that is
+checkpoint into this process, says so, and tells where the image came from. Nobody waits for a holder that is
 not there.
 """
 
@@ -28,7 +28,7 @@ from actors.image.layout import ImageKey, Manifest
 logger = logging.getLogger(__name__)
 
 
-class Way(StrEnum):
+class ImageSource(StrEnum):
     """How a replica came to its image: from the object store, or why from disk."""
 
     IMAGE = "image"
@@ -46,26 +46,28 @@ class HolderSilent(HolderLost):
     """It did not answer in time."""
 
 
-_WAYS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Way], ...] = (
-    (ImageMissing, Way.MISSING_KEY),
-    (LayoutMismatch, Way.LAYOUT_MISMATCH),
-    (StoreFull, Way.STORE_FULL),
-    (WeightsCorrupted, Way.DIGEST_MISMATCH),
-    ((HolderSilent, TimeoutError, GetTimeoutError), Way.TIMEOUT),
-    ((HolderLost, RayActorError, ObjectLostError), Way.HOLDER_GONE),
+_SOURCES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], ImageSource], ...] = (
+    (ImageMissing, ImageSource.MISSING_KEY),
+    (LayoutMismatch, ImageSource.LAYOUT_MISMATCH),
+    (StoreFull, ImageSource.STORE_FULL),
+    (WeightsCorrupted, ImageSource.DIGEST_MISMATCH),
+    ((HolderSilent, TimeoutError, GetTimeoutError), ImageSource.TIMEOUT),
+    ((HolderLost, RayActorError, ObjectLostError), ImageSource.HOLDER_GONE),
 )
 
 
-def way_of(failure: Exception) -> Way:
-    """Which way a failure of the fast path is counted as.
+def classify_failure(failure: Exception) -> ImageSource:
+    """How a failure of the fast path is counted as.
 
     Ray raises what the holder raised in a class made on the fly, which inherits from its class.
     """
-    return next((way for kind, way in _WAYS if isinstance(failure, kind)), Way.ERROR)
+    return next(
+        (source for kind, source in _SOURCES if isinstance(failure, kind)), ImageSource.ERROR
+    )
 
 
-def keep_quiet(way: Way) -> None:
-    """Nobody counts."""
+def ignore_source(source: ImageSource) -> None:
+    """For callers who do not count."""
 
 
 class HolderClient(Protocol):
@@ -93,7 +95,7 @@ class FastLoad:
     load_timeout_s: float = 1800.0
     open_timeout_s: float = 300.0  # from another node the bytes come over the network
     recheck_timeout_s: float = 20.0  # hashing 100 GB takes 3 s; Serve gives a health check 30 s
-    tell: Callable[[Way], None] = keep_quiet  # called once for each `obtain`
+    on_obtained: Callable[[ImageSource], None] = ignore_source  # called once for each `obtain`
 
     async def obtain(self) -> WeightImage:
         """The image, from the object store where possible.
@@ -104,8 +106,8 @@ class FastLoad:
         dtype = packer.checkpoint_dtype(self.checkpoint, self.request.dtype)
         key = packer.image_key(self.checkpoint, dtype)
         logger.info("load_model key:%s", key)
-        image, way = await self._fast(key)
-        self.tell(way)
+        image, source = await self._fast(key)
+        self.on_obtained(source)
         if image is None:
             image = await asyncio.to_thread(load_from_disk, self.checkpoint, key)
         return image
@@ -120,9 +122,9 @@ class FastLoad:
         except Exception as exc:  # noqa: BLE001  # the views are gone; the lease ends with us
             logger.warning("could not release image %s: %s: %s", key, type(exc).__name__, exc)
 
-    async def _fast(self, key: ImageKey) -> tuple[WeightImage | None, Way]:
+    async def _fast(self, key: ImageKey) -> tuple[WeightImage | None, ImageSource]:
         if self.holder is None:
-            return None, Way.NO_HOLDER
+            return None, ImageSource.NO_HOLDER
         try:
             try:
                 image = await self._from_store(self.holder, key)
@@ -131,10 +133,10 @@ class FastLoad:
                     raise
                 image = await self._from_store(self.holder, key)
         except Exception as exc:  # noqa: BLE001  # whatever it was, loading from disk is left
-            way, kind = way_of(exc), type(exc).__name__
-            logger.warning("Fallback to load from disk. error:%s: %s (%s)", kind, exc, way)
-            return None, way
-        return image, Way.IMAGE
+            source, kind = classify_failure(exc), type(exc).__name__
+            logger.warning("Fallback to load from disk. error:%s: %s (%s)", kind, exc, source)
+            return None, source
+        return image, ImageSource.IMAGE
 
     async def _is_dropped(
         self, holder: HolderClient, key: ImageKey, found: WeightsCorrupted

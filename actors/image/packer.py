@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from actors.checkpoints.directory import CONFIG_NAME, INDEX_NAME, unsupported_weights
 from actors.errors import LayoutMismatch
 from actors.image.checksum import checksum
+from actors.image.decoder_layers import decoder_layers
 from actors.image.image import digest
 from actors.image.layout import Checksum, ImageKey, Layout, Segment, TensorKind, TensorSlot, align
 
@@ -108,7 +109,13 @@ def plan(model: PreTrainedModel) -> Layout:
         LayoutMismatch: the module has tensors that are neither parameters nor buffers.
     """
     _refuse_hidden_tensors(model)
-    segment_of = _segment_names(model)
+    layers = [path for path, _ in decoder_layers(model)]
+    if not layers:
+        count = model.config.get_text_config().num_hidden_layers
+        raise LayoutMismatch(
+            f"{type(model).__name__} has no list of {count} decoder layers to pack by"
+        )
+    segment_of = _segment_names(model, layers)
     names = list(dict.fromkeys(segment_of.values()))
     ends = dict.fromkeys(names, 0)
     seen: dict[tuple[object, ...], str] = {}
@@ -135,8 +142,11 @@ def plan(model: PreTrainedModel) -> Layout:
             size=size,
             alias_of=None if owner == name else owner,
         )
+    layer_of = {_layer_segment(index): path for index, path in enumerate(layers)}
     return Layout(
-        segments=tuple(Segment(name, align(ends[name])) for name in names),
+        segments=tuple(
+            Segment(name, align(ends[name]), layer=layer_of.get(name)) for name in names
+        ),
         tensors=tuple(slots.values()),
     )
 
@@ -181,13 +191,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, TensorKind, torch.Tensor]]
         yield name, "buffer", buffer
 
 
-def _segment_names(model: PreTrainedModel) -> dict[str, str]:
+def _layer_segment(index: int) -> str:
+    return f"layer.{index}"
+
+
+def _segment_names(model: PreTrainedModel, layers: Sequence[str]) -> dict[str, str]:
     """Tensor name -> name of its segment, in forward order.
 
     Forward order is: whatever stands before the decoder layers (embedding, rotary frequencies),
     each layer, whatever comes behind them (final norm, head).
     """
-    layers_prefix = f"{_decoder_layers(model)}."
+    layers_prefix = f"{layers[0].rpartition('.')[0]}."
     embedding = model.get_input_embeddings()
     early = {id(module) for module in embedding.modules()}
     names: dict[str, str] = {}
@@ -195,22 +209,12 @@ def _segment_names(model: PreTrainedModel) -> dict[str, str]:
     for name, kind, _ in _tensors(model):
         if name.startswith(layers_prefix):
             index = int(name[len(layers_prefix) :].split(".", 1)[0])
-            names[name], order[name] = f"layer.{index}", (1, index)
+            names[name], order[name] = _layer_segment(index), (1, index)
         elif kind == "buffer" or id(model.get_submodule(name.rpartition(".")[0])) in early:
             names[name], order[name] = "embedding", (0, 0)
         else:
             names[name], order[name] = "head", (2, 0)
     return {name: names[name] for name in sorted(names, key=lambda name: order[name])}
-
-
-def _decoder_layers(model: PreTrainedModel) -> str:
-    """The name of the list of decoder layers."""
-    count = model.config.get_text_config().num_hidden_layers
-    name: str
-    for name, module in model.named_modules():  # outer lists come before those inside a layer
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name
-    raise LayoutMismatch(f"{type(model).__name__} has no list of {count} decoder layers to pack by")
 
 
 def _refuse_hidden_tensors(model: nn.Module) -> None:

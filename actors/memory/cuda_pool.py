@@ -33,7 +33,9 @@ class CudaPool:
         self._driver = driver
         self._arenas: list[DeviceArena] = []
         self._largest = 0
-        self._allocate = _ALLOCATE(self._new_arena)  # to be kept: torch has but its address
+        self._allocate = _ALLOCATE(
+            self._new_arena
+        )  # keep a reference: torch stores only the pointer
         # The arenas are ours to release. Any C function serves that ignores its arguments; one in Python
         # would be gone before the last call of a process that ends.
         nothing = ctypes.CDLL(None).getppid

@@ -47,8 +47,9 @@ class Transfer:
 
     A wake begins it, resumes the engine at once, and has forward pre-hooks call `gate` with the
     segment that the module lives in. `gate` costs nothing once `finish` was called, and nothing for
-    segments that are not part of the transfer. A captured graph has no hooks: call `gate_all` on its
-    stream before the first replay. Gates may be called from one thread, `arrived` and `finish` from another.
+    segments that are not part of the transfer. A captured graph has no hooks: call `gate` for
+    each of its segments before the first replay. Gates may be called from one thread, `arrived` and `finish`
+    from another.
 
     Attributes:
         copies: in the order in which they arrive.
@@ -68,11 +69,6 @@ class Transfer:
         mark = self._pending.get(segment)
         if mark is not None:
             mark.gate()
-
-    def gate_all(self) -> None:
-        """Make what the caller's current stream does next wait for all segments."""
-        if self._pending:
-            self._marks[-1].gate()
 
     def arrived(self) -> Iterator[SegmentCopy]:
         """The copies in their order, each when its bytes are there. Blocks in between.

@@ -273,7 +273,7 @@ class ModelRuntime:
                     for event in events:
                         for piece in pieces(event):
                             yield piece
-                    if stream.told:
+                    if stream.is_delivered:
                         return
                     if events:
                         await stream.pace(len(self._streams) / self._max_events_per_s)

@@ -75,9 +75,9 @@ class RequestStream:
     cut: asyncio.Event = field(default_factory=asyncio.Event)  # failed or aborted
 
     @property
-    def told(self) -> bool:
+    def is_delivered(self) -> bool:
         """Every continuation's last event has been taken."""
-        return all(assembler.told for assembler in self.assemblers)
+        return all(assembler.final_event_sent for assembler in self.assemblers)
 
     def take(self) -> list[TokenEvent]:
         """What is new, at most one event per continuation."""
@@ -98,12 +98,12 @@ class RequestStream:
     def advanced(self, index: int) -> None:
         """Continuation `index` has got something new."""
         self.arrived.set()
-        if self.assemblers[index].done and all(each.done for each in self.assemblers):
+        if self.assemblers[index].is_finished and all(each.is_finished for each in self.assemblers):
             self.settled.set()
 
     def fail(self, error: Exception) -> None:
         """End it with `error`, unless its end has been told already."""
-        if self.told or self.error is not None:
+        if self.is_delivered or self.error is not None:
             return
         self.error = error
         self.cut.set()
@@ -169,7 +169,7 @@ class OpenStreams:
     def close(self, stream: RequestStream) -> None:
         """Forget a stream; what is not done of it is cancelled."""
         for sequence_id, assembler in zip(stream.sequence_ids, stream.assemblers, strict=True):
-            if self._continuations.pop(sequence_id, None) and not assembler.done:
+            if self._continuations.pop(sequence_id, None) and not assembler.is_finished:
                 self._engine.cancel(sequence_id)
             self._meter.ended(sequence_id, Ending.ABORT if stream.error is None else Ending.ERROR)
 
@@ -177,7 +177,7 @@ class OpenStreams:
         """End every continuation where it is, with the finish reason "abort"."""
         for sequence_id, (stream, index) in list(self._continuations.items()):
             stream.cut.set()
-            if not stream.assemblers[index].done:
+            if not stream.assemblers[index].is_finished:
                 self._engine.cancel(sequence_id)
                 stream.assemblers[index].push((), finish=FinishReason.ABORT)
                 self._meter.ended(sequence_id, Ending.ABORT)
@@ -207,7 +207,7 @@ class OpenStreams:
             stream, index = found
             if output.error is not None:
                 stream.fail(_told_to_the_client(output.sequence_id, output.error))
-            elif not stream.assemblers[index].done:
+            elif not stream.assemblers[index].is_finished:
                 self._push_output(stream, index, output)
 
     def _push_output(self, stream: RequestStream, index: int, output: EngineOutput) -> None:

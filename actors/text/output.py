@@ -120,7 +120,7 @@ class OutputAssembler:
         form: MessageForm | None = None,
     ) -> None:
         self.finish: FinishReason | None = None  # why it ended; None while it goes on
-        self.told = False  # the event with the finish reason has been taken
+        self.final_event_sent = False  # the event with the finish reason has been taken
         self._decoder = decoder
         self._index = index
         self._prompt_tokens = prompt_tokens
@@ -136,7 +136,7 @@ class OutputAssembler:
         self._form = form
 
     @property
-    def done(self) -> bool:
+    def is_finished(self) -> bool:
         """Nothing more is taken in; the engine may cancel."""
         return self.finish is not None
 
@@ -156,7 +156,7 @@ class OutputAssembler:
                 ended it. A stop string found before that overrides it.
             stop_reason: for the event, with `finish`.
         """
-        if self.done:
+        if self.is_finished:
             return
         assert logprobs is None or len(logprobs) == len(token_ids)
         with_text = token_ids[:-1] if finish is FinishReason.STOP else token_ids
@@ -182,9 +182,9 @@ class OutputAssembler:
             self._text.append(self._decoder.push(self._undecoded))
             self._undecoded = []
         text, self._text = "".join(self._text), []
-        if self.told or not (text or self.done):
+        if self.final_event_sent or not (text or self.is_finished):
             return None
-        if self.done and self._matcher is None:
+        if self.is_finished and self._matcher is None:
             text += self._decoder.flush()
         event = TokenEvent(
             index=self._index,
@@ -196,7 +196,7 @@ class OutputAssembler:
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             form=self._form,
         )
-        self.told = self.done
+        self.final_event_sent = self.is_finished
         self._token_ids, self._logprobs, self._form = [], None, None
         return event
 

@@ -35,7 +35,7 @@ _INTEGERS = ("top_k", "max_new_tokens")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling(SamplingParams):
-    """`SamplingParams` of which nothing is left to the model any more. The defaults are OpenAI's."""
+    """`SamplingParams` with every default filled in. The defaults here are OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0

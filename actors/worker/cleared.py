@@ -1,4 +1,4 @@
-"""A moment after a sleep, on the control thread: have the device take back what it has cleared."""
+"""Triggers the driver's deferred bookkeeping a moment after a sleep's unmap, on the control thread."""
 
 import threading
 from collections.abc import Callable

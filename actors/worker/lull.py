@@ -1,4 +1,4 @@
-"""When nobody is being served: the time for work that whoever is served would feel."""
+"""Quiet periods, for work that requests would feel."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ LATEST_S = 60.0  # a replica that is never quiet
 
 
 class Lull:
-    """Counts the requests in flight, for threads that wait for none. Starts quiet, now."""
+    """Lets background threads wait for a quiet period. Starts quiet, now."""
 
     def __init__(
         self,

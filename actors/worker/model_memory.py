@@ -58,8 +58,8 @@ class ModelMemory:
         pool: what the engine's graphs compute in, mapped and unmapped with the rest; None on a CPU.
         last_transfer: of the last settled wake.
         last_wake: the same wake's report, with the outcome of the check.
-        seen: what the device said at the end of the last sleep or settled wake.
-        left: what the last sleep left on the device; None while awake.
+        last_reading: what the device said at the end of the last sleep or settled wake.
+        sleep_residue: what the last sleep left on the device; None while awake.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class ModelMemory:
         self._link: HostLink | None = None  # of `image`; from `open_link` or the first wake on
         self._arrival: _Arrival | None = None  # of the last wake, until it is settled
         self._graphs = _GraphCost()
-        self.seen = self._driver.memory()
-        self.left: MemoryLeft | None = None
+        self.last_reading = self._driver.memory()
+        self.sleep_residue: MemoryLeft | None = None
 
     @property
     def device(self) -> torch.device:
@@ -187,7 +187,7 @@ class ModelMemory:
         except BaseException:  # half a model must never be resumed
             self._unmap(missing)
             raise
-        self.left = None
+        self.sleep_residue = None
         self._arrival = _Arrival(transfer, image.manifest)
         self._gates.install(transfer.gate)
         copied = sum(payload.nbytes for payload in payloads.values())
@@ -206,7 +206,7 @@ class ModelMemory:
         assert self._kv is not None
         self._kv.map(missing[:1])
         if len(missing) == 1:
-            self.seen = self._driver.memory()
+            self.last_reading = self._driver.memory()
         return True
 
     def settle(self) -> None:
@@ -220,7 +220,7 @@ class ModelMemory:
             return  # asleep again before it came to that
         arrival, self._arrival = self._arrival, None
         report, corrupted = self._check(arrival.transfer, arrival.manifest)
-        self.seen = self._driver.memory()
+        self.last_reading = self._driver.memory()
         self.last_wake = report
         logger.info(
             "restored %d bytes in %.1f ms, %.1f GB/s; checked %d segments, %d bytes, in %.1f ms: %s",
@@ -243,21 +243,21 @@ class ModelMemory:
             self._arrival = None
         keep = self.kept if level == 1 else frozenset[int]()
         self._unmap(i for i in range(len(self._weights.spans)) if i not in keep)
-        self.seen = after = self._trimmed()
-        self.left = self._left_of(after)
+        self.last_reading = after = self._trimmed()
+        self.sleep_residue = self._left_of(after)
         return MemoryChange(
             mapped_before,
             self.mapped_bytes,
             copied_bytes=0,
             released_bytes=device_before.used - after.used,
             own_released_bytes=_difference(device_before.own, after.own),
-            left=self.left,
+            left=self.sleep_residue,
         )
 
     def trim(self) -> None:
         """While unmapped: give back what somebody else's work has left in torch's hands since."""
-        self.seen = after = self._trimmed()
-        self.left = self._left_of(after)
+        self.last_reading = after = self._trimmed()
+        self.sleep_residue = self._left_of(after)
 
     def collect_cleared(self) -> None:
         """While unmapped: do now what the next wake's first `map` would have to do. See MemoryDriver.
@@ -397,7 +397,7 @@ def kept_segments(layout: Layout, keep_layers: int, place: KeptPlace = "first") 
     are computed only when everything in front of them has arrived, near the end or behind it.
     `sleepserve bench wake` measures all three.
     """
-    layers = [i for i, segment in enumerate(layout.segments) if segment.name.startswith("layer.")]
+    layers = [i for i, segment in enumerate(layout.segments) if segment.layer is not None]
     count = min(keep_layers, len(layers))
     spare = len(layers) - count
     start = {"first": 0, "middle": spare // 2, "last": spare}[place]

@@ -129,10 +129,8 @@ class Residency:
     def between_steps(self, work: Callable[[], T]) -> T:
         """What `work` gives while the engine is paused, the bytes of the last wake there and checked.
 
-        Raises:
-            Unavailable: the model is asleep.
+        The model must be awake (`check_awake`).
         """
-        self.check_awake()
         self.settle()  # takes the gates out
         self._pause()
         try:

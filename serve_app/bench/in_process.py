@@ -79,7 +79,7 @@ class InProcessTarget:
 
     def __init__(self, config: ModelConfig, loaded: _Loaded) -> None:
         self.runtime = runtime = loaded.runtime
-        seen = runtime.memory.seen
+        seen = runtime.memory.last_reading
         self._asleep_bytes = 0  # used at the end of the last sleep
         self._about = About(
             model=config.model_id,
@@ -111,7 +111,7 @@ class InProcessTarget:
         started_s = time.perf_counter()
         change = await self.runtime.sleep(level)
         seconds = time.perf_counter() - started_s
-        seen = self.runtime.memory.seen
+        seen = self.runtime.memory.last_reading
         assert change.released_bytes is not None
         self._asleep_bytes = seen.used
         return Slept(
@@ -138,8 +138,8 @@ class InProcessTarget:
         if report is None:
             raise ReplicaFailed("the wake was not settled")
         return Woke(
-            used_bytes=memory.seen.used,
-            reloaded_bytes=memory.seen.used - self._asleep_bytes,
+            used_bytes=memory.last_reading.used,
+            reloaded_bytes=memory.last_reading.used - self._asleep_bytes,
             copied_bytes=report.copied_bytes,
             link_s=report.link_s,
             link_gb_per_s=report.link_gb_per_s,

@@ -304,7 +304,7 @@ class WakeBench:
         prompts = {tokens: model.prompt(0, tokens) for tokens in plan.prompt_tokens}
         expected = {n: _tried(baseline.first_token, prompt) for n, prompt in prompts.items()}
         _tried(baseline.sleep)
-        left = model.runtime.memory.left
+        left = model.runtime.memory.sleep_residue
         assert left is not None
         for number in range(plan.baseline_cycles):
             for tokens, prompt in prompts.items():

@@ -42,7 +42,7 @@ def ways_of(variants: Sequence[str], layout: Layout) -> list[Way]:
     "kept" becomes several, up to all layers; "kept-sweep" the same with none in front, in turns with
     the others.
     """
-    layers = sum(segment.name.startswith("layer.") for segment in layout.segments)
+    layers = sum(segment.layer is not None for segment in layout.segments)
     ways: list[Way] = []
     for name in variants:
         if name in ("kept", SWEEP):

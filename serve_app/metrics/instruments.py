@@ -98,10 +98,10 @@ class Instruments(Observer):
     def refused(self, error: Exception) -> None:
         self._tally.add(metrics.REFUSED, type(error).__name__)
 
-    def obtained(self, way: str) -> None:
-        result = "hit" if way in _HITS else "miss" if way in _MISSES else "fallback"
+    def obtained(self, source: str) -> None:
+        result = "hit" if source in _HITS else "miss" if source in _MISSES else "fallback"
         self._tally.add(metrics.FASTLOAD, result)
-        self._tally.add(metrics.IMAGES_OBTAINED, way)
+        self._tally.add(metrics.IMAGES_OBTAINED, source)
 
     # --- what nobody observes ---
 
@@ -128,9 +128,9 @@ def gauges(lifecycle: Lifecycle, runtime: "ModelRuntime") -> dict[Key, float]:
     """What a replica is now, by metric and labels. Asks neither the device nor a driver."""
     engine, memory = runtime.engine_stats(), runtime.memory
     mapped = memory.mapped_bytes
-    rest = memory.seen.held - mapped
-    if memory.left is not None:
-        rest = memory.left.total - memory.left.kept_layers
+    rest = memory.last_reading.held - mapped
+    if memory.sleep_residue is not None:
+        rest = memory.sleep_residue.total - memory.sleep_residue.kept_layers
     asleep = lifecycle.state in (ReplicaState.ASLEEP, ReplicaState.WAKING)
     deep = asleep and lifecycle.level == 2
     states = {"awake": not asleep, "weights_offloaded": asleep and not deep, "discard_all": deep}

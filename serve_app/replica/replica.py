@@ -143,7 +143,7 @@ class ModelReplica:
             request=request,
             checkpoint=checkpoint,
             lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
-            tell=observer.obtained,
+            on_obtained=observer.obtained,
         )
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
         # First what needs no weights: a model that cannot be served is refused in a second.
@@ -270,12 +270,12 @@ class ModelReplica:
     def _device_memory(self) -> DeviceMemoryStatus:
         slept, memory = self._lifecycle.last_sleep, self._runtime.memory
         return DeviceMemoryStatus(
-            total=memory.seen.total,
-            free=memory.seen.free,
-            own=memory.seen.own,
+            total=memory.last_reading.total,
+            free=memory.last_reading.free,
+            own=memory.last_reading.own,
             released_by_last_sleep=slept.released_bytes if slept is not None else None,
             own_released_by_last_sleep=slept.own_released_bytes if slept is not None else None,
-            left=memory.left,
+            left=memory.sleep_residue,
         )
 
     async def record_routing_stats(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from actors.image import packer
 from actors.image.holder import HolderCounts, ImageGrant, ImageRequest, WeightHolder
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
-from actors.image.obtain import FastLoad, Way, keep_quiet
+from actors.image.obtain import FastLoad, ImageSource, ignore_source
 from actors.image.pull import ActorPeer
 from actors.image.store import ByteArray
 from actors.protocol import HeldImage
@@ -132,11 +132,11 @@ def image_request(checkpoint: Path) -> ImageRequest:
 def fast_load(
     holder: ActorHolder | None,
     checkpoint: Path,
-    tell: Callable[[Way], None] = keep_quiet,
+    on_obtained: Callable[[ImageSource], None] = ignore_source,
     **options: float,
 ) -> FastLoad:
     request = image_request(checkpoint)
-    return FastLoad(holder, request, checkpoint, "test", tell=tell, **options)  # type: ignore[arg-type]
+    return FastLoad(holder, request, checkpoint, "test", on_obtained=on_obtained, **options)  # type: ignore[arg-type]
 
 
 def content(image: WeightImage) -> list[bytes]:

@@ -13,7 +13,7 @@ from actors.checkpoints.source import ModelSource
 from actors.errors import ImageMissing, LayoutMismatch, StoreFull
 from actors.image.holder import ImageGrant, ImageRequest
 from actors.image.layout import ImageKey
-from actors.image.obtain import FastLoad, Way, load_from_disk
+from actors.image.obtain import FastLoad, ImageSource, load_from_disk
 from actors.image.store import in_shared_memory, reserve, store_room
 from tests.integration.holder_harness import (
     MIB,
@@ -40,9 +40,9 @@ def checkpoint() -> Path:
 def test_image_from_the_store_is_the_one_from_disk(ray_store: int, checkpoint: Path) -> None:
     async def scenario() -> None:
         holder = ActorHolder()
-        ways: list[Way] = []
-        image = await fast_load(holder, checkpoint, ways.append).obtain()
-        assert (image.origin, ways) == ("image", [Way.IMAGE])
+        sources: list[ImageSource] = []
+        image = await fast_load(holder, checkpoint, sources.append).obtain()
+        assert (image.origin, sources) == ("image", [ImageSource.IMAGE])
         from_disk = load_from_disk(checkpoint, image_key(checkpoint))
         assert from_disk.origin == "disk"
         assert image.manifest.digests == from_disk.manifest.digests
@@ -158,12 +158,12 @@ def test_release_by_the_last_lessee_frees_the_store(ray_store: int, checkpoint: 
     run(scenario)
 
 
-NOT_MADE: tuple[tuple[dict[str, Any], Way, type[Exception]], ...] = (
-    ({"tp_world": 2}, Way.LAYOUT_MISMATCH, LayoutMismatch),
-    ({"packer_version": 0}, Way.LAYOUT_MISMATCH, LayoutMismatch),
-    ({"dtype": "float64"}, Way.LAYOUT_MISMATCH, LayoutMismatch),
-    ({"revision": "another"}, Way.MISSING_KEY, ImageMissing),
-    ({"model": "/elsewhere"}, Way.MISSING_KEY, ImageMissing),
+NOT_MADE: tuple[tuple[dict[str, Any], ImageSource, type[Exception]], ...] = (
+    ({"tp_world": 2}, ImageSource.LAYOUT_MISMATCH, LayoutMismatch),
+    ({"packer_version": 0}, ImageSource.LAYOUT_MISMATCH, LayoutMismatch),
+    ({"dtype": "float64"}, ImageSource.LAYOUT_MISMATCH, LayoutMismatch),
+    ({"revision": "another"}, ImageSource.MISSING_KEY, ImageMissing),
+    ({"model": "/elsewhere"}, ImageSource.MISSING_KEY, ImageMissing),
 )
 
 
@@ -175,18 +175,18 @@ def test_image_that_the_holder_does_not_make_is_read_from_disk(
         holder = AskingForAnother()
         for changes, way, error in NOT_MADE:
             caplog.clear()
-            holder.changes, ways = changes, []
-            image = await fast_load(holder, tiny_checkpoint, ways.append).obtain()
-            assert (image.origin, ways) == ("disk", [way])
+            holder.changes, sources = changes, []
+            image = await fast_load(holder, tiny_checkpoint, sources.append).obtain()
+            assert (image.origin, sources) == ("disk", [way])
             assert caplog.text.count("Fallback to load from disk") == 1
             assert f"error:RayTaskError({error.__name__})" in caplog.text
             assert "this node's checkpoint makes" in caplog.text
 
-        ways = []
+        sources = []
         nowhere = ImageRequest("x", ModelSource(id="/nowhere"), "auto")
-        load = FastLoad(holder, nowhere, tiny_checkpoint, "me", tell=ways.append)
+        load = FastLoad(holder, nowhere, tiny_checkpoint, "me", on_obtained=sources.append)
         assert (await load.obtain()).origin == "disk"
-        assert ways == [Way.MISSING_KEY]
+        assert sources == [ImageSource.MISSING_KEY]
         assert (await holder.counts()).disk_loads == 0
         holder.kill()
 
@@ -201,9 +201,9 @@ def test_dead_holder_means_disk_at_once(
         holder = ActorHolder()
         await holder.ping()
         holder.kill()
-        ways: list[Way] = []
-        image = await fast_load(holder, checkpoint, ways.append).obtain()
-        assert (image.origin, ways) == ("disk", [Way.HOLDER_GONE])
+        sources: list[ImageSource] = []
+        image = await fast_load(holder, checkpoint, sources.append).obtain()
+        assert (image.origin, sources) == ("disk", [ImageSource.HOLDER_GONE])
         assert "ActorDiedError" in caplog.text
 
     run(scenario)
@@ -215,8 +215,8 @@ def test_holder_that_dies_while_it_loads_means_disk(
 ) -> None:
     async def scenario() -> None:
         holder = ActorHolder(open_at_once=False)
-        ways: list[Way] = []
-        loads = [fast_load(holder, tiny_checkpoint, ways.append) for _ in "12"]
+        sources: list[ImageSource] = []
+        loads = [fast_load(holder, tiny_checkpoint, sources.append) for _ in "12"]
         waiting = [asyncio.create_task(load.obtain()) for load in loads]
         await holder.actor.wait_until_loading.remote()
         assert not any(task.done() for task in waiting)
@@ -225,7 +225,7 @@ def test_holder_that_dies_while_it_loads_means_disk(
         for image in await asyncio.gather(*waiting):
             assert (image.origin, content(image)) == ("disk", expected)
         assert caplog.text.count("Fallback to load from disk. error:ActorDiedError") == 2
-        assert ways == [Way.HOLDER_GONE, Way.HOLDER_GONE]
+        assert sources == [ImageSource.HOLDER_GONE, ImageSource.HOLDER_GONE]
 
     run(scenario)
 
@@ -260,13 +260,13 @@ def test_load_that_takes_too_long_is_not_waited_for_and_not_lost(
     async def scenario() -> None:
         holder = ActorHolder(open_at_once=False)
         await holder.ping()
-        ways: list[Way] = []
-        load = fast_load(holder, tiny_checkpoint, ways.append, load_timeout_s=0.2)
+        sources: list[ImageSource] = []
+        load = fast_load(holder, tiny_checkpoint, sources.append, load_timeout_s=0.2)
         assert (await load.obtain()).origin == "disk"
         assert "error:HolderSilent: no image within 0.2 s" in caplog.text
         await holder.actor.open_gate.remote()
-        assert (await fast_load(holder, tiny_checkpoint, ways.append).obtain()).origin == "image"
-        assert ways == [Way.TIMEOUT, Way.IMAGE]
+        assert (await fast_load(holder, tiny_checkpoint, sources.append).obtain()).origin == "image"
+        assert sources == [ImageSource.TIMEOUT, ImageSource.IMAGE]
         assert await holder.actor.loads.remote() == 1
         holder.kill()
 
@@ -278,8 +278,8 @@ def test_image_with_a_changed_byte_is_dropped_and_loaded_anew(
     ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        holder, ways = ActorHolder(), []
-        load = fast_load(holder, tiny_checkpoint, ways.append)
+        holder, sources = ActorHolder(), []
+        load = fast_load(holder, tiny_checkpoint, sources.append)
         first = await load.obtain()
         right = content(first)
         await holder.actor.change_a_byte.remote()
@@ -290,7 +290,7 @@ def test_image_with_a_changed_byte_is_dropped_and_loaded_anew(
         assert content(second) == right
         assert "Fallback" not in caplog.text
         assert "the holder had it wrong, and dropped it" in caplog.text
-        assert ways == [Way.IMAGE, Way.IMAGE]
+        assert sources == [ImageSource.IMAGE, ImageSource.IMAGE]
         assert len(await holder.stats()) == 1
 
         await holder.actor.change_a_byte.remote()
@@ -337,11 +337,11 @@ def test_holder_that_does_not_answer_is_not_waited_for(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        ways: list[Way] = []
-        load = fast_load(SilentHolder(), checkpoint, ways.append, ping_timeout_s=0.05)  # type: ignore[arg-type]
+        sources: list[ImageSource] = []
+        load = fast_load(SilentHolder(), checkpoint, sources.append, ping_timeout_s=0.05)  # type: ignore[arg-type]
         assert (await load.obtain()).origin == "disk"
         assert "no answer within 0.05 s" in caplog.text
-        assert ways == [Way.TIMEOUT]
+        assert sources == [ImageSource.TIMEOUT]
 
     run(scenario)
 
@@ -357,9 +357,9 @@ def test_store_without_room_is_refused_with_the_sizes_and_the_replica_loads_from
         view = ray.get(filler)  # pinned: it cannot make room
         with pytest.raises(StoreFull, match=r"0\.04 GiB .* has 0\.0\d GiB of 0\.08 GiB free"):
             await holder.acquire(request, key, "me")
-        ways: list[Way] = []
-        image = await fast_load(holder, checkpoint, ways.append).obtain()
-        assert (image.origin, ways) == ("disk", [Way.STORE_FULL])
+        sources: list[ImageSource] = []
+        image = await fast_load(holder, checkpoint, sources.append).obtain()
+        assert (image.origin, sources) == ("disk", [ImageSource.STORE_FULL])
         assert "StoreFull" in caplog.text
         with pytest.raises(StoreFull, match="on disk"):
             reserve(60 * MIB)  # what would happen without the check

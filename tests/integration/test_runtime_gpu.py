@@ -137,8 +137,8 @@ def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
                 found.append((whole, len(prompt), told, [e.logprob for e in sampled.logprobs]))
                 assert await answers(h) == expected
                 await h.runtime.sleep(1)
-                assert h.runtime.memory.left is not None
-                left.append(h.runtime.memory.left.total)
+                assert h.runtime.memory.sleep_residue is not None
+                left.append(h.runtime.memory.sleep_residue.total)
                 await h.runtime.wake()
             if device == "cuda":  # the first forward of a length loads kernels, which stay
                 assert max(left[len(PROMPTS) :]) <= left[len(PROMPTS) - 1] + 16 * MIB
@@ -173,7 +173,7 @@ def sleep_and_account(device: str, checkpoint: Path, level: int) -> None:
             memory = h.runtime.memory
             for _ in range(3):
                 await settled(h)
-                assert memory.left is None
+                assert memory.sleep_residue is None
                 slept = await h.runtime.sleep(level)
                 assert slept.released_bytes is not None
                 if device == "cpu":  # of the KV cache only what was written ever was resident
@@ -184,14 +184,14 @@ def sleep_and_account(device: str, checkpoint: Path, level: int) -> None:
                 assert slept.released_bytes >= released
                 if slept.own_released_bytes is not None:  # NVML can be blind in a container
                     assert slept.own_released_bytes >= released
-                assert memory.seen.free <= memory.seen.total
+                assert memory.last_reading.free <= memory.last_reading.total
 
                 left = slept.left
                 assert left is not None
-                assert left == memory.left
-                assert left.total == memory.seen.held
-                if memory.seen.own is not None:
-                    assert left.total == memory.seen.own
+                assert left == memory.sleep_residue
+                assert left.total == memory.last_reading.held
+                if memory.last_reading.own is not None:
+                    assert left.total == memory.last_reading.own
                 assert left.kept_layers == 0
                 assert left.context == memory._driver.context_bytes > 0
                 if device == "cuda":

@@ -11,7 +11,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.image.image import WeightImage
-from actors.image.obtain import FastLoad, Way, load_from_disk
+from actors.image.obtain import FastLoad, ImageSource, load_from_disk
 from actors.image.store import store_room
 from serve_app.bench.serve_process import free_port
 from tests.integration.holder_harness import (
@@ -60,8 +60,10 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoNodes]:
 class Replica:
     """Of the node it is put on; keeps its image."""
 
-    async def obtain(self, holder: ActorHolder, checkpoint: Path) -> tuple[Way, list[bytes]]:
-        ways: list[Way] = []
+    async def obtain(
+        self, holder: ActorHolder, checkpoint: Path
+    ) -> tuple[ImageSource, list[bytes]]:
+        ways: list[ImageSource] = []
         self.image: WeightImage = await fast_load(holder, checkpoint, ways.append).obtain()
         (way,) = ways
         return way, content(self.image)
@@ -91,11 +93,11 @@ def test_image_is_read_from_one_disk_travels_once_and_stays_when_its_first_holde
         far = ActorHolder(resources=FAR)
         near = ActorHolder(peers=(far,), resources=NEAR)
         there, *here = (replica_at(place) for place in (FAR, NEAR, NEAR, NEAR))
-        assert await there.obtain.remote(far, tiny_checkpoint) == (Way.IMAGE, expected)
+        assert await there.obtain.remote(far, tiny_checkpoint) == (ImageSource.IMAGE, expected)
 
         empty = store_room().available
         found = await asyncio.gather(*(r.obtain.remote(near, tiny_checkpoint) for r in here))
-        assert found == [(Way.IMAGE, expected)] * 3
+        assert found == [(ImageSource.IMAGE, expected)] * 3
         first, second = await far.counts(), await near.counts()
         assert (first.disk_loads, second.disk_loads) == (1, 0)
         assert (second.pulls, second.pulled_bytes, first.lent_bytes) == (1, size, size)
@@ -110,7 +112,7 @@ def test_image_is_read_from_one_disk_travels_once_and_stays_when_its_first_holde
         nodes.remove_far()
         await gone(far)
         later = replica_at(NEAR)
-        assert await later.obtain.remote(near, tiny_checkpoint) == (Way.IMAGE, expected)
+        assert await later.obtain.remote(near, tiny_checkpoint) == (ImageSource.IMAGE, expected)
         counts = await near.counts()
         assert (counts.disk_loads, counts.pulls) == (0, 1)
 

@@ -1,4 +1,4 @@
-"""Processes without a GPU import no torch, and ruff keeps it that way."""
+"""Processes without a GPU import no torch, and ruff keeps it that source."""
 
 import asyncio
 import pickle
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.errors import EngineDied
-from actors.image.obtain import Way
+from actors.image.obtain import ImageSource
 from actors.observer import SleepCause, WakeCause, WakePhase, WakeResult
 from actors.protocol import HeldImage, Refusal, ReplicaState, TokenEvent
 from serve_app.metrics.instruments import Instruments
@@ -43,8 +43,8 @@ def test_importing_module_loads_no_torch(module: str, project: Path) -> None:
 
 def counted() -> object:
     instruments = Instruments(Tally(), lambda: 0.0)
-    for way in Way:
-        instruments.obtained(way)
+    for source in ImageSource:
+        instruments.obtained(source)
     instruments.woke(WakeCause.START, WakeResult.OK, 1.0)
     instruments.slept(SleepCause.IDLE, 1, 1.0, 5)
     instruments.wake_phase(WakePhase.MAP, 1.0)

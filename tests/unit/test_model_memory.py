@@ -26,8 +26,8 @@ NEIGHBOURS_BYTES = 7000 * KIB
 
 
 def layout(layers: int) -> Layout:
-    names = ["embedding", *(f"layer.{i}" for i in range(layers)), "head"]
-    return Layout(tuple(Segment(name, 1) for name in names), ())
+    middle = (Segment(f"layer.{i}", 1, f"layers.{i}") for i in range(layers))
+    return Layout((Segment("embedding", 1), *middle, Segment("head", 1)), ())
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def kept_bytes(bench: Bench) -> int:
 
 
 def test_graphs_are_told_from_what_was_there_before_them(bench: Bench) -> None:
-    assert bench.memory.left == MemoryLeft(
+    assert bench.memory.sleep_residue == MemoryLeft(
         context=CONTEXT_BYTES,
         graphs=120 * KIB,
         kept_layers=0,
@@ -178,7 +178,7 @@ def test_graphs_captured_later_count_as_well(bench: Bench) -> None:
 
 def test_sleep_tells_what_went_and_what_the_rest_is_made_of(bench: Bench) -> None:
     bench.wake()
-    assert bench.memory.left is None
+    assert bench.memory.sleep_residue is None
     bench.driver.cached = 400 * KIB  # activations
     bench.driver.beside.torch_reserved += 5 * KIB
     bench.driver.beside.not_of_torch += KIB
@@ -194,7 +194,7 @@ def test_sleep_tells_what_went_and_what_the_rest_is_made_of(bench: Bench) -> Non
         other=3 * KIB,
     )
     assert slept.left.total == bench.driver.memory().held
-    assert bench.memory.left == slept.left
+    assert bench.memory.sleep_residue == slept.left
 
 
 def test_without_a_figure_of_our_own_the_device_s_is_told_alone(bench: Bench) -> None:
@@ -203,7 +203,7 @@ def test_without_a_figure_of_our_own_the_device_s_is_told_alone(bench: Bench) ->
     slept = bench.memory.unmap(1)
     assert slept.own_released_bytes is None
     assert slept.released_bytes == slept.mapped_before_bytes - kept_bytes(bench)
-    assert bench.memory.seen.own is None
+    assert bench.memory.last_reading.own is None
 
 
 def test_the_graphs_pool_comes_and_goes_with_the_weights(bench: Bench) -> None:
@@ -231,14 +231,14 @@ def test_deeper_sleep_releases_the_kept_layers(bench: Bench) -> None:
 def test_wake_that_does_not_fit_changes_nothing_and_can_be_tried_again(bench: Bench) -> None:
     bench.wake()
     bench.memory.unmap(1)
-    kept, left = bench.memory.mapped_bytes, bench.memory.left
+    kept, left = bench.memory.mapped_bytes, bench.memory.sleep_residue
     whole = bench.memory.weights_bytes + KV_BYTES
     for room in (kept + 5000, whole + POOL_BYTES // 2):  # not even the weights; all but the pool
         bench.driver.room = room
         with pytest.raises(DeviceMemoryShort):
             bench.memory.wake(lambda: None)
         assert bench.memory.mapped_bytes == bench.driver.mapped == kept
-    assert bench.memory.left == left
+    assert bench.memory.sleep_residue == left
     bench.driver.room = 10**12
     woke = bench.memory.wake(lambda: None)
     bench.memory.settle()

@@ -12,6 +12,8 @@ from transformers.generation.continuous_batching.cache import (
 )
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 
+from actors.image.decoder_layers import decoder_layers
+
 # By `model_type`, what transformers 5.23 serves with wrong tokens (the first), ends each request of, or cannot
 # start, though nothing below tells. tests/integration/test_all_architectures.py tries all that there are.
 _UNSUITED = {
@@ -74,15 +76,6 @@ def _told_of_window(model: PreTrainedModel) -> bool:
     kinds = {type(m) for m in model.modules() if hasattr(m, "layer_idx")}
     attention = [kind for kind in kinds if "Attention" in kind.__name__]
     return all("sliding_window=" in _source_of_forward(kind) for kind in attention)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The decoder layers with their names in the model, in order; empty if there is no list of them."""
-    count = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():  # outer lists come before those inside a layer
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
-    return []
 
 
 def experts_need_host(model: PreTrainedModel) -> str | None:

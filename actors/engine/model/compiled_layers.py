@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 
-from actors.engine.model.architectures import decoder_layers
+from actors.image.decoder_layers import decoder_layers
 
 logger = logging.getLogger(__name__)
 

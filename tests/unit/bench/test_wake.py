@@ -11,8 +11,8 @@ from serve_app.bench.ways import OURS, Row, Way, ways_of
 
 
 def layout(layers: int) -> Layout:
-    names = ["embedding", *(f"layer.{i}" for i in range(layers)), "head"]
-    return Layout(segments=tuple(Segment(name, 4096) for name in names), tensors=())
+    middle = (Segment(f"layer.{i}", 4096, f"layers.{i}") for i in range(layers))
+    return Layout((Segment("embedding", 4096), *middle, Segment("head", 4096)), ())
 
 
 def cycle(ttft_s: float, moved: int = 1_000_000_000, move_s: float = 0.1) -> dict[str, float]:

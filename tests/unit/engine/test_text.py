@@ -424,7 +424,7 @@ def test_event_carries_the_tokens_of_an_unfinished_character(codec: TextCodec) -
     assert [event.text for event in events] == ["a", "日", "b"]
     assert [event.token_ids for event in events] == [(ids[0],), tuple(ids[1:4]), (ids[4],)]
     assert {(event.index, event.prompt_tokens) for event in events} == {(1, 3)}
-    assert not assembler.done
+    assert not assembler.is_finished
 
 
 @pytest.mark.parametrize("stops", [[], ["never in there"]])
@@ -462,7 +462,7 @@ def test_what_is_taken_seldom_is_what_is_taken_often(kind: str, stops: list[str]
                 assembler.push([token_id], [logprob], finish)
                 if n % every == 0 or finish is not None:
                     events.append(assembler.take())
-            assert assembler.told
+            assert assembler.final_event_sent
             assert assembler.take() is None
             kept = [event for event in events if event is not None]
             assert [event.finish_reason for event in kept[:-1]] == [None] * (len(kept) - 1)
@@ -481,12 +481,12 @@ def test_what_is_taken_seldom_is_what_is_taken_often(kind: str, stops: list[str]
 def test_end_waits_to_be_taken(codec: TextCodec) -> None:
     assembler, ids = assemble(codec, "ab")
     assembler.push(ids, finish=FinishReason.LENGTH)
-    assert (assembler.done, assembler.told) == (True, False)
+    assert (assembler.is_finished, assembler.final_event_sent) == (True, False)
     assembler.push(ids)  # too late
     event = assembler.take()
     assert event is not None
     assert (event.text, event.finish_reason) == ("ab", FinishReason.LENGTH)
-    assert (assembler.told, assembler.take()) == (True, None)
+    assert (assembler.final_event_sent, assembler.take()) == (True, None)
 
 
 def test_stop_string_ends_the_text_and_the_continuation(codec: TextCodec) -> None:
@@ -499,7 +499,7 @@ def test_stop_string_ends_the_text_and_the_continuation(codec: TextCodec) -> Non
     assert [i for event in events for i in event.token_ids] == ids[
         : len(codec.encode_prompt("one END"))
     ]
-    assert assembler.done
+    assert assembler.is_finished
     assert push(assembler, [1], finish=FinishReason.LENGTH) is None
 
 
@@ -556,4 +556,4 @@ def test_stop_strings_wait_for_min_tokens(codec: TextCodec, min_tokens: int, tex
     assembler, ids = assemble(codec, "abXabXabX", stops=["bX"], min_tokens=min_tokens)
     events = push_each(assembler, ids)
     assert "".join(event.text for event in events) == text
-    assert assembler.done is (min_tokens < 9)
+    assert assembler.is_finished is (min_tokens < 9)

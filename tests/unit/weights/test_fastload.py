@@ -1,4 +1,4 @@
-"""Which way a replica came to its image: each is told once, and whatever happens it has one."""
+"""Which source a replica came to its image: each is told once, and whatever happens it has one."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ from actors.errors import (
 from actors.image import packer
 from actors.image.holder import ImageGrant, ImageRequest
 from actors.image.layout import ImageKey
-from actors.image.obtain import FastLoad, Way, load_from_disk
+from actors.image.obtain import FastLoad, ImageSource, load_from_disk
 
 
 class FakeHolder:
@@ -47,9 +47,9 @@ class FakeHolder:
         return True
 
 
-def load_with(holder: FakeHolder | None, checkpoint: Path, ways: list[Way]) -> FastLoad:
+def load_with(holder: FakeHolder | None, checkpoint: Path, sources: list[ImageSource]) -> FastLoad:
     request = ImageRequest("tiny", ModelSource(id=str(checkpoint)), "auto")
-    return FastLoad(holder, request, checkpoint, "me", tell=ways.append)
+    return FastLoad(holder, request, checkpoint, "me", on_obtained=sources.append)
 
 
 def from_another_process(error: ServingError) -> Exception:
@@ -57,16 +57,16 @@ def from_another_process(error: ServingError) -> Exception:
     return RayTaskError("acquire", "its traceback", error).as_instanceof_cause()
 
 
-FAILURES: dict[str, tuple[Exception, Way]] = {
-    "missing key": (from_another_process(ImageMissing("x")), Way.MISSING_KEY),
-    "layout mismatch": (from_another_process(LayoutMismatch("x")), Way.LAYOUT_MISMATCH),
-    "store full": (from_another_process(StoreFull("x")), Way.STORE_FULL),
-    "holder timeout": (GetTimeoutError("x"), Way.TIMEOUT),
-    "timeout": (TimeoutError("x"), Way.TIMEOUT),
-    "holder died": (ActorDiedError(), Way.HOLDER_GONE),
-    "holder lost": (HolderLost("x"), Way.HOLDER_GONE),
-    "bytes died with it": (OwnerDiedError("0" * 56, None, ""), Way.HOLDER_GONE),
-    "anything": (RuntimeError("x"), Way.ERROR),
+FAILURES: dict[str, tuple[Exception, ImageSource]] = {
+    "missing key": (from_another_process(ImageMissing("x")), ImageSource.MISSING_KEY),
+    "layout mismatch": (from_another_process(LayoutMismatch("x")), ImageSource.LAYOUT_MISMATCH),
+    "store full": (from_another_process(StoreFull("x")), ImageSource.STORE_FULL),
+    "holder timeout": (GetTimeoutError("x"), ImageSource.TIMEOUT),
+    "timeout": (TimeoutError("x"), ImageSource.TIMEOUT),
+    "holder died": (ActorDiedError(), ImageSource.HOLDER_GONE),
+    "holder lost": (HolderLost("x"), ImageSource.HOLDER_GONE),
+    "bytes died with it": (OwnerDiedError("0" * 56, None, ""), ImageSource.HOLDER_GONE),
+    "anything": (RuntimeError("x"), ImageSource.ERROR),
 }
 
 
@@ -74,24 +74,24 @@ FAILURES: dict[str, tuple[Exception, Way]] = {
 def test_failure_is_told_once_with_its_reason_and_disk_is_read(
     tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
-    failure, way = FAILURES[case]
-    holder, ways = FakeHolder(failure), []
-    image = asyncio.run(load_with(holder, tiny_checkpoint, ways).obtain())
+    failure, source = FAILURES[case]
+    holder, sources = FakeHolder(failure), []
+    image = asyncio.run(load_with(holder, tiny_checkpoint, sources).obtain())
     assert image.origin == "disk"
     image.verify()
-    assert ways == [way]
+    assert sources == [source]
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert warning.getMessage().startswith("Fallback to load from disk. error:")
-    assert warning.getMessage().endswith(f"({way.value})")
+    assert warning.getMessage().endswith(f"({source.value})")
     assert holder.rechecked == []
 
 
 def test_no_holder_is_told_and_is_no_failure(
     tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ways: list[Way] = []
-    image = asyncio.run(load_with(None, tiny_checkpoint, ways).obtain())
-    assert (image.origin, ways) == ("disk", [Way.NO_HOLDER])
+    sources: list[ImageSource] = []
+    image = asyncio.run(load_with(None, tiny_checkpoint, sources).obtain())
+    assert (image.origin, sources) == ("disk", [ImageSource.NO_HOLDER])
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -107,9 +107,9 @@ def store(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, 
 
 
 def test_image_from_the_store_is_told(tiny_checkpoint: Path, store: tuple[Any, ImageGrant]) -> None:
-    holder, ways = FakeHolder(store[1]), []
-    image = asyncio.run(load_with(holder, tiny_checkpoint, ways).obtain())
-    assert (image.origin, ways, holder.rechecked) == ("image", [Way.IMAGE], [])
+    holder, sources = FakeHolder(store[1]), []
+    image = asyncio.run(load_with(holder, tiny_checkpoint, sources).obtain())
+    assert (image.origin, sources, holder.rechecked) == ("image", [ImageSource.IMAGE], [])
 
 
 class FaultyHolder(FakeHolder):
@@ -128,25 +128,31 @@ class FaultyHolder(FakeHolder):
 
 
 @pytest.mark.parametrize(
-    ("drops", "repairs", "way"),
+    ("drops", "repairs", "source"),
     [
-        (True, True, Way.IMAGE),
-        (True, False, Way.DIGEST_MISMATCH),  # wrong once more
-        (False, False, Way.DIGEST_MISMATCH),  # only here
+        (True, True, ImageSource.IMAGE),
+        (True, False, ImageSource.DIGEST_MISMATCH),  # wrong once more
+        (False, False, ImageSource.DIGEST_MISMATCH),  # only here
     ],
 )
 def test_image_with_a_changed_byte_is_dropped_and_loaded_once_more(
-    tiny_checkpoint: Path, store: tuple[Any, ImageGrant], drops: bool, repairs: bool, way: Way
+    tiny_checkpoint: Path,
+    store: tuple[Any, ImageGrant],
+    drops: bool,
+    repairs: bool,
+    source: ImageSource,
 ) -> None:
     objects, grant = store
-    holder, ways = FaultyHolder(grant, objects[-1][-1:], drops, repairs), []
-    image = asyncio.run(load_with(holder, tiny_checkpoint, ways).obtain())
-    assert image.origin == ("image" if way is Way.IMAGE else "disk")
+    holder, sources = FaultyHolder(grant, objects[-1][-1:], drops, repairs), []
+    image = asyncio.run(load_with(holder, tiny_checkpoint, sources).obtain())
+    assert image.origin == ("image" if source is ImageSource.IMAGE else "disk")
     image.verify()
-    assert ways == [way]
+    assert sources == [source]
     assert holder.rechecked == [grant.manifest.key]
 
 
 def test_every_way_is_covered_here() -> None:
-    told = {way for _, way in FAILURES.values()}
-    assert told | {Way.NO_HOLDER, Way.IMAGE, Way.DIGEST_MISMATCH} == set(Way)
+    told = {source for _, source in FAILURES.values()}
+    assert told | {ImageSource.NO_HOLDER, ImageSource.IMAGE, ImageSource.DIGEST_MISMATCH} == set(
+        ImageSource
+    )

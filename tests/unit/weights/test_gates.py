@@ -23,7 +23,11 @@ def slot(name: str, segment: int) -> TensorSlot:
 def test_a_layer_waits_for_its_segment_whoever_has_the_tensors() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()]), "head": nn.Linear(2, 2)})
     layout = Layout(
-        segments=(Segment("layer.0", 4096), Segment("layer.1", 4096), Segment("head", 4096)),
+        segments=(
+            Segment("layer.0", 4096, "layers.0"),
+            Segment("layer.1", 4096, "layers.1"),
+            Segment("head", 4096),
+        ),
         tensors=(
             slot("layers.0.layer_scalar", 0),
             slot("layers.0.proj.weight", 0),
