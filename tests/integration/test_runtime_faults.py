@@ -627,7 +627,7 @@ def test_engine_that_dies_fails_its_requests_and_the_health_check(
     ("limits", "message"),
     [
         ({"max_model_len": 10**6}, "max_position_embeddings|KV cache"),
-        ({"max_model_len": 330, "num_blocks": 10}, "KV cache of 10 blocks of 32 tokens holds 320"),
+        ({"max_model_len": 330, "num_blocks": 20}, "KV cache of 20 blocks of 16 tokens holds 320"),
         ({"device": "cuda"}, "finds no CUDA device"),
     ],
 )
