@@ -5,7 +5,7 @@ Knows nothing of requests, and of the engine only that it wants a KV arena, and 
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -160,11 +160,12 @@ class ModelMemory:
         for part in self._scratch():
             part.map()
 
-    def wake(self, prepare_kv: Callable[[], None]) -> MemoryChange:
+    def begin_wake(self) -> MemoryChange:
         """Map what a first step needs, and begin to copy what the weights lack. All or nothing.
 
         Afterwards the first forward waits, segment by segment, for its bytes. The first part of the KV
-        cache is mapped and holds anything until `prepare_kv` has been called; `map_more` maps the rest.
+        cache is mapped, its contents undefined; `map_more` maps the rest. `settle` ends the wake, or
+        `abandon_wake`.
 
         Raises:
             DeviceMemoryShort: the device has not that much memory free.
@@ -183,7 +184,6 @@ class ModelMemory:
                 self._kv.map([0])
             if self.pool is not None:
                 self.pool.map()
-            prepare_kv()
         except BaseException:  # half a model must never be resumed
             self._unmap(missing)
             raise
@@ -192,6 +192,14 @@ class ModelMemory:
         self._gates.install(transfer.gate)
         copied = sum(payload.nbytes for payload in payloads.values())
         return MemoryChange(before, self.mapped_bytes, copied)
+
+    def abandon_wake(self) -> None:
+        """Unmap what `begin_wake` has mapped, if the engine cannot use it: half a model must never be resumed."""
+        assert self._arrival is not None, "no wake was begun"
+        arrival, self._arrival = self._arrival, None
+        self._gates.remove()
+        self._unmap(copy.segment for copy in arrival.transfer.copies)
+        self.sleep_residue = self._left_of(self._trimmed())
 
     def map_more(self) -> bool:
         """Map the next part of the KV cache, after a wake has settled; False if none is missing.

@@ -78,9 +78,19 @@ class Residency:
         self.sleep(2)  # no layer is worth keeping yet
 
     def wake(self) -> MemoryChange:
-        """Map, begin the copies, and resume right behind them. `begin_settling` comes next."""
+        """Map, begin the copies, and resume right behind them. `begin_settling` comes next.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much memory free; the model is asleep as before.
+            DeviceMemoryError: the driver refused; likewise.
+        """
         with self._watchdog.map:
-            change = self._memory.wake(self._engine.prepare_wake)
+            change = self._memory.begin_wake()
+            try:
+                self._engine.prepare_wake()  # what is mapped may be used from now on
+            except BaseException:
+                self._memory.abandon_wake()
+                raise
         self._engine.resume()
         return change
 

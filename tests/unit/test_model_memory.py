@@ -127,7 +127,7 @@ class Bench:
     image: WeightImage
 
     def wake(self) -> None:
-        self.memory.wake(lambda: None)
+        self.memory.begin_wake()
         self.memory.settle()
 
 
@@ -236,13 +236,27 @@ def test_wake_that_does_not_fit_changes_nothing_and_can_be_tried_again(bench: Be
     for room in (kept + 5000, whole + POOL_BYTES // 2):  # not even the weights; all but the pool
         bench.driver.room = room
         with pytest.raises(DeviceMemoryShort):
-            bench.memory.wake(lambda: None)
+            bench.memory.begin_wake()
         assert bench.memory.mapped_bytes == bench.driver.mapped == kept
     assert bench.memory.sleep_residue == left
     bench.driver.room = 10**12
-    woke = bench.memory.wake(lambda: None)
+    woke = bench.memory.begin_wake()
     bench.memory.settle()
     assert woke.copied_bytes == bench.memory.weights_bytes - kept_payload(bench)
+    assert bench.memory.last_wake is not None
+    assert bench.memory.last_wake.intact
+
+
+def test_wake_that_the_engine_cannot_use_is_undone(bench: Bench) -> None:
+    bench.wake()
+    bench.memory.unmap(1)
+    kept, left = bench.memory.mapped_bytes, bench.memory.sleep_residue
+    bench.memory.begin_wake()
+    bench.memory.abandon_wake()
+    assert bench.memory.mapped_bytes == bench.driver.mapped == kept
+    assert bench.memory.sleep_residue == left
+    bench.memory.settle()  # of a wake that is no more
+    bench.wake()
     assert bench.memory.last_wake is not None
     assert bench.memory.last_wake.intact
 
@@ -256,7 +270,7 @@ def test_kept_layers_can_be_chosen_anew_while_awake(bench: Bench) -> None:
         bench.wake()
         bench.memory.kept = kept_segments(bench.image.layout, 1, place)
         bench.memory.unmap(1)
-        woke = bench.memory.wake(lambda: None)
+        woke = bench.memory.begin_wake()
         bench.memory.settle()
         assert woke.copied_bytes == bench.memory.weights_bytes - kept_payload(bench)
         bench.memory.unmap(1)
@@ -264,7 +278,7 @@ def test_kept_layers_can_be_chosen_anew_while_awake(bench: Bench) -> None:
 
 
 def test_sleep_before_the_wake_was_settled_leaves_nothing_behind(bench: Bench) -> None:
-    bench.memory.wake(lambda: None)
+    bench.memory.begin_wake()
     bench.memory.unmap(2)
     bench.memory.settle()  # of a wake that is no more
     assert bench.memory.last_wake is None
@@ -278,7 +292,7 @@ def test_byte_that_differs_from_the_manifest_is_reported_with_what_was_checked(
     manifest = bench.image.manifest
     wrong = (*manifest.checksums[:2], manifest.checksums[0], *manifest.checksums[3:])
     bench.image.manifest = replace(manifest, checksums=wrong)
-    bench.memory.wake(lambda: None)
+    bench.memory.begin_wake()
     with pytest.raises(WeightsCorrupted, match=r"segment layer\.1 is not what was packed"):
         bench.memory.settle()
     report = bench.memory.last_wake
