@@ -22,7 +22,7 @@
 # Times that are compared with the link's (wake, kept, others) want a host that does nothing else.
 #
 #   for part in DIR/*.tar.gz; do tar -C docs/results/DATE_HOST --wildcards -xzf $part '*.json'; done
-#   python docs/results/table.py                              # the README's table, of the newest folder
+#   python docs/results/table.py                              # the tables of README and docs/benchmarks.md
 #   sleepserve bench report docs/results/DATE_HOST/*.json --report DIR            # tables and plots
 #
 # CHECKPOINT is where the checkpoint is, or is made; PY the interpreter. CACHE_TOKENS: a KV cache of 8.2 GiB, so

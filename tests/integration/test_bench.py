@@ -62,7 +62,7 @@ def by_name(result: dict[str, Any], prompt_tokens: int = 7) -> dict[str, dict[st
 
 @pytest.fixture(scope="module")
 def results_table(project: Path) -> Callable[[dict[str, Any]], str]:
-    """The README's table, of a result of `bench wake` and the recorded others."""
+    """The table of docs/benchmarks.md, of a result of `bench wake` and the recorded others."""
     spec = importlib.util.spec_from_file_location("t", project / "docs" / "results" / "table.py")
     assert spec is not None
     assert spec.loader is not None
