@@ -262,26 +262,21 @@ class TokenizeAsk:
     return_token_strs: bool
 
 
-class ModelQuery(BaseModel):
-    """The query of routes that tell of one model, or of all."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: _ModelName | None = None
-
-
 class NoQuery(BaseModel):
     """The query of routes that have none: whoever asks of one model learns that the answer is of all."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SleepForm(BaseModel):
-    """POST /sleep; from a query, so strings are read as what they stand for."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class ModelQuery(NoQuery):
+    """The query of routes that tell of one model, or of all."""
 
     model: _ModelName | None = None
+
+
+class SleepForm(ModelQuery):
+    """POST /sleep; from a query, so strings are read as what they stand for."""
+
     level: int = Field(default=1, ge=1, le=2)
     mode: SleepMode = SleepMode.WAIT
     hold: bool = False
@@ -290,12 +285,9 @@ class SleepForm(BaseModel):
 _Tags = Annotated[list[str], Field(max_length=2)]
 
 
-class WakeForm(BaseModel):
+class WakeForm(ModelQuery):
     """POST /wake_up; no tags means everything."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: _ModelName | None = None
     tags: Annotated[
         tuple[Literal["weights", "kv_cache"], ...],
         Field(max_length=2, fail_fast=True),
@@ -303,12 +295,9 @@ class WakeForm(BaseModel):
     ] = ()
 
 
-class ScaleForm(BaseModel):
+class ScaleForm(ModelQuery):
     """POST /scaleout and /scalein."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: _ModelName | None = None
     replicas: int | None = Field(default=None, ge=0, le=MAX_COUNT)
 
 
