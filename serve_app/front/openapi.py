@@ -13,12 +13,8 @@ from pydantic.json_schema import models_json_schema
 from serve_app.config.keys import Access, KeyRing
 from serve_app.front.gate import ACCESS
 from serve_app.openai.requests import BODIES
+from serve_app.openai.schemas import ANSWERS, COUNT, TEXT, Schema, an_object, const, ref
 
-Schema = dict[str, Any]
-
-_TEXT: Schema = {"type": "string"}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
-_FLAG: Schema = {"type": "boolean"}
 _EVENTS: Schema = {
     "description": "With `stream`: server-sent events, each with a chunk as OpenAI's clients read it, or with an "
     "Error; at last `[DONE]`."
@@ -45,7 +41,7 @@ def document(version: str, models: Sequence[str], keys: KeyRing | None = None) -
         "info": {"title": "sleepserve", "version": version},
         "paths": paths,
         "components": {
-            "schemas": {**schemas, **_ANSWERS},
+            "schemas": {**schemas, **ANSWERS},
             "securitySchemes": _SCHEMES,
         },
     }
@@ -55,9 +51,9 @@ def _paths(models: Sequence[str]) -> Schema:
     model = {"name": "model", "in": "query", "schema": {"enum": list(models)}}
     in_path = {"name": "model_id", "in": "path", "required": True, "schema": {"enum": list(models)}}
     return {
-        "/v1/models": {"get": _operation("The models; wakes none.", _ref("ModelList"))},
+        "/v1/models": {"get": _operation("The models; wakes none.", ref("ModelList"))},
         "/v1/models/{model_id}": {
-            "get": _operation("One model; does not wake it.", _ref("Model"), in_path)
+            "get": _operation("One model; does not wake it.", ref("Model"), in_path)
         },
         "/v1/chat/completions": {
             "post": _generation("/v1/chat/completions", "OpenAI's chat.", "ChatCompletion")
@@ -75,20 +71,20 @@ def _paths(models: Sequence[str]) -> Schema:
         },
         "/detokenize": {"post": _posted("/detokenize", "The text of token ids.", "Detokenized")},
         "/tokenizer_info": {
-            "get": _operation("Special tokens, chat template.", _ref("TokenizerInfo"), model)
+            "get": _operation("Special tokens, chat template.", ref("TokenizerInfo"), model)
         },
         "/sleep": {"post": _posted("/sleep", "Give the device memory back.", "Controlled")},
         "/wake_up": {"post": _posted("/wake_up", "Wake, and end a hold.", "Controlled")},
         "/is_sleeping": {
-            "get": _operation("Whether every replica is asleep.", _ref("IsSleeping"), model)
+            "get": _operation("Whether every replica is asleep.", ref("IsSleeping"), model)
         },
         "/scaleout": {"post": _posted("/scaleout", "More replicas.", "Scaled")},
         "/scalein": {"post": _posted("/scalein", "Fewer replicas.", "Scaled")},
-        "/replicas": {"get": _operation("How many, and how they are.", _ref("Replicas"), model)},
+        "/replicas": {"get": _operation("How many, and how they are.", ref("Replicas"), model)},
         "/health": {"get": _health(model)},
-        "/ping": {"get": _operation("Liveness.", _object(status={"const": "alive"}))},
-        "/version": {"get": _operation("Our version.", _object(version=_TEXT))},
-        "/load": {"get": _operation("Requests in flight.", _object(server_load=_COUNT))},
+        "/ping": {"get": _operation("Liveness.", an_object(status={"const": "alive"}))},
+        "/version": {"get": _operation("Our version.", an_object(version=TEXT))},
+        "/load": {"get": _operation("Requests in flight.", an_object(server_load=COUNT))},
         "/openapi.json": {"get": _operation("This document.", {"type": "object"})},
     }
 
@@ -98,20 +94,20 @@ def _operation(summary: str, answer: Schema, *parameters: Schema) -> Schema:
         "summary": summary,
         "responses": {
             "200": _response("An answer.", answer),
-            "default": _response("OpenAI's error object.", _ref("Error")),
+            "default": _response("OpenAI's error object.", ref("Error")),
         },
     }
     return operation | ({"parameters": list(parameters)} if parameters else {})
 
 
 def _posted(path: str, summary: str, answer: str) -> Schema:
-    forms = [_ref(form.__name__.lstrip("_")) for form in BODIES[path]]
+    forms = [ref(form.__name__.lstrip("_")) for form in BODIES[path]]
     schema = forms[0] if len(forms) == 1 else {"anyOf": forms}
     required = any(
         field.is_required() for form in BODIES[path] for field in form.model_fields.values()
     )
     body = {"required": required, "content": {"application/json": {"schema": schema}}}
-    return _operation(summary, _ref(answer)) | {"requestBody": body}
+    return _operation(summary, ref(answer)) | {"requestBody": body}
 
 
 def _generation(
@@ -119,14 +115,14 @@ def _generation(
 ) -> Schema:
     operation = _posted(path, summary, answer)
     # Of what stands in a stream of events OpenAPI 3.1 has no words; a schema would be one of each event.
-    streamed = _TEXT if stream_type == "text/plain" else _EVENTS
+    streamed = TEXT if stream_type == "text/plain" else _EVENTS
     operation["responses"]["200"]["content"] |= {stream_type: {"schema": streamed}}
     return operation
 
 
 def _health(model: Schema) -> Schema:
-    operation = _operation("Readiness; 200 while asleep, too.", _ref("Health"), model)
-    operation["responses"]["503"] = _response("All replicas have failed.", _ref("Health"))
+    operation = _operation("Readiness; 200 while asleep, too.", ref("Health"), model)
+    operation["responses"]["503"] = _response("All replicas have failed.", ref("Health"))
     return operation
 
 
@@ -190,13 +186,13 @@ def _secure(operation: Schema, method: str, access: Access, keys: KeyRing) -> No
     optional: list[Schema] = [] if keys.guards(access) else [{}]
     operation["security"] = [*optional, *({name: []} for name in names)]
     responses = operation["responses"]
-    responses["401"] = _response("No key, or a wrong one.", _ref("Error"))
-    responses["401"]["headers"] = {"WWW-Authenticate": {"schema": _const("Bearer")}}
+    responses["401"] = _response("No key, or a wrong one.", ref("Error"))
+    responses["401"]["headers"] = {"WWW-Authenticate": {"schema": const("Bearer")}}
     if access is Access.ADMIN:
-        responses["403"] = _response("A key for inference; an admin key is needed.", _ref("Error"))
+        responses["403"] = _response("A key for inference; an admin key is needed.", ref("Error"))
     elif method != "get":
-        responses["429"] = _response("Too many at once, of this key or of all.", _ref("Error"))
-        responses["429"]["headers"] = {"Retry-After": {"schema": _COUNT}}
+        responses["429"] = _response("Too many at once, of this key or of all.", ref("Error"))
+        responses["429"]["headers"] = {"Retry-After": {"schema": COUNT}}
 
 
 # --- requests ---
@@ -236,133 +232,3 @@ def _without_underscores(value: Any) -> Any:
         for key, inner in value.items()
         if key != "title" or not isinstance(inner, str)
     }
-
-
-# --- answers ---
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _object(*optional: str, **properties: Schema) -> Schema:
-    """An object with these properties; those named first may be absent."""
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "required": required, "properties": properties}
-
-
-def _list(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-def _map(values: Schema) -> Schema:
-    return {"type": "object", "additionalProperties": values}
-
-
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _const(value: str) -> Schema:
-    return {"const": value}
-
-
-_FINISH = {"enum": ["stop", "length", "tool_calls"]}
-_NUMBER: Schema = {"type": "number"}
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
-_STOP_REASON: Schema = {"type": ["string", "integer"]}
-_FUNCTION = _object(name=_TEXT, arguments=_TEXT)
-_TOLD_CALL = _object(id=_TEXT, type=_const("function"), function=_FUNCTION)
-_LOGPROB: Schema = _object(
-    "top_logprobs",
-    token=_TEXT,
-    logprob=_NUMBER,
-    bytes=_list(_COUNT),
-    top_logprobs=_list(_object(token=_TEXT, logprob=_NUMBER, bytes=_list(_COUNT))),
-)
-_HEAD = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "system_fingerprint": _TEXT}
-
-_ANSWERS: Schema = {
-    "Error": _object(
-        error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_TEXT),
-    ),
-    "Model": _object(
-        id=_TEXT,
-        object=_const("model"),
-        created=_COUNT,
-        owned_by=_TEXT,
-        root=_TEXT,
-        parent=_or_null(_TEXT),
-        max_model_len=_or_null(_COUNT),
-        status=_object(value={"enum": ["loaded", "loading", "sleeping", "unloaded", "unknown"]}),
-    ),
-    "ModelList": _object(object=_const("list"), data=_list(_ref("Model"))),
-    "ChatCompletion": _object(
-        **_HEAD,
-        object=_const("chat.completion"),
-        usage=_USAGE,
-        choices=_list(
-            _object(
-                "stop_reason",
-                index=_COUNT,
-                message=_object(
-                    "reasoning_content",
-                    "tool_calls",
-                    role=_const("assistant"),
-                    content=_or_null(_TEXT),
-                    refusal={"type": "null"},
-                    reasoning_content=_TEXT,
-                    tool_calls=_list(_TOLD_CALL),
-                ),
-                logprobs=_or_null(_object(content=_list(_LOGPROB), refusal={"type": "null"})),
-                finish_reason=_FINISH,
-                stop_reason=_STOP_REASON,
-            )
-        ),
-    ),
-    "Completion": _object(
-        **_HEAD,
-        object=_const("text_completion"),
-        usage=_USAGE,
-        choices=_list(
-            _object(
-                "stop_reason",
-                index=_COUNT,
-                text=_TEXT,
-                logprobs=_or_null(
-                    _object(
-                        tokens=_list(_TEXT),
-                        token_logprobs=_list(_or_null(_NUMBER)),
-                        top_logprobs=_list(_or_null(_map(_NUMBER))),
-                        text_offset=_list(_COUNT),
-                    )
-                ),
-                finish_reason=_FINISH,
-                stop_reason=_STOP_REASON,
-            )
-        ),
-    ),
-    "Output": _object(output=_TEXT),
-    "Tokens": _object(
-        count=_COUNT,
-        max_model_len=_or_null(_COUNT),
-        tokens=_list(_COUNT),
-        token_strs=_or_null(_list(_TEXT)),
-    ),
-    "Detokenized": _object(prompt=_TEXT),
-    "TokenizerInfo": _map(_or_null(_TEXT)),
-    "Controlled": _object(code=_COUNT, models=_map(_list({"type": "object"}))),
-    "IsSleeping": _object(is_sleeping=_FLAG, sleeping=_FLAG, models=_map(_FLAG)),
-    "Scaled": {"type": "object"},
-    "Replicas": {"type": "object"},
-    "Health": {
-        "type": "object",
-        "properties": {
-            "status": {"enum": ["healthy", "degraded", "failed"]},
-            "serving": _COUNT,
-            "failed": _COUNT,
-            "models": {"type": "object", "additionalProperties": _TEXT},
-        },
-        "required": ["status", "serving", "failed"],
-    },
-}
