@@ -1,4 +1,4 @@
-"""Request bodies: read within limits, and parsed beside the event loop where that takes its time."""
+"""Bodies and queries: read within limits, and parsed beside the event loop where that takes its time."""
 
 import asyncio
 import pickle
@@ -12,7 +12,7 @@ from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt, Prompt
 from serve_app.front.errors import RequestTimeout
 from serve_app.front.work import Admission, Budget
-from serve_app.openai.fields import Form, parse_form, parse_json
+from serve_app.openai.fields import parse_json
 
 T = TypeVar("T")
 
@@ -60,11 +60,6 @@ class Bodies:
             return parse(parse_json(body))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._large, lambda: parse(parse_json(body)))
-
-    async def form(self, request: Request, form: type[Form]) -> Form:
-        """The fields of the query and of the JSON body; the body's win."""
-        asked = _query(request)
-        return await self.read(request, lambda fields: parse_form(form, asked | {**fields}), b"{}")
 
     async def _bytes(self, request: Request) -> bytes:
         admission: Admission = request.scope["admission"]
@@ -127,17 +122,8 @@ class _Scale:
         return len(data)
 
 
-def query_form(request: Request, form: type[Form]) -> Form:
-    """The fields of the query.
-
-    Raises:
-        InvalidRequest: one is wrong, or unknown.
-    """
-    return parse_form(form, _query(request))
-
-
-def _query(request: Request) -> dict[str, Any]:
-    """Values by name, in a list where a name comes more than once.
+def query_fields(request: Request) -> dict[str, Any]:
+    """What the query says: values by name, in a list where a name comes more than once.
 
     Raises:
         InvalidRequest: there is more than any route has a use for; nothing of it was looked at.

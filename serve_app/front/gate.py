@@ -1,4 +1,4 @@
-"""Who may call what: a table of all routes, and the middleware that holds to it."""
+"""Who may call what: the middleware that holds to what is said of each endpoint."""
 
 import logging
 import time
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_app.config.errors import ConfigError
 from serve_app.config.keys import Access, ApiKey, KeyRing
 from serve_app.front.browsers import Browsers
+from serve_app.front.endpoints import ENDPOINTS, METRICS
 from serve_app.front.errors import AdminKeyRequired, InvalidApiKey, KeyBusy
 from serve_app.front.work import admitted
 
@@ -20,39 +21,7 @@ logger = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 1.0  # at the files of the keys, while there are requests
 
 # Of a route that is not here only operators have the use.
-ACCESS: Mapping[str, Access] = {
-    # Probes have no key, and vLLM asks for none at these either. The page is the same for everybody;
-    # what it shows comes from /status.
-    "/": Access.PUBLIC,
-    "/page": Access.PUBLIC,
-    "/health": Access.PUBLIC,
-    "/ping": Access.PUBLIC,
-    "/version": Access.PUBLIC,
-    "/v1/models": Access.INFERENCE,
-    "/v1/models/{model_id:path}": Access.INFERENCE,
-    "/v1/chat/completions": Access.INFERENCE,
-    "/v1/completions": Access.INFERENCE,
-    "/completions": Access.INFERENCE,
-    "/tokenize": Access.INFERENCE,
-    "/detokenize": Access.INFERENCE,
-    "/tokenizer_info": Access.INFERENCE,
-    "/load": Access.INFERENCE,
-    "/metrics": Access.INFERENCE,  # so that whoever scrapes needs no key that could put models to sleep
-    "/openapi.json": Access.INFERENCE,
-    "/sleep": Access.ADMIN,
-    "/wake_up": Access.ADMIN,
-    "/wakeup": Access.ADMIN,
-    "/is_sleeping": Access.ADMIN,
-    "/scaleout": Access.ADMIN,
-    "/scalein": Access.ADMIN,
-    "/replicas": Access.ADMIN,
-    "/status": Access.ADMIN,
-    "/status/events": Access.ADMIN,
-}
-
-
-# Without a key under any name: a scraper knows a service by one, and nothing here is an order.
-SCRAPED = ("/metrics",)
+ACCESS: Mapping[str, Access] = {endpoint.path: endpoint.access for endpoint in ENDPOINTS}
 
 
 def access_of(scope: Scope, routes: Iterable[BaseRoute]) -> Access:
@@ -106,7 +75,8 @@ class Gate:
         key: ApiKey | None = None
         if self._keys.guards(access):
             key = self._key_for(access, Headers(scope=scope).get("authorization", ""))
-        elif access is not Access.PUBLIC and scope["path"] not in SCRAPED:
+        elif access is not Access.PUBLIC and scope["path"] != METRICS.path:
+            # A scraper knows a service by any name, and nothing at its path is an order.
             self._browsers.check(scope)
         with admitted(key) as scope["admission"]:
             await self._admit(key, access, scope, receive, send)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from actors.protocol import ReplicaState
-from serve_app.front.bodies import query_form
+from serve_app.front import endpoints
+from serve_app.front.endpoint import Handler, Handlers
 from serve_app.models.registry import ServedModels
 from serve_app.openai.requests import ModelQuery
 
@@ -42,19 +42,15 @@ class Health:
         self._known_until_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/health", self.ready, methods=["GET", "POST"]),
-            Route("/ping", self.alive, methods=["GET", "POST"]),
-        ]
+    def handlers(self) -> Handlers:
+        return [Handler(endpoints.HEALTH, self.ready), Handler(endpoints.PING, self.alive)]
 
-    async def alive(self, request: Request) -> Response:
+    async def alive(self, request: Request, asked: None) -> Response:
         return JSONResponse({"status": "alive"})
 
-    async def ready(self, request: Request) -> Response:
-        asked_for = query_form(request, ModelQuery).model
+    async def ready(self, request: Request, query: ModelQuery) -> Response:
         known = await self._states()
-        chosen = {name: known[name] for name in self._models.chosen(asked_for)}
+        chosen = {name: known[name] for name in self._models.chosen(query.model)}
         failed = sum(state == ReplicaState.FAILED for state in chosen.values())
         status = "healthy" if not failed else "degraded" if failed < len(chosen) else "failed"
         names = {"models": chosen} if self._shows_names() else {}

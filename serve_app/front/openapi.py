@@ -1,27 +1,29 @@
-"""Our own OpenAPI document: requests as `serve_app.openai.requests` reads them, answers as we write them.
+"""Our own OpenAPI document, of the endpoints as `serve_app.front.endpoints` describes them.
 
 It says what clients may rely on. Fields that are not in it are ignored in requests; answers have no others
 than those in it and those that OpenAI may add.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
 from serve_app.config.keys import Access, KeyRing
-from serve_app.front.gate import ACCESS
-from serve_app.openai.requests import BODIES
+from serve_app.front.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
+from serve_app.front.endpoints import COMPLETION, DETOKENIZE, ENDPOINTS, MODEL, MODELS, TOKENIZE
+from serve_app.openai import schemas
+from serve_app.openai.schemas import ANSWERS, COUNT, Schema, const, ref
 
-Schema = dict[str, Any]
-
-_TEXT: Schema = {"type": "string"}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
-_FLAG: Schema = {"type": "boolean"}
-_EVENTS: Schema = {
-    "description": "With `stream`: server-sent events, each with a chunk as OpenAI's clients read it, or with an "
-    "Error; at last `[DONE]`."
+_DOCUMENTED = [endpoint for endpoint in ENDPOINTS if endpoint.is_documented]
+_STREAMED: Mapping[str, Schema] = {
+    TEXT: schemas.TEXT,
+    # Of what stands in a stream of events OpenAPI 3.1 has no words; a schema would be one of each event.
+    EVENTS: {
+        "description": "With `stream`: server-sent events, each with a chunk as OpenAI's clients read it, or with an "
+        "Error; at last `[DONE]`."
+    },
 }
 
 
@@ -32,132 +34,103 @@ def document(version: str, models: Sequence[str], keys: KeyRing | None = None) -
         keys: the server's. What they guard asks for one in the document, too; for the rest, and without
             them, a key may be sent.
     """
-    schemas = _request_schemas(models)
-    paths = _paths(models)
-    for path, operations in paths.items():
-        for method, operation in operations.items():
-            operation["operationId"] = _operation_id(method, path)
-            if links := _LINKS.get(path):
-                operation["responses"]["200"]["links"] = links
-            _secure(operation, method, _ACCESS[path], keys or KeyRing())
     return {
         "openapi": "3.1.0",
         "info": {"title": "sleepserve", "version": version},
-        "paths": paths,
+        "paths": {
+            each.public_path: {each.method.lower(): _operation(each, models, keys or KeyRing())}
+            for each in _DOCUMENTED
+        },
         "components": {
-            "schemas": {**schemas, **_ANSWERS},
+            "schemas": {**_request_schemas(models), **ANSWERS},
             "securitySchemes": _SCHEMES,
         },
     }
 
 
-def _paths(models: Sequence[str]) -> Schema:
-    model = {"name": "model", "in": "query", "schema": {"enum": list(models)}}
-    in_path = {"name": "model_id", "in": "path", "required": True, "schema": {"enum": list(models)}}
-    return {
-        "/v1/models": {"get": _operation("The models; wakes none.", _ref("ModelList"))},
-        "/v1/models/{model_id}": {
-            "get": _operation("One model; does not wake it.", _ref("Model"), in_path)
-        },
-        "/v1/chat/completions": {
-            "post": _generation("/v1/chat/completions", "OpenAI's chat.", "ChatCompletion")
-        },
-        "/v1/completions": {
-            "post": _generation("/v1/completions", "OpenAI's completions.", "Completion")
-        },
-        "/completions": {
-            "post": _generation(
-                "/completions", "Plain text, or one object.", "Output", "text/plain"
-            )
-        },
-        "/tokenize": {
-            "post": _posted("/tokenize", "Token ids of a text or of messages.", "Tokens")
-        },
-        "/detokenize": {"post": _posted("/detokenize", "The text of token ids.", "Detokenized")},
-        "/tokenizer_info": {
-            "get": _operation("Special tokens, chat template.", _ref("TokenizerInfo"), model)
-        },
-        "/sleep": {"post": _posted("/sleep", "Give the device memory back.", "Controlled")},
-        "/wake_up": {"post": _posted("/wake_up", "Wake, and end a hold.", "Controlled")},
-        "/is_sleeping": {
-            "get": _operation("Whether every replica is asleep.", _ref("IsSleeping"), model)
-        },
-        "/scaleout": {"post": _posted("/scaleout", "More replicas.", "Scaled")},
-        "/scalein": {"post": _posted("/scalein", "Fewer replicas.", "Scaled")},
-        "/replicas": {"get": _operation("How many, and how they are.", _ref("Replicas"), model)},
-        "/health": {"get": _health(model)},
-        "/ping": {"get": _operation("Liveness.", _object(status={"const": "alive"}))},
-        "/version": {"get": _operation("Our version.", _object(version=_TEXT))},
-        "/load": {"get": _operation("Requests in flight.", _object(server_load=_COUNT))},
-        "/openapi.json": {"get": _operation("This document.", {"type": "object"})},
-    }
-
-
-def _operation(summary: str, answer: Schema, *parameters: Schema) -> Schema:
+def _operation(endpoint: Endpoint[Any], models: Sequence[str], keys: KeyRing) -> Schema:
     operation: Schema = {
-        "summary": summary,
-        "responses": {
-            "200": _response("An answer.", answer),
-            "default": _response("OpenAI's error object.", _ref("Error")),
-        },
+        "summary": endpoint.summary,
+        "operationId": _operation_id(endpoint),
+        "responses": _responses(endpoint),
     }
-    return operation | ({"parameters": list(parameters)} if parameters else {})
+    if parameters := _parameters(endpoint, models):
+        operation["parameters"] = parameters
+    if endpoint.form.in_body:
+        operation["requestBody"] = _body(endpoint.form)
+    if endpoint.access is not Access.PUBLIC:
+        operation["security"] = _security(endpoint.access, keys)
+    return operation
 
 
-def _posted(path: str, summary: str, answer: str) -> Schema:
-    forms = [_ref(form.__name__.lstrip("_")) for form in BODIES[path]]
+def _parameters(endpoint: Endpoint[Any], models: Sequence[str]) -> list[Schema]:
+    """Of the path and of the query; what a body has, too, is described there."""
+    schema = {"schema": {"enum": list(models)}}  # all of them name a model
+    in_path = re.findall(r"{(\w+)}", endpoint.public_path)
+    found = [{"name": name, "in": "path", "required": True, **schema} for name in in_path]
+    if endpoint.form.in_query and not endpoint.form.in_body:
+        (form,) = endpoint.form.models
+        found += [{"name": name, "in": "query", **schema} for name in form.model_fields]
+    return found
+
+
+def _body(form: Form[Any]) -> Schema:
+    forms = [ref(model.__name__) for model in form.models]
     schema = forms[0] if len(forms) == 1 else {"anyOf": forms}
-    required = any(
-        field.is_required() for form in BODIES[path] for field in form.model_fields.values()
-    )
-    body = {"required": required, "content": {"application/json": {"schema": schema}}}
-    return _operation(summary, _ref(answer)) | {"requestBody": body}
+    return {"required": form.is_required, "content": {JSON: {"schema": schema}}}
 
 
-def _generation(
-    path: str, summary: str, answer: str, stream_type: str = "text/event-stream"
-) -> Schema:
-    operation = _posted(path, summary, answer)
-    # Of what stands in a stream of events OpenAPI 3.1 has no words; a schema would be one of each event.
-    streamed = _TEXT if stream_type == "text/plain" else _EVENTS
-    operation["responses"]["200"]["content"] |= {stream_type: {"schema": streamed}}
-    return operation
+def _responses(endpoint: Endpoint[Any]) -> Schema:
+    answer = endpoint.answer
+    found = {"200": _response("An answer.", answer), "default": _error("OpenAI's error object.")}
+    if links := _LINKS.get(endpoint):
+        found["200"]["links"] = links
+    for status, description in answer.other_statuses.items():
+        found[str(status)] = _response(description, answer)
+    for status, description in endpoint.errors.items():
+        found[str(status)] = _error(description)
+        if headers := _ERROR_HEADERS.get(status):
+            found[str(status)]["headers"] = headers
+    return found
 
 
-def _health(model: Schema) -> Schema:
-    operation = _operation("Readiness; 200 while asleep, too.", _ref("Health"), model)
-    operation["responses"]["503"] = _response("All replicas have failed.", _ref("Health"))
-    return operation
+def _response(description: str, answer: Answer) -> Schema:
+    content = {kind: {"schema": _STREAMED.get(kind, answer.schema)} for kind in answer.kinds}
+    return {"description": description, "content": content}
 
 
-def _response(description: str, schema: Schema) -> Schema:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
+def _error(description: str) -> Schema:
+    return _response(description, Answer(ref("Error")))
 
 
 # --- what an answer is good for ---
 
 
-def _operation_id(method: str, path: str) -> str:
-    return re.sub(r"\W+", "_", f"{method}{path}").strip("_")
+def _operation_id(endpoint: Endpoint[Any]) -> str:
+    return re.sub(r"\W+", "_", f"{endpoint.method.lower()}{endpoint.public_path}").strip("_")
 
 
-def _link(method: str, path: str, **fields: str) -> Schema:
+def _link(endpoint: Endpoint[Any], **fields: str) -> Schema:
     """An operation that takes parts of an answer, each by its JSON pointer.
 
     They are what the path has in braces, or else fields of the body.
     """
     found = {name: f"$response.body#{pointer}" for name, pointer in fields.items()}
-    where = "parameters" if all(f"{{{name}}}" in path for name in found) else "requestBody"
-    return {"operationId": _operation_id(method, path), where: found}
+    where = (
+        "parameters"
+        if all(f"{{{name}}}" in endpoint.public_path for name in found)
+        else "requestBody"
+    )
+    return {"operationId": _operation_id(endpoint), where: found}
 
 
-_LINKS: Schema = {
-    "/v1/models": {"first": _link("get", "/v1/models/{model_id}", model_id="/data/0/id")},
-    "/tokenize": {
-        "text": _link("post", "/detokenize", tokens="/tokens"),
-        "completion": _link("post", "/v1/completions", prompt="/tokens"),
+_LINKS: Mapping[Endpoint[Any], Schema] = {
+    MODELS: {"first": _link(MODEL, model_id="/data/0/id")},
+    TOKENIZE: {
+        "text": _link(DETOKENIZE, tokens="/tokens"),
+        "completion": _link(COMPLETION, prompt="/tokens"),
     },
-    "/detokenize": {"tokens": _link("post", "/tokenize", prompt="/prompt")},
+    DETOKENIZE: {"tokens": _link(TOKENIZE, prompt="/prompt")},
 }
 
 # --- keys ---
@@ -178,25 +151,17 @@ _SCHEMES: Schema = {
     },
 }
 
-# By the paths of the document: there a path's parameter has no type.
-_ACCESS = {path.replace(":path}", "}"): access for path, access in ACCESS.items()}
+_ERROR_HEADERS: Mapping[int, Schema] = {
+    401: {"WWW-Authenticate": {"schema": const("Bearer")}},
+    429: {"Retry-After": {"schema": COUNT}},
+}
 
 
-def _secure(operation: Schema, method: str, access: Access, keys: KeyRing) -> None:
-    """Which keys an operation takes, whether it may do without, and how it refuses."""
-    if access is Access.PUBLIC:
-        return
+def _security(access: Access, keys: KeyRing) -> list[Schema]:
+    """Which keys are taken, and whether a client may do without."""
     names = [_ADMIN_KEY] if access is Access.ADMIN else [_INFERENCE_KEY, _ADMIN_KEY]
     optional: list[Schema] = [] if keys.guards(access) else [{}]
-    operation["security"] = [*optional, *({name: []} for name in names)]
-    responses = operation["responses"]
-    responses["401"] = _response("No key, or a wrong one.", _ref("Error"))
-    responses["401"]["headers"] = {"WWW-Authenticate": {"schema": _const("Bearer")}}
-    if access is Access.ADMIN:
-        responses["403"] = _response("A key for inference; an admin key is needed.", _ref("Error"))
-    elif method != "get":
-        responses["429"] = _response("Too many at once, of this key or of all.", _ref("Error"))
-        responses["429"]["headers"] = {"Retry-After": {"schema": _COUNT}}
+    return [*optional, *({name: []} for name in names)]
 
 
 # --- requests ---
@@ -204,14 +169,14 @@ def _secure(operation: Schema, method: str, access: Access, keys: KeyRing) -> No
 
 def _request_schemas(models: Sequence[str]) -> Schema:
     """Every form of a body and what is in it, by name."""
-    forms = {form for each in BODIES.values() for form in each}
+    forms = {model for each in _DOCUMENTED if each.form.in_body for model in each.form.models}
     ordered = sorted(forms, key=lambda form: form.__name__)
     _, found = models_json_schema(
         [(form, "validation") for form in ordered], ref_template="#/components/schemas/{model}"
     )
     named: Schema = {name.lstrip("_"): schema for name, schema in found["$defs"].items()}
     for form in ordered:
-        body = named[form.__name__.lstrip("_")]
+        body = named[form.__name__]
         body.pop("description", None)
         body["properties"]["model"] = {"enum": list(models)}
         for name, schema in body["properties"].items():
@@ -236,133 +201,3 @@ def _without_underscores(value: Any) -> Any:
         for key, inner in value.items()
         if key != "title" or not isinstance(inner, str)
     }
-
-
-# --- answers ---
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _object(*optional: str, **properties: Schema) -> Schema:
-    """An object with these properties; those named first may be absent."""
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "required": required, "properties": properties}
-
-
-def _list(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-def _map(values: Schema) -> Schema:
-    return {"type": "object", "additionalProperties": values}
-
-
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _const(value: str) -> Schema:
-    return {"const": value}
-
-
-_FINISH = {"enum": ["stop", "length", "tool_calls"]}
-_NUMBER: Schema = {"type": "number"}
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
-_STOP_REASON: Schema = {"type": ["string", "integer"]}
-_FUNCTION = _object(name=_TEXT, arguments=_TEXT)
-_TOLD_CALL = _object(id=_TEXT, type=_const("function"), function=_FUNCTION)
-_LOGPROB: Schema = _object(
-    "top_logprobs",
-    token=_TEXT,
-    logprob=_NUMBER,
-    bytes=_list(_COUNT),
-    top_logprobs=_list(_object(token=_TEXT, logprob=_NUMBER, bytes=_list(_COUNT))),
-)
-_HEAD = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "system_fingerprint": _TEXT}
-
-_ANSWERS: Schema = {
-    "Error": _object(
-        error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_TEXT),
-    ),
-    "Model": _object(
-        id=_TEXT,
-        object=_const("model"),
-        created=_COUNT,
-        owned_by=_TEXT,
-        root=_TEXT,
-        parent=_or_null(_TEXT),
-        max_model_len=_or_null(_COUNT),
-        status=_object(value={"enum": ["loaded", "loading", "sleeping", "unloaded", "unknown"]}),
-    ),
-    "ModelList": _object(object=_const("list"), data=_list(_ref("Model"))),
-    "ChatCompletion": _object(
-        **_HEAD,
-        object=_const("chat.completion"),
-        usage=_USAGE,
-        choices=_list(
-            _object(
-                "stop_reason",
-                index=_COUNT,
-                message=_object(
-                    "reasoning_content",
-                    "tool_calls",
-                    role=_const("assistant"),
-                    content=_or_null(_TEXT),
-                    refusal={"type": "null"},
-                    reasoning_content=_TEXT,
-                    tool_calls=_list(_TOLD_CALL),
-                ),
-                logprobs=_or_null(_object(content=_list(_LOGPROB), refusal={"type": "null"})),
-                finish_reason=_FINISH,
-                stop_reason=_STOP_REASON,
-            )
-        ),
-    ),
-    "Completion": _object(
-        **_HEAD,
-        object=_const("text_completion"),
-        usage=_USAGE,
-        choices=_list(
-            _object(
-                "stop_reason",
-                index=_COUNT,
-                text=_TEXT,
-                logprobs=_or_null(
-                    _object(
-                        tokens=_list(_TEXT),
-                        token_logprobs=_list(_or_null(_NUMBER)),
-                        top_logprobs=_list(_or_null(_map(_NUMBER))),
-                        text_offset=_list(_COUNT),
-                    )
-                ),
-                finish_reason=_FINISH,
-                stop_reason=_STOP_REASON,
-            )
-        ),
-    ),
-    "Output": _object(output=_TEXT),
-    "Tokens": _object(
-        count=_COUNT,
-        max_model_len=_or_null(_COUNT),
-        tokens=_list(_COUNT),
-        token_strs=_or_null(_list(_TEXT)),
-    ),
-    "Detokenized": _object(prompt=_TEXT),
-    "TokenizerInfo": _map(_or_null(_TEXT)),
-    "Controlled": _object(code=_COUNT, models=_map(_list({"type": "object"}))),
-    "IsSleeping": _object(is_sleeping=_FLAG, sleeping=_FLAG, models=_map(_FLAG)),
-    "Scaled": {"type": "object"},
-    "Replicas": {"type": "object"},
-    "Health": {
-        "type": "object",
-        "properties": {
-            "status": {"enum": ["healthy", "degraded", "failed"]},
-            "serving": _COUNT,
-            "failed": _COUNT,
-            "models": {"type": "object", "additionalProperties": _TEXT},
-        },
-        "required": ["status", "serving", "failed"],
-    },
-}

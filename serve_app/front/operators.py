@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand
-from serve_app.front.bodies import Bodies, query_form
+from serve_app.front import endpoints
+from serve_app.front.endpoint import Handler, Handlers
 from serve_app.models.model_client import ModelClient
 from serve_app.models.registry import ServedModels
 from serve_app.openai.requests import ModelQuery, ScaleForm, SleepForm, WakeForm
@@ -20,39 +20,36 @@ from serve_app.scaling.manual import plan
 class Controls:
     """What an operator can do; of these only `/wake_up` wakes a model."""
 
-    def __init__(self, models: ServedModels, bodies: Bodies) -> None:
-        """Take what all routes share."""
+    def __init__(self, models: ServedModels) -> None:
+        """Take those that are served."""
         self._models = models
-        self._bodies = bodies
 
-    def routes(self) -> list[Route]:
+    def handlers(self) -> Handlers:
         return [
-            Route("/sleep", self.sleep, methods=["POST"]),
-            Route("/wake_up", self.wake_up, methods=["POST"]),
-            Route("/wakeup", self.wake_up, methods=["POST"]),
-            Route("/is_sleeping", self.is_sleeping, methods=["GET"]),
-            Route("/scaleout", self.scaleout, methods=["POST"]),
-            Route("/scalein", self.scalein, methods=["POST"]),
-            Route("/replicas", self.replicas, methods=["GET"]),
+            Handler(endpoints.SLEEP, self.sleep),
+            Handler(endpoints.WAKE_UP, self.wake_up),
+            Handler(endpoints.WAKEUP, self.wake_up),
+            Handler(endpoints.IS_SLEEPING, self.is_sleeping),
+            Handler(endpoints.SCALEOUT, lambda _, form: self._scale(form, "out")),
+            Handler(endpoints.SCALEIN, lambda _, form: self._scale(form, "in")),
+            Handler(endpoints.REPLICAS, self.replicas),
         ]
 
     # --- sleep and wake ---
 
-    async def sleep(self, request: Request) -> Response:
-        form = await self._bodies.form(request, SleepForm)
+    async def sleep(self, request: Request, form: SleepForm) -> Response:
         command = SleepCommand(level=form.level, mode=form.mode, hold=form.hold)
         return await self._order(form.model, lambda model: model.sleep(command))
 
-    async def wake_up(self, request: Request) -> Response:
-        form = await self._bodies.form(request, WakeForm)
+    async def wake_up(self, request: Request, form: WakeForm) -> Response:
         return await self._order(form.model, lambda model: model.wake_up(form.tags))
 
-    async def is_sleeping(self, request: Request) -> Response:
+    async def is_sleeping(self, request: Request, query: ModelQuery) -> Response:
         """Whether every replica of every model asked for is asleep.
 
         A model without replicas is not: there is nothing that a wake could find.
         """
-        models = self._models.chosen(query_form(request, ModelQuery).model)
+        models = self._models.chosen(query.model)
         found = await asyncio.gather(*(self._models.states(m) for m in models.values()))
         asleep = {
             model_id: bool(states) and all(state is ReplicaState.ASLEEP for state in states)
@@ -79,14 +76,7 @@ class Controls:
 
     # --- how many ---
 
-    async def scaleout(self, request: Request) -> Response:
-        return await self._scale(request, "out")
-
-    async def scalein(self, request: Request) -> Response:
-        return await self._scale(request, "in")
-
-    async def _scale(self, request: Request, direction: Literal["out", "in"]) -> Response:
-        form = await self._bodies.form(request, ScaleForm)
+    async def _scale(self, form: ScaleForm, direction: Literal["out", "in"]) -> Response:
         model = self._models.one(form.model)
         scale = await model.scaler.read()
         target, text = plan(scale, direction, form.replicas)
@@ -102,9 +92,9 @@ class Controls:
             }
         )
 
-    async def replicas(self, request: Request) -> Response:
+    async def replicas(self, request: Request, query: ModelQuery) -> Response:
         """How many replicas are wanted, and what those that run say."""
-        models = self._models.chosen(query_form(request, ModelQuery).model)
+        models = self._models.chosen(query.model)
         shown = await asyncio.gather(*(self._shown(model) for model in models.values()))
         return JSONResponse({"models": dict(zip(models, shown, strict=True))})
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from actors.errors import ContextLengthExceeded
-from serve_app.front.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
+from serve_app.front import endpoints
+from serve_app.front.bodies import MAX_MESSAGE_BYTES
+from serve_app.front.endpoint import Handler, Handlers
 from serve_app.models.registry import ServedModels
-from serve_app.openai.requests import ModelQuery, TokenizeAsk, parse_detokenize, parse_tokenize
+from serve_app.openai.requests import DetokenizeForm, ModelQuery, TokenizeAsk
 
-_MAX_TEXT_BYTES = 2**20  # its tokens are made in this process, in a second
 # Written in a millisecond.
 _AT_A_TIME = 4096  # of the elements of a list
 _CHARS_AT_A_TIME = 2**18
@@ -23,20 +23,18 @@ _CHARS_AT_A_TIME = 2**18
 class Tokenizing:
     """What lm-eval and others ask instead of loading a tokenizer of their own."""
 
-    def __init__(self, models: ServedModels, bodies: Bodies) -> None:
-        """Take what all routes share."""
+    def __init__(self, models: ServedModels) -> None:
+        """Take those that are served."""
         self._models = models
-        self._bodies = bodies
 
-    def routes(self) -> list[Route]:
+    def handlers(self) -> Handlers:
         return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+            Handler(endpoints.TOKENIZE, self.tokenize),
+            Handler(endpoints.DETOKENIZE, self.detokenize),
+            Handler(endpoints.TOKENIZER_INFO, self.tokenizer_info),
         ]
 
-    async def tokenize(self, request: Request) -> Response:
-        asked = await self._bodies.read(request, _parse_tokenize)
+    async def tokenize(self, request: Request, asked: TokenizeAsk) -> Response:
         info = self._models.one(asked.model).info
         token_ids = await info.tokenizer.encode(asked.prompt, asked.add_special_tokens)
         texts = await info.tokenizer.texts(token_ids) if asked.return_token_strs else None
@@ -48,21 +46,14 @@ class Tokenizing:
         }
         return await asyncio.to_thread(_answer, answer)
 
-    async def detokenize(self, request: Request) -> Response:
-        form = await self._bodies.read(request, parse_detokenize)
+    async def detokenize(self, request: Request, form: DetokenizeForm) -> Response:
         tokenizer = self._models.one(form.model).info.tokenizer
         text = await tokenizer.decode(form.tokens)
         return await asyncio.to_thread(_answer, {"prompt": text})
 
-    async def tokenizer_info(self, request: Request) -> Response:
-        info = self._models.one(query_form(request, ModelQuery).model).info
+    async def tokenizer_info(self, request: Request, query: ModelQuery) -> Response:
+        info = self._models.one(query.model).info
         return JSONResponse(dict(await info.tokenizer.describe()))
-
-
-def _parse_tokenize(fields: Mapping[str, Any]) -> TokenizeAsk:
-    asked = parse_tokenize(fields)
-    check_travels(asked.prompt, _MAX_TEXT_BYTES)
-    return asked
 
 
 def _answer(answer: Mapping[str, Any]) -> Response:

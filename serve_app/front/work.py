@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
+from serve_app.config.http import HttpSettings
 from serve_app.config.keys import ApiKey
 from serve_app.front.errors import KeyBusy, ServerBusy
 
@@ -26,6 +28,11 @@ class Budget:
         self._limit_per_key = int(limit * share_per_key)
         self._taken: Counter[ApiKey] = Counter()
         self.in_flight = 0
+
+    @classmethod
+    def of(cls, settings: HttpSettings, what: str, setting: str) -> Self:
+        """The one that a setting limits."""
+        return cls(what, setting, getattr(settings, setting), settings.max_share_per_key)
 
     def take(self, key: ApiKey | None, count: int) -> None:
         """Take on more, for a key or for nobody in particular.

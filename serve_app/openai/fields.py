@@ -47,7 +47,7 @@ _COUNTED = (
 )
 MAX_COUNT = 2**31 - 1  # of tokens; the model's own limit is the engine's to check
 
-Form = TypeVar("Form", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def parsed(text: bytes, what: str) -> Any:
         return from_json(text, allow_inf_nan=False, cache_strings="none")
 
 
-def parse_form(form: type[Form], fields: Mapping[str, Any]) -> Form:
+def parse_form(form: type[Model], fields: Mapping[str, Any]) -> Model:
     """A model made of the fields that are not null.
 
     Raises:

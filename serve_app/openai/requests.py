@@ -195,7 +195,7 @@ class _Body(GrammarFields):
         )
 
 
-class _ChatBody(ChatForm, _Body):
+class ChatBody(ChatForm, _Body):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
@@ -206,7 +206,7 @@ class _ChatBody(ChatForm, _Body):
     parallel_tool_calls: bool = True
 
 
-class _CompletionBody(_Body):
+class CompletionBody(_Body):
     prompt: Annotated[
         tuple[str | tuple[int, ...], ...],
         PlainValidator(to_prompts, json_schema_input_type=_Prompts),
@@ -217,7 +217,7 @@ class _CompletionBody(_Body):
     best_of: int = Field(default=1, ge=1, le=MAX_COUNT)
 
 
-class _SeedBody(_Body):
+class SeedBody(_Body):
     prompt: str = SEED_PROMPT
     max_tokens: int = Field(default=50, ge=1, le=MAX_COUNT)
     n: Literal[1] = 1
@@ -231,11 +231,11 @@ class _TokenizeOptions(Part):
     return_token_strs: bool = False
 
 
-class _TokenizeText(_TokenizeOptions):
+class TokenizeText(_TokenizeOptions):
     prompt: str
 
 
-class _TokenizeChat(ChatForm, _TokenizeOptions):
+class TokenizeChat(ChatForm, _TokenizeOptions):
     pass
 
 
@@ -262,26 +262,21 @@ class TokenizeAsk:
     return_token_strs: bool
 
 
-class ModelQuery(BaseModel):
-    """The query of routes that tell of one model, or of all."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: _ModelName | None = None
-
-
 class NoQuery(BaseModel):
     """The query of routes that have none: whoever asks of one model learns that the answer is of all."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SleepForm(BaseModel):
-    """POST /sleep; from a query, so strings are read as what they stand for."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class ModelQuery(NoQuery):
+    """The query of routes that tell of one model, or of all."""
 
     model: _ModelName | None = None
+
+
+class SleepForm(ModelQuery):
+    """POST /sleep; from a query, so strings are read as what they stand for."""
+
     level: int = Field(default=1, ge=1, le=2)
     mode: SleepMode = SleepMode.WAIT
     hold: bool = False
@@ -290,12 +285,9 @@ class SleepForm(BaseModel):
 _Tags = Annotated[list[str], Field(max_length=2)]
 
 
-class WakeForm(BaseModel):
+class WakeForm(ModelQuery):
     """POST /wake_up; no tags means everything."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: _ModelName | None = None
     tags: Annotated[
         tuple[Literal["weights", "kv_cache"], ...],
         Field(max_length=2, fail_fast=True),
@@ -303,32 +295,16 @@ class WakeForm(BaseModel):
     ] = ()
 
 
-class ScaleForm(BaseModel):
+class ScaleForm(ModelQuery):
     """POST /scaleout and /scalein."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: _ModelName | None = None
     replicas: int | None = Field(default=None, ge=0, le=MAX_COUNT)
-
-
-BODIES: Mapping[str, tuple[type[BaseModel], ...]] = {
-    "/v1/chat/completions": (_ChatBody,),
-    "/v1/completions": (_CompletionBody,),
-    "/completions": (_SeedBody,),
-    "/tokenize": (_TokenizeText, _TokenizeChat),
-    "/detokenize": (DetokenizeForm,),
-    "/sleep": (SleepForm,),
-    "/wake_up": (WakeForm,),
-    "/scaleout": (ScaleForm,),
-    "/scalein": (ScaleForm,),
-}
 
 
 def parse_chat(fields: Mapping[str, Any]) -> Ask:
     """POST /v1/chat/completions."""
     _refuse_unsupported(fields)
-    body = parse_form(_ChatBody, fields)
+    body = parse_form(ChatBody, fields)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     # "none" keeps the tools from the model: it cannot call what it does not know.
@@ -346,7 +322,7 @@ def parse_chat(fields: Mapping[str, Any]) -> Ask:
 def parse_completion(fields: Mapping[str, Any], max_continuations: int) -> Ask:
     """POST /v1/completions."""
     _refuse_unsupported(fields)
-    body = parse_form(_CompletionBody, fields)
+    body = parse_form(CompletionBody, fields)
     if body.best_of > body.n:
         raise UnsupportedParameter(
             f"best_of must be at most n ({body.n}), found {body.best_of}", "best_of"
@@ -362,25 +338,20 @@ def parse_completion(fields: Mapping[str, Any], max_continuations: int) -> Ask:
 
 def parse_tokenize(fields: Mapping[str, Any]) -> TokenizeAsk:
     """POST /tokenize: a text, or messages."""
-    body: _TokenizeText | _TokenizeChat
+    body: TokenizeText | TokenizeChat
     prompt: Prompt
     if fields.get("messages") is None:
-        body = parse_form(_TokenizeText, fields)
+        body = parse_form(TokenizeText, fields)
         prompt = body.prompt
     else:
-        body = parse_form(_TokenizeChat, fields)
+        body = parse_form(TokenizeChat, fields)
         prompt = body.prompt()
     return TokenizeAsk(body.model, prompt, body.add_special_tokens, body.return_token_strs)
 
 
-def parse_detokenize(fields: Mapping[str, Any]) -> DetokenizeForm:
-    """POST /detokenize."""
-    return parse_form(DetokenizeForm, fields)
-
-
 def parse_seed(fields: Mapping[str, Any]) -> Ask:
     """POST /completions, the form of the project this one started from: greedy unless told."""
-    body = parse_form(_SeedBody, fields)
+    body = parse_form(SeedBody, fields)
     return body.ask((body.prompt,), max_tokens=body.max_tokens)
 
 

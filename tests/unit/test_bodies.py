@@ -16,7 +16,8 @@ from actors.protocol import ChatPrompt
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access, ApiKey
 from serve_app.front.app import build_asgi
-from serve_app.front.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_form
+from serve_app.front.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_fields
+from serve_app.front.endpoints import ENDPOINTS
 from serve_app.front.errors import KeyBusy, RequestTimeout, ServerBusy
 from serve_app.front.work import Budget, admitted
 from serve_app.openai import requests as schemas
@@ -29,7 +30,7 @@ from serve_app.openai.fields import (
     parse_json,
     shown,
 )
-from serve_app.openai.requests import BODIES, parse_chat, parse_completion, parse_tokenize
+from serve_app.openai.requests import parse_chat, parse_completion, parse_tokenize
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of
 
@@ -154,7 +155,10 @@ def unbounded(schema: Any, path: str = "") -> Iterator[str]:
 ANY_SHAPE = {"._Function.properties.parameters"}
 
 
-@pytest.mark.parametrize("form", {form for forms in BODIES.values() for form in forms})
+@pytest.mark.parametrize(
+    "form",
+    {model for endpoint in ENDPOINTS if endpoint.form.in_body for model in endpoint.form.models},
+)
 def test_every_list_of_every_form_has_a_limit(form: type[BaseModel]) -> None:
     schema = form.model_json_schema(mode="validation")
     found = {path.removeprefix(".$defs") for path in unbounded(schema)}
@@ -183,7 +187,7 @@ def test_list_that_is_too_long_or_wrong_is_refused_at_its_first_element(
         parse_chat(chat)
     assert message in str(caught.value)
     with pytest.raises(ValidationError) as collected:
-        schemas._ChatBody.model_validate(chat)
+        schemas.ChatBody.model_validate(chat)
     assert collected.value.error_count() == 1
 
 
@@ -353,11 +357,10 @@ def test_large_prompts_are_weighed_beside_the_event_loop(
     path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str] = []
-    for module in ("app", "tokenize"):
-        monkeypatch.setattr(
-            f"serve_app.front.{module}.check_travels",
-            lambda *_: names.append(threading.current_thread().name),
-        )
+    monkeypatch.setattr(
+        "serve_app.front.endpoints.check_travels",
+        lambda *_: names.append(threading.current_thread().name),
+    )
     with client_of(build_asgi({"fake": FakeModel()}, HttpSettings())) as client:
         assert client.post(path, json=fields).status_code == 200
     assert [name.startswith("large-bodies") for name in names] == [True]
@@ -388,12 +391,14 @@ def test_query_of_twenty_thousand_keys_is_refused_at_once() -> None:
     request = query(b"&".join(b"%d=" % i for i in range(20_000)))
     began_s = time.thread_time()
     with pytest.raises(InvalidRequest, match="20000 pairs; the limits are 4096 and 64"):
-        query_form(request, schemas.ModelQuery)
+        parse_form(schemas.ModelQuery, query_fields(request))
     assert time.thread_time() - began_s < 0.05
 
 
 def test_query_within_the_limits_is_read_whole() -> None:
-    found = query_form(query(b"tags=weights&model=m&tags=kv_cache"), schemas.WakeForm)
+    found = parse_form(schemas.WakeForm, query_fields(query(b"tags=weights&model=m&tags=kv_cache")))
     assert (found.model, found.tags) == ("m", ("weights", "kv_cache"))
     with pytest.raises(InvalidRequest, match="x63 is unknown here"):
-        query_form(query(b"&".join(b"x%d=" % (63 - i) for i in range(64))), schemas.WakeForm)
+        parse_form(
+            schemas.WakeForm, query_fields(query(b"&".join(b"x%d=" % (63 - i) for i in range(64))))
+        )

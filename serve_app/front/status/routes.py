@@ -1,17 +1,18 @@
 """Routes of the status page. None of them wakes a model, counts as its use, or waits for a wake."""
 
 import platform
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from serve_app.front.bodies import query_form
+from serve_app import __version__
+from serve_app.front import endpoints
+from serve_app.front.endpoint import Files, Handler, Handlers
 from serve_app.front.status.feed import ReadImages, StatusFeed
 from serve_app.front.stream import HeldResponse
 from serve_app.models.registry import ServedModels
@@ -36,41 +37,41 @@ class StatusRoutes:
     def __init__(
         self,
         models: ServedModels,
-        banner: Callable[[Request], Awaitable[Response]],
-        own_version: str,
+        shows_names: Callable[[], bool],
         read_images: ReadImages | None,
     ) -> None:
         """Take what the routes show.
 
         Args:
-            banner: answers `/` to clients that do not ask for HTML.
+            shows_names: whether anybody may learn which models there are.
             read_images: asks the weight holder; None where there is none.
         """
-        about = {"sleepserve": own_version, "ray": _ray(), "python": platform.python_version()}
+        about = {"sleepserve": __version__, "ray": _ray(), "python": platform.python_version()}
         self._feed = StatusFeed(models, about, read_images)
-        self._banner = banner
+        self._models = models
+        self._shows_names = shows_names
 
-    def routes(self) -> list[BaseRoute]:
+    def handlers(self) -> Handlers:
         return [
-            Route("/", self.home, methods=["GET"]),
-            Route("/status", self.snapshot, methods=["GET"]),
-            Route("/status/events", self.events, methods=["GET"]),
-            Mount("/page", _Revalidated(directory=STATIC)),
+            Handler(endpoints.HOME, self.home),
+            Files(endpoints.PAGE, _Revalidated(directory=STATIC)),
+            Handler(endpoints.STATUS, self.snapshot),
+            Handler(endpoints.STATUS_EVENTS, self.events),
         ]
 
-    async def home(self, request: Request) -> Response:
+    async def home(self, request: Request, asked: None) -> Response:
         if wants_html(request.headers.get("accept", "")):
             return FileResponse(STATIC / "page.html", headers={**_PAGE_HEADERS, "Vary": "Accept"})
-        response = await self._banner(request)
-        response.headers["Vary"] = "Accept"
-        return response
+        names = {"models": list(self._models.all)} if self._shows_names() else {}
+        return JSONResponse(
+            {"message": "sleepserve is running.", "version": __version__, **names},
+            headers={"Vary": "Accept"},
+        )
 
-    async def snapshot(self, request: Request) -> Response:
-        query_form(request, NoQuery)
+    async def snapshot(self, request: Request, query: NoQuery) -> Response:
         return JSONResponse(await self._feed.snapshot(), headers={"Cache-Control": "no-store"})
 
-    async def events(self, request: Request) -> Response:
-        query_form(request, NoQuery)
+    async def events(self, request: Request, query: NoQuery) -> Response:
         return HeldResponse(self._feed.watch(), "text/event-stream")
 
 

@@ -11,6 +11,7 @@ from actors.errors import DrainTimeout
 from actors.protocol import ReplicaState, SleepCommand, SleepMode
 from serve_app.front.health import Health
 from serve_app.models.registry import ServedModels
+from serve_app.openai.requests import ModelQuery
 from tests.fakes import FakeModel
 from tests.unit.ingress.front import CHAT, CHAT_BODY, conforms, is_error, scope_of, serving
 
@@ -321,7 +322,9 @@ def test_health_that_many_ask_for_at_once_is_asked_for_once():
         request = Request(scope_of("/health", "GET"))
         for state in ("unknown", "awake"):
             model.asked_for_states = 0
-            answers = await asyncio.gather(*(health.ready(request) for _ in range(50)))
+            answers = await asyncio.gather(
+                *(health.ready(request, ModelQuery()) for _ in range(50))
+            )
             assert {json.loads(answer.body)["models"]["fake"] for answer in answers} == {state}
             assert model.asked_for_states == 1
             model.hang_status = False

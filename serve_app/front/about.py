@@ -1,0 +1,82 @@
+"""What this server says of itself and of its models. Nothing here wakes a model."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from actors.protocol import ReplicaState, ReplicaStatus
+from serve_app import __version__
+from serve_app.config.keys import KeyRing
+from serve_app.front import endpoints, openapi
+from serve_app.front.endpoint import Handler, Handlers
+from serve_app.front.peers import Everybody
+from serve_app.models.model_client import ModelClient
+from serve_app.models.registry import ServedModels
+
+
+class About:
+    """Models, version, load, and our own OpenAPI document."""
+
+    def __init__(self, models: ServedModels, everybody: Everybody, keys: KeyRing) -> None:
+        """Take what there is to tell of.
+
+        Args:
+            keys: what they guard, the document says.
+        """
+        self._models = models
+        self._everybody = everybody
+        self._keys = keys
+
+    def handlers(self) -> Handlers:
+        return [
+            Handler(endpoints.MODELS, self.list_models),
+            Handler(endpoints.MODEL, self.show_model),
+            Handler(endpoints.VERSION, self.show_version),
+            Handler(endpoints.LOAD, self.show_load),
+            Handler(endpoints.OPENAPI, self.show_openapi),
+        ]
+
+    async def list_models(self, request: Request, asked: None) -> Response:
+        cards = await asyncio.gather(*(self._card(model) for model in self._models.all.values()))
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def show_model(self, request: Request, asked: None) -> Response:
+        return JSONResponse(await self._card(self._models.one(request.path_params["model_id"])))
+
+    async def _card(self, model: ModelClient) -> dict[str, Any]:
+        info, replicas = model.info, await self._models.known_status(model)
+        lengths = [replica.max_model_len for replica in replicas or ()]
+        return {
+            "id": info.model_id,
+            "object": "model",
+            "created": info.created,
+            "owned_by": "sleepserve",
+            "root": info.root,
+            "parent": None,
+            "max_model_len": min(lengths, default=info.max_model_len),
+            "status": {"value": _status_value(replicas)},
+        }
+
+    async def show_version(self, request: Request, asked: None) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def show_load(self, request: Request, asked: None) -> Response:
+        return JSONResponse({"server_load": await self._everybody.load()})
+
+    async def show_openapi(self, request: Request, asked: None) -> Response:
+        return JSONResponse(openapi.document(__version__, list(self._models.all), self._keys))
+
+
+def _status_value(replicas: Sequence[ReplicaStatus] | None) -> str:
+    """The words of llama.cpp's router and llama-swap; `unknown` if the replicas did not answer."""
+    if replicas is None:
+        return "unknown"
+    states = {replica.state for replica in replicas}
+    if states & {ReplicaState.AWAKE, ReplicaState.DRAINING}:
+        return "loaded"
+    if ReplicaState.WAKING in states:
+        return "loading"
+    return "sleeping" if ReplicaState.ASLEEP in states else "unloaded"
