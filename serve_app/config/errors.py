@@ -75,8 +75,10 @@ def unknown_keys(data: Mapping[str, object], model: type[BaseModel]) -> Iterator
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = difflib.get_close_matches(word, known, n=3)
+    # Letters that changed places are the likelier mistake: "modle" is "model", though "mode" is as near.
+    swapped = [each for each in close if sorted(each) == sorted(word)]
+    return f"; did you mean {(swapped or close)[0]}?" if close else ""
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> Iterator[Problem]:

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 from actors.protocol import ReplicaState, ReplicaStatus
 from serve_app import __version__
 from serve_app.config.keys import KeyRing
-from serve_app.front import endpoints, openapi
-from serve_app.front.endpoint import Handler, Handlers
+from serve_app.front.endpoints import catalogue, openapi
+from serve_app.front.endpoints.endpoint import Handler, Handlers
 from serve_app.front.peers import Everybody
 from serve_app.models.model_client import ModelClient
 from serve_app.models.registry import ServedModels
@@ -32,11 +32,11 @@ class About:
 
     def handlers(self) -> Handlers:
         return [
-            Handler(endpoints.MODELS, self.list_models),
-            Handler(endpoints.MODEL, self.show_model),
-            Handler(endpoints.VERSION, self.show_version),
-            Handler(endpoints.LOAD, self.show_load),
-            Handler(endpoints.OPENAPI, self.show_openapi),
+            Handler(catalogue.MODELS, self.list_models),
+            Handler(catalogue.MODEL, self.show_model),
+            Handler(catalogue.VERSION, self.show_version),
+            Handler(catalogue.LOAD, self.show_load),
+            Handler(catalogue.OPENAPI, self.show_openapi),
         ]
 
     async def list_models(self, request: Request, asked: None) -> Response:

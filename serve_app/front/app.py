@@ -14,8 +14,8 @@ from serve_app.config.keys import Access, KeyRing
 from serve_app.front.about import About
 from serve_app.front.bodies import Bodies
 from serve_app.front.browsers import Browsers
-from serve_app.front.endpoint import Handlers
-from serve_app.front.endpoints import ENDPOINTS
+from serve_app.front.endpoints.catalogue import ENDPOINTS
+from serve_app.front.endpoints.endpoint import Handlers
 from serve_app.front.errors import Edge, http_exception
 from serve_app.front.gate import Gate
 from serve_app.front.generation import Generation

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_app.config.errors import ConfigError
 from serve_app.config.keys import Access, ApiKey, KeyRing
 from serve_app.front.browsers import Browsers
-from serve_app.front.endpoints import ENDPOINTS, METRICS
+from serve_app.front.endpoints.catalogue import ENDPOINTS, METRICS
 from serve_app.front.errors import AdminKeyRequired, InvalidApiKey, KeyBusy
 from serve_app.front.work import admitted
 

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from actors.protocol import TokenEvent
 from serve_app import __version__
 from serve_app.config.http import HttpSettings
-from serve_app.front import endpoints
-from serve_app.front.endpoint import EVENTS, JSON, TEXT, Handler, Handlers
+from serve_app.front.endpoints import catalogue
+from serve_app.front.endpoints.endpoint import EVENTS, JSON, TEXT, Handler, Handlers
 from serve_app.front.stream import HeldResponse, collect, event_stream, text_stream, unless_gone
 from serve_app.front.work import Admission, Budget
 from serve_app.models.registry import ServedModels
@@ -45,12 +45,12 @@ class Generation:
 
     def handlers(self) -> Handlers:
         return [
-            Handler(endpoints.CHAT, lambda request, ask: self._answer(request, ask, ChatAnswer)),
+            Handler(catalogue.CHAT, lambda request, ask: self._answer(request, ask, ChatAnswer)),
             Handler(
-                endpoints.COMPLETION,
+                catalogue.COMPLETION,
                 lambda request, ask: self._answer(request, ask, CompletionAnswer),
             ),
-            Handler(endpoints.SEED_COMPLETION, self.seed_completion),
+            Handler(catalogue.SEED_COMPLETION, self.seed_completion),
         ]
 
     async def _answer(

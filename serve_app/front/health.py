@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from actors.protocol import ReplicaState
-from serve_app.front import endpoints
-from serve_app.front.endpoint import Handler, Handlers
+from serve_app.front.endpoints import catalogue
+from serve_app.front.endpoints.endpoint import Handler, Handlers
 from serve_app.models.registry import ServedModels
 from serve_app.openai.requests import ModelQuery
 
@@ -43,7 +43,7 @@ class Health:
         self._asking: asyncio.Task[None] | None = None
 
     def handlers(self) -> Handlers:
-        return [Handler(endpoints.HEALTH, self.ready), Handler(endpoints.PING, self.alive)]
+        return [Handler(catalogue.HEALTH, self.ready), Handler(catalogue.PING, self.alive)]
 
     async def alive(self, request: Request, asked: None) -> Response:
         return JSONResponse({"status": "alive"})

@@ -13,8 +13,8 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.front import endpoints
-from serve_app.front.endpoint import Handler, Handlers
+from serve_app.front.endpoints import catalogue
+from serve_app.front.endpoints.endpoint import Handler, Handlers
 from serve_app.front.peers import Everybody
 from serve_app.metrics.catalogue import (
     EXPORTED,
@@ -43,7 +43,7 @@ class Exposition:
         self._everybody = everybody
 
     def handlers(self) -> Handlers:
-        return [Handler(endpoints.METRICS, self.respond)]
+        return [Handler(catalogue.METRICS, self.respond)]
 
     async def respond(self, request: Request, asked: None) -> Response:
         scrapes = await asyncio.gather(*(self._scrape(model) for model in self._models.values()))

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand
-from serve_app.front import endpoints
-from serve_app.front.endpoint import Handler, Handlers
+from serve_app.front.endpoints import catalogue
+from serve_app.front.endpoints.endpoint import Handler, Handlers
 from serve_app.models.model_client import ModelClient
 from serve_app.models.registry import ServedModels
 from serve_app.openai.requests import ModelQuery, ScaleForm, SleepForm, WakeForm
@@ -26,13 +26,13 @@ class Controls:
 
     def handlers(self) -> Handlers:
         return [
-            Handler(endpoints.SLEEP, self.sleep),
-            Handler(endpoints.WAKE_UP, self.wake_up),
-            Handler(endpoints.WAKEUP, self.wake_up),
-            Handler(endpoints.IS_SLEEPING, self.is_sleeping),
-            Handler(endpoints.SCALEOUT, lambda _, form: self._scale(form, "out")),
-            Handler(endpoints.SCALEIN, lambda _, form: self._scale(form, "in")),
-            Handler(endpoints.REPLICAS, self.replicas),
+            Handler(catalogue.SLEEP, self.sleep),
+            Handler(catalogue.WAKE_UP, self.wake_up),
+            Handler(catalogue.WAKEUP, self.wake_up),
+            Handler(catalogue.IS_SLEEPING, self.is_sleeping),
+            Handler(catalogue.SCALEOUT, lambda _, form: self._scale(form, "out")),
+            Handler(catalogue.SCALEIN, lambda _, form: self._scale(form, "in")),
+            Handler(catalogue.REPLICAS, self.replicas),
         ]
 
     # --- sleep and wake ---

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from actors.errors import ContextLengthExceeded
-from serve_app.front import endpoints
 from serve_app.front.bodies import MAX_MESSAGE_BYTES
-from serve_app.front.endpoint import Handler, Handlers
+from serve_app.front.endpoints import catalogue
+from serve_app.front.endpoints.endpoint import Handler, Handlers
 from serve_app.models.registry import ServedModels
 from serve_app.openai.requests import DetokenizeForm, ModelQuery, TokenizeAsk
 
@@ -29,9 +29,9 @@ class Tokenizing:
 
     def handlers(self) -> Handlers:
         return [
-            Handler(endpoints.TOKENIZE, self.tokenize),
-            Handler(endpoints.DETOKENIZE, self.detokenize),
-            Handler(endpoints.TOKENIZER_INFO, self.tokenizer_info),
+            Handler(catalogue.TOKENIZE, self.tokenize),
+            Handler(catalogue.DETOKENIZE, self.detokenize),
+            Handler(catalogue.TOKENIZER_INFO, self.tokenizer_info),
         ]
 
     async def tokenize(self, request: Request, asked: TokenizeAsk) -> Response:

@@ -17,7 +17,7 @@ from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access, ApiKey
 from serve_app.front.app import build_asgi
 from serve_app.front.bodies import MAX_MESSAGE_BYTES, Bodies, check_travels, query_fields
-from serve_app.front.endpoints import ENDPOINTS
+from serve_app.front.endpoints.catalogue import ENDPOINTS
 from serve_app.front.errors import KeyBusy, RequestTimeout, ServerBusy
 from serve_app.front.work import Budget, admitted
 from serve_app.openai import requests as schemas
@@ -358,7 +358,7 @@ def test_large_prompts_are_weighed_beside_the_event_loop(
 ) -> None:
     names: list[str] = []
     monkeypatch.setattr(
-        "serve_app.front.endpoints.check_travels",
+        "serve_app.front.endpoints.catalogue.check_travels",
         lambda *_: names.append(threading.current_thread().name),
     )
     with client_of(build_asgi({"fake": FakeModel()}, HttpSettings())) as client:

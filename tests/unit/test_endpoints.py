@@ -8,8 +8,8 @@ import pytest
 from serve_app.config.http import HttpSettings
 from serve_app.front import app
 from serve_app.front.app import build_asgi
-from serve_app.front.endpoint import JSON, Endpoint
-from serve_app.front.endpoints import CHAT, ENDPOINTS, PING, endpoints_table
+from serve_app.front.endpoints.catalogue import CHAT, ENDPOINTS, PING, endpoints_table
+from serve_app.front.endpoints.endpoint import JSON, Endpoint
 from serve_app.openai.schemas import ANSWERS
 
 

@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from actors.protocol import MessageForm
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access, read_keys
-from serve_app.front import openapi
 from serve_app.front.app import build_asgi
+from serve_app.front.endpoints import openapi
 from serve_app.front.gate import ACCESS
 from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of

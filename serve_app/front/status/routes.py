@@ -11,8 +11,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from serve_app import __version__
-from serve_app.front import endpoints
-from serve_app.front.endpoint import Files, Handler, Handlers
+from serve_app.front.endpoints import catalogue
+from serve_app.front.endpoints.endpoint import Files, Handler, Handlers
 from serve_app.front.status.feed import ReadImages, StatusFeed
 from serve_app.front.stream import HeldResponse
 from serve_app.models.registry import ServedModels
@@ -53,10 +53,10 @@ class StatusRoutes:
 
     def handlers(self) -> Handlers:
         return [
-            Handler(endpoints.HOME, self.home),
-            Files(endpoints.PAGE, _Revalidated(directory=STATIC)),
-            Handler(endpoints.STATUS, self.snapshot),
-            Handler(endpoints.STATUS_EVENTS, self.events),
+            Handler(catalogue.HOME, self.home),
+            Files(catalogue.PAGE, _Revalidated(directory=STATIC)),
+            Handler(catalogue.STATUS, self.snapshot),
+            Handler(catalogue.STATUS_EVENTS, self.events),
         ]
 
     async def home(self, request: Request, asked: None) -> Response:

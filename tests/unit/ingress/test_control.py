@@ -363,6 +363,7 @@ def test_version(client):
         ("POST", "/scaleout?replica=3", None, "replica", "; did you mean replicas?"),
         ("POST", "/scalein", {"replicaz": 0}, "replicaz", "; did you mean replicas?"),
         ("GET", "/is_sleeping?modle=a", None, "modle", "; did you mean model?"),
+        ("POST", "/sleep?modle=a", None, "modle", "; did you mean model?"),
         ("GET", "/replicas?modle=a", None, "modle", "; did you mean model?"),
         ("GET", "/tokenizer_info?modle=a", None, "modle", "; did you mean model?"),
         ("GET", "/status?model=a", None, "model", "; nothing is known"),

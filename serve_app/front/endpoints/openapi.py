@@ -1,4 +1,4 @@
-"""Our own OpenAPI document, of the endpoints as `serve_app.front.endpoints` describes them.
+"""Our own OpenAPI document, of the endpoints as `serve_app.front.endpoints.catalogue` describes them.
 
 It says what clients may rely on. Fields that are not in it are ignored in requests; answers have no others
 than those in it and those that OpenAI may add.
@@ -11,8 +11,15 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from serve_app.config.keys import Access, KeyRing
-from serve_app.front.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
-from serve_app.front.endpoints import COMPLETION, DETOKENIZE, ENDPOINTS, MODEL, MODELS, TOKENIZE
+from serve_app.front.endpoints.catalogue import (
+    COMPLETION,
+    DETOKENIZE,
+    ENDPOINTS,
+    MODEL,
+    MODELS,
+    TOKENIZE,
+)
+from serve_app.front.endpoints.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
 from serve_app.openai import schemas
 from serve_app.openai.schemas import ANSWERS, COUNT, Schema, const, ref
 

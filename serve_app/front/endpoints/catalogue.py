@@ -1,4 +1,4 @@
-"""Every endpoint, described once: `python -m serve_app.front.endpoints` prints them as Markdown.
+"""Every endpoint, described once: `python -m serve_app.front.endpoints.catalogue` prints them as Markdown.
 
 Routes, what the gate asks for, what is read of requests and /openapi.json are made of these descriptions, too.
 """
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access
 from serve_app.front.bodies import check_travels
-from serve_app.front.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
+from serve_app.front.endpoints.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
 from serve_app.openai import requests, schemas
 from serve_app.openai.fields import parse_form
 from serve_app.openai.schemas import Schema, an_object, const, ref

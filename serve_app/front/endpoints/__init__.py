@@ -1,0 +1,1 @@
+"""Every endpoint, described once, and what is made of the descriptions."""
