@@ -1,6 +1,8 @@
 """Endpoints are described completely, and once."""
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +56,12 @@ def test_table_has_a_row_for_each() -> None:
     for row, endpoint in zip(rows, ENDPOINTS, strict=True):
         assert f"{endpoint.public_path}`" in row
         assert row.count("|") == 7
+
+
+def test_reference_is_that_of_the_code(project: Path) -> None:
+    text = (project / "docs" / "api.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- endpoints: .*? -->\n(.*?)<!-- /endpoints -->", text, re.DOTALL)
+    assert found is not None
+    assert found[1] == endpoints_table(), (
+        "paste what `python -m serve_app.front.endpoints.catalogue` prints"
+    )
