@@ -2,7 +2,6 @@
 
 import typer
 
-from serve_app.cli.bench_autoscaling import autoscaling
 from serve_app.cli.bench_http import ManyValues, http
 from serve_app.cli.bench_local import register
 from serve_app.cli.bench_report import report
@@ -16,5 +15,4 @@ bench = typer.Typer(
 bench.command("http", cls=ManyValues)(http)
 bench.command("serve", cls=ManyValues)(serve)
 register(bench)
-bench.command()(autoscaling)
 bench.command()(report)

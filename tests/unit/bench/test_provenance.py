@@ -18,9 +18,9 @@ import serve_app
 from serve_app.bench.figures import environment
 from serve_app.bench.provenance import COMMIT_VARIABLE, provenance, source_of
 from serve_app.bench.report import as_markdown, sections_of
-from serve_app.bench.simulate_systems import as_json
 from serve_app.bench.verdict import About, Plan, Report
 from serve_app.cli.main import app
+from tests.simulation.systems import as_json
 from tests.unit.bench import fake_results
 from tests.unit.bench.fake_openai import FakeOpenAI
 
