@@ -23,7 +23,7 @@
 #
 #   for part in DIR/*.tar.gz; do tar -C docs/results/DATE_HOST --wildcards -xzf $part '*.json'; done
 #   python docs/results/table.py                              # the README's table, of the newest folder
-#   sleepserve bench report docs/results/DATE_HOST/*.json --report DIR            # tables and plots
+#   python -m docs.results.report docs/results/DATE_HOST/*.json --out DIR         # tables and plots
 #
 # CHECKPOINT is where the checkpoint is, or is made; PY the interpreter. CACHE_TOKENS: a KV cache of 8.2 GiB, so
 # that runs can be compared.

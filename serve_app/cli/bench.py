@@ -4,7 +4,6 @@ import typer
 
 from serve_app.cli.bench_http import ManyValues, http
 from serve_app.cli.bench_local import register
-from serve_app.cli.bench_report import report
 from serve_app.cli.bench_serve import serve
 
 bench = typer.Typer(
@@ -15,4 +14,3 @@ bench = typer.Typer(
 bench.command("http", cls=ManyValues)(http)
 bench.command("serve", cls=ManyValues)(serve)
 register(bench)
-bench.command()(report)

@@ -19,7 +19,6 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from serve_app.bench.workload import Gap, Lengths, Load, Workload, default_requests
-from serve_app.cli.bench_report import ReportDir, check_report, write_report
 from serve_app.config.keys import ADMIN_KEY_VARIABLE
 
 if TYPE_CHECKING:
@@ -141,7 +140,6 @@ def http(
         Path | None,
         typer.Option("--sqlite", metavar="FILE", help="A row per request, added to the file."),
     ] = None,
-    report_dir: ReportDir = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Send load to an OpenAI-compatible server and measure the answers.
@@ -168,10 +166,9 @@ def http(
             seed=seed,
         )
         _check_files(json_file, sqlite_file)
-        check_report(report_dir)
     started_at = time.time()
     bench, error, exit_code = _run(target, workload, loads, workers, quiet=quiet)
-    _report(bench, client, started_at, error, json_file, sqlite_file, report_dir)
+    _report(bench, client, started_at, error, json_file, sqlite_file)
     if error is not None:
         _say(f"error: {error}" if exit_code == EXIT_FAILED else error)
     if exit_code:
@@ -212,7 +209,6 @@ def _report(
     ended: str | None,
     json_file: Path | None,
     sqlite_file: Path | None,
-    report_dir: Path | None,
 ) -> None:
     from serve_app.bench.http_report import Report, append_rows, as_json, show
     from serve_app.bench.http_summary import summarize
@@ -234,8 +230,6 @@ def _report(
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
     if sqlite_file is not None:
         append_rows(sqlite_file, report)
-    if report_dir is not None:
-        write_report([as_json(report)], report_dir)
 
 
 # --- arguments ---

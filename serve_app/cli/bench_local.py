@@ -15,7 +15,6 @@ import typer
 import yaml
 
 from serve_app.cli.bench_http import ManyValues
-from serve_app.cli.bench_report import ReportDir, check_report, write_plot
 from serve_app.cli.bench_run import EXIT_FAILED, check_writable, run, say, tell, usage_errors
 
 if TYPE_CHECKING:
@@ -107,7 +106,6 @@ def wake(
     store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """First token of a sleeping model: ours, and what one would do without us, in one run.
 
@@ -118,7 +116,6 @@ def wake(
     with usage_errors():
         limits = _limits(asserted or [])
         check_writable(json_file)
-        check_report(report_dir)
         _prepare_imports()
         from serve_app.bench.wake import VARIANTS, Plan, WakeBench
         from serve_app.bench.ways import OURS
@@ -147,7 +144,7 @@ def wake(
     ]
     text = report(result)
     failed = result["wrong"] > 0 or not all(verdict.kept for verdict in verdicts)
-    tell(result, [*text, *([""] if verdicts else []), *map(str, verdicts)], json_file, report_dir)
+    tell(result, [*text, *([""] if verdicts else []), *map(str, verdicts)], json_file)
     raise typer.Exit(code or (EXIT_FAILED if failed else 0))
 
 
@@ -161,7 +158,6 @@ def load(
     store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """What a new instance takes: from disk, and from the image in the object store.
 
@@ -170,7 +166,6 @@ def load(
     """
     with usage_errors():
         check_writable(json_file)
-        check_report(report_dir)
         _prepare_imports()
         from serve_app.bench.load import LoadBench, report
 
@@ -178,7 +173,7 @@ def load(
         bench = LoadBench(subject, replicas, limit_s)
     code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
-    tell(result, report(result), json_file, report_dir)
+    tell(result, report(result), json_file)
     raise typer.Exit(code)
 
 
@@ -208,12 +203,10 @@ def throughput(
     engine: Engine = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Tokens per second of the engine, in this process, without HTTP and Serve."""
     with usage_errors():
         check_writable(json_file)
-        check_report(report_dir)
         if profiles is not None:
             profiles.mkdir(parents=True, exist_ok=True)
         _prepare_imports()
@@ -230,7 +223,7 @@ def throughput(
         bench = ThroughputBench(_large(target, engine), plan)
     code = run(bench, nullcontext(), json_file)
     result = bench.result()
-    tell(result, report(result), json_file, report_dir)
+    tell(result, report(result), json_file)
     raise typer.Exit(code)
 
 
@@ -255,7 +248,6 @@ def pages(
     engine: Engine = None,
     store_gib: StoreGib = None,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Page sizes of the KV cache beside each other: what of it holds no token, and tokens per second.
 
@@ -264,7 +256,6 @@ def pages(
     """
     with usage_errors():
         check_writable(json_file)
-        check_report(report_dir)
         _prepare_imports()
         from serve_app.bench.pages import PagesBench, Plan, report
 
@@ -278,7 +269,7 @@ def pages(
         bench = PagesBench(subject, plan)
     code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
-    tell(result, report(result), json_file, report_dir)
+    tell(result, report(result), json_file)
     raise typer.Exit(code)
 
 
@@ -293,13 +284,12 @@ def soak(
     ] = 16,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write soak.json, soak.csv and soak.png there."),
+        typer.Option(metavar="DIR", help="Write soak.json and soak.csv there."),
     ] = None,
     engine: Engine = None,
     store_gib: StoreGib = None,
     limit_s: LimitS = 420.0,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Sleep and wake a thousand times: does anything grow, is every token the same?"""
     with usage_errors():
@@ -307,7 +297,6 @@ def soak(
             out.mkdir(parents=True, exist_ok=True)
             json_file = json_file or out / "soak.json"
         check_writable(json_file)
-        check_report(report_dir)
         _prepare_imports()
         from serve_app.bench.soak import Plan, SoakBench, report, write_csv
 
@@ -315,10 +304,9 @@ def soak(
         bench = SoakBench(subject, Plan(cycles, requests, limit_s))
     code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
-    tell(result, report(result), json_file, report_dir)
+    tell(result, report(result), json_file)
     if out is not None and bench.samples:
         write_csv(bench.samples, out / "soak.csv")
-        write_plot("growth", result, out / "soak.png")
     raise typer.Exit(code or (EXIT_FAILED if result["wrong"] else 0))
 
 

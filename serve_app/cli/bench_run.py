@@ -21,7 +21,6 @@ from rich import progress as rich
 from rich.console import Console
 
 from actors.checkpoints.errors import DownloadError
-from serve_app.cli.bench_report import write_report
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Progress
@@ -133,16 +132,12 @@ def _logged() -> Callable[[str, int, int], None]:
     return show
 
 
-def tell(
-    result: dict[str, Any], text: Sequence[str], json_file: Path | None, report_dir: Path | None
-) -> None:
+def tell(result: dict[str, Any], text: Sequence[str], json_file: Path | None) -> None:
     """Print a result's text, and write what was asked for."""
     for line in text:
         print(line)
     if json_file is not None:
         _write(result, json_file)
-    if report_dir is not None:
-        write_report([result], report_dir)
 
 
 def _write(result: dict[str, Any], file: Path) -> None:

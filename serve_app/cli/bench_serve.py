@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from serve_app.cli.bench_local import Engine, JsonFile, LimitS, StoreGib, Target, engine_keys
-from serve_app.cli.bench_report import ReportDir, check_report
 from serve_app.cli.bench_run import EXIT_FAILED, check_writable, run, tell, usage_errors
 
 if TYPE_CHECKING:
@@ -72,7 +71,6 @@ def serve(
     log_file: Annotated[
         Path | None, typer.Option("--log", metavar="FILE", help="Keep the log of serve run there.")
     ] = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Start `serve run`, and measure it: its start, latency, throughput, a redeploy, a full card.
 
@@ -84,7 +82,6 @@ def serve(
     with usage_errors():
         check_writable(json_file)
         check_writable(log_file)
-        check_report(report_dir)
         from serve_app.bench.serve import ServeBench
         from serve_app.bench.serve_phases import PHASES, Plan
 
@@ -107,7 +104,7 @@ def serve(
 
     code = run(bench, bench.serving(), json_file)
     result = bench.result()
-    tell(result, report(result), json_file, report_dir)
+    tell(result, report(result), json_file)
     failed = bench.failed or result.get("latency", {}).get("wrong", 0) > 0
     raise typer.Exit(code or (EXIT_FAILED if failed else 0))
 

@@ -24,7 +24,6 @@ from serve_app.bench import eval_report
 from serve_app.bench import evaluate as bench
 from serve_app.bench.figures import Table as Figures
 from serve_app.bench.verdict import Plan, Report
-from serve_app.cli.bench_report import ReportDir, check_report, write_report
 from serve_app.cli.download import datasets_dir
 from serve_app.cli.operate import Key
 from serve_app.config.errors import ConfigError
@@ -112,7 +111,6 @@ def evaluate(
             help="Write the report there, too.",
         ),
     ] = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Sleep, wake and compare: memory released, first token from sleep, the same output.
 
@@ -124,7 +122,6 @@ def evaluate(
         _check_combination(model, url, name, keep_layers, text)
         if json_file is not None and not json_file.parent.is_dir():
             raise ValueError(f"--json {json_file}: there is no directory {json_file.parent}")
-        check_report(report_dir)
         if assert_ttft is not None and assert_ttft <= 0:
             raise ValueError(f"--assert-ttft must be above 0, found {assert_ttft:g}")
         config = None if model is None else _config_of(model, keep_layers)
@@ -156,10 +153,7 @@ def evaluate(
             async with over_http(url, name, api_key) as remote:
                 yield remote
 
-    code, found = _run(opened, plan, passage, json_file)
-    if found is not None and report_dir is not None:
-        write_report([found.model_dump(mode="json")], report_dir)
-    raise typer.Exit(code)
+    raise typer.Exit(_run(opened, plan, passage, json_file))
 
 
 # --- what is asked ---
@@ -227,9 +221,7 @@ def _usage_errors() -> Iterator[None]:
 _Opened = Callable[[bench.Progress], AbstractAsyncContextManager[bench.Target]]
 
 
-def _run(
-    opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: Path | None
-) -> tuple[int, Report | None]:
+def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: Path | None) -> int:
     """Evaluate, show what was measured, however it ended, and tell the exit code."""
     report: Report | None = None
 
@@ -258,7 +250,7 @@ def _run(
         code = code or (0 if report.passed else EXIT_FAILED)
     if code == EXIT_INTERRUPTED:
         _say("interrupted")
-    return code, report
+    return code
 
 
 def _failed(error: Exception, code: int) -> int:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from docs.results.report.page import write
 from serve_app.bench import baselines
 from serve_app.bench.baselines import BASELINES, Make
 from serve_app.bench.load import STAGES, LoadBench
@@ -22,7 +23,6 @@ from serve_app.bench.local import LinkProbe, Subject, subject_of
 from serve_app.bench.pages import PagesBench
 from serve_app.bench.pages import Plan as PagesPlan
 from serve_app.bench.pages import report as pages_report
-from serve_app.bench.report import write
 from serve_app.bench.soak import Plan as SoakPlan
 from serve_app.bench.soak import SoakBench, write_csv
 from serve_app.bench.soak import report as soak_report
@@ -339,7 +339,7 @@ def test_broken_off_run_tells_what_it_has(
     command = [sys.executable, "-m", "serve_app.cli.main", "bench", "wake", str(tiny_checkpoint)]
     command += ["--cycles", "100000", "--variants", "pipelined", "--pause-s", "0.01"]
     command += ["--requests", "0"]
-    command += ["--json", str(file), "--report", str(tmp_path / "report")]
+    command += ["--json", str(file)]
     with subprocess.Popen(
         command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -353,6 +353,6 @@ def test_broken_off_run_tells_what_it_has(
     result = json.loads(file.read_text())
     assert not result["complete"]
     assert result["rows"][0]["cycles"] >= 1
-    page = (tmp_path / "report" / "report.html").read_text()
+    page = write([result], tmp_path).read_text()
     assert "broken off" in page
-    assert (tmp_path / "report" / "wake_timeline.png").exists()
+    assert (tmp_path / "wake_timeline.png").exists()

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from docs.results.report.page import kind_of, sections_of
 from serve_app.bench.pages import Slots, report, tables, watched
-from serve_app.bench.report import kind_of, sections_of
 from tests.unit.bench.fake_results import MACHINE
 
 

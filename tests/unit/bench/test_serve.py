@@ -10,9 +10,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from docs.results.report.page import as_markdown, sections_of
 from serve_app.bench.http import RequestRecord
 from serve_app.bench.http_run import Round
-from serve_app.bench.report import as_markdown, sections_of
 from serve_app.bench.serve import Served
 from serve_app.bench.serve_log import first_since, steps_since, transfers
 from serve_app.bench.serve_phases import Plan, throughput_of

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from docs.results.report.findings import FINDINGS
 from serve_app.bench import eval_report, provenance
 from serve_app.bench.figures import Table, facts
-from serve_app.bench.findings import FINDINGS
 from serve_app.bench.verdict import Report
 
 Result = dict[str, Any]
@@ -74,8 +74,7 @@ def check(directory: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise ValueError(
-            "a report needs matplotlib, which is not installed; the extra `report` of sleepserve "
-            "brings it: pip install -e '.[report]'"
+            "a report needs matplotlib, which is not installed: pip install -e '.[report]'"
         )
     directory.mkdir(parents=True, exist_ok=True)
 
@@ -89,7 +88,7 @@ def write(results: Sequence[Result], directory: Path, names: Sequence[str] = ())
     Raises:
         ValueError: one of them is no result of a bench.
     """
-    from serve_app.bench.plots import draw
+    from docs.results.report.plots import draw
 
     sections = sections_of(results, draw, names)
     for section in sections:
