@@ -42,12 +42,12 @@ blocks="num_blocks=$((${CACHE_TOKENS:-153600} / page))"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-run() {  # NAME SECONDS ARGUMENT...: sleepserve, for no longer than the part has
+run() {  # NAME SECONDS ARGUMENT...: sleepserve, or $module, for no longer than the part has
     local name=$1 seconds=$2 began=$SECONDS
     shift 2
     if ((ends - SECONDS < seconds)); then seconds=$((ends - SECONDS)); fi
     if ((seconds < 20)); then echo "$name: left out, the part's time is up"; return; fi
-    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m serve_app.cli.main "$@" > "$work/$name.txt" 2> "$work/$name.log"
+    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m "${module:-serve_app.cli.main}" "$@" > "$work/$name.txt" 2> "$work/$name.log"
     echo "$name: exit code $?, $((SECONDS - began)) s"
     pack
 }
@@ -99,7 +99,7 @@ step() {
         --engine num_blocks=null max_batch_tokens=8192 max_requests_per_batch=256 --json "$work/wake_default.json" ;;
     throughput) run throughput 260 bench throughput "$checkpoint" --engine "$blocks" --sampling 64 \
         --profile "$work/profile" --json "$work/throughput.json" ;;
-    serve) run serve 420 bench serve "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
+    serve) module=docs.results.serve run serve 420 "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
         --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$work/serve.json" --log "$work/serve_run.log" ;;
     http) serve http ;;
     load) run load 300 bench load "$checkpoint" --engine "$blocks" --json "$work/load.json" ;;

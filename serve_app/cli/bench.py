@@ -4,7 +4,6 @@ import typer
 
 from serve_app.cli.bench_http import ManyValues, http
 from serve_app.cli.bench_local import register
-from serve_app.cli.bench_serve import serve
 
 bench = typer.Typer(
     help="Measure: a server under load; a model on this machine.",
@@ -12,5 +11,4 @@ bench = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench.command("http", cls=ManyValues)(http)
-bench.command("serve", cls=ManyValues)(serve)
 register(bench)

@@ -108,7 +108,9 @@ def kind_of(result: Result) -> str:
     for kind, keys in _KINDS.items():
         if all(key in result for key in keys):
             return kind
-    raise ValueError("this is not what `sleepserve bench` or `eval` writes with --json")
+    raise ValueError(
+        "this is not what `sleepserve bench`, `eval` or docs.results.serve writes with --json"
+    )
 
 
 def sections_of(
@@ -206,7 +208,7 @@ def _tables(kind: str, result: Result) -> list[Table]:
     elif kind == "soak":
         from serve_app.bench.soak import tables
     elif kind == "serve":
-        from serve_app.bench.serve_report import tables
+        from docs.results.serve.tables import tables
     elif kind == "eval":
         return eval_report.tables(Report.model_validate(result))
     else:

@@ -205,7 +205,7 @@ def test_other_json_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
     file.write_text('{"rounds": 3}')
     assert main([str(file), "--out", str(tmp_path / "r")]) == 2
     told = capsys.readouterr().err
-    assert "other.json: this is not what `sleepserve bench` or `eval` writes" in told
+    assert "other.json: this is not what `sleepserve bench`, `eval`" in told
 
 
 def test_command_makes_one_page_of_files(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""A result of `sleepserve bench serve` for people."""
+"""A result for people."""
 
 from collections.abc import Iterator
 from typing import Any
 
+from docs.results.serve.phases import PHASES
 from serve_app.bench.figures import Table, as_text, facts, ms
-from serve_app.bench.serve_phases import PHASES
 
 Result = dict[str, Any]
 
