@@ -18,12 +18,12 @@ from rich import progress as rich
 from rich.console import Console
 from typer.core import TyperCommand
 
-from serve_app.bench.workload import Gap, Lengths, Load, Workload, default_requests
+from serve_app.bench.http.workload import Gap, Lengths, Load, Workload, default_requests
 from serve_app.config.keys import ADMIN_KEY_VARIABLE
 
 if TYPE_CHECKING:
-    from serve_app.bench.http import Target
-    from serve_app.bench.http_run import HttpBench, Round
+    from serve_app.bench.http.client import Target
+    from serve_app.bench.http.run import HttpBench, Round
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -149,7 +149,7 @@ def http(
     (see --idle-every, --sleep-every) are cold, and are shown apart from the warm ones.
     """
     from serve_app.bench.figures import environment
-    from serve_app.bench.http import Target
+    from serve_app.bench.http.client import Target
 
     with _usage_errors():
         client = environment()
@@ -179,8 +179,8 @@ def _run(
     target: "Target", workload: Workload, loads: Sequence[Load], workers: int | None, *, quiet: bool
 ) -> tuple["HttpBench", str | None, int]:
     """The bench after its end, why it ended early, and the exit code."""
-    from serve_app.bench.http_run import HttpBench
-    from serve_app.bench.http_workers import (
+    from serve_app.bench.http.run import HttpBench
+    from serve_app.bench.http.workers import (
         BenchError,
         allow_many_connections,
         processes,
@@ -210,8 +210,8 @@ def _report(
     json_file: Path | None,
     sqlite_file: Path | None,
 ) -> None:
-    from serve_app.bench.http_report import Report, append_rows, as_json, show
-    from serve_app.bench.http_summary import summarize
+    from serve_app.bench.http.report import Report, append_rows, as_json, show
+    from serve_app.bench.http.summary import summarize
 
     report = Report(
         url=bench.target.url,
@@ -290,7 +290,7 @@ def _check_files(json_file: Path | None, sqlite_file: Path | None) -> None:
     if json_file is not None:
         json_file.touch()
     if sqlite_file is not None:
-        from serve_app.bench.http_report import create_table
+        from serve_app.bench.http.report import create_table
 
         create_table(sqlite_file)
 

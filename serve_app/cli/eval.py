@@ -20,10 +20,10 @@ from actors.checkpoints.datasets import KNOWN_TEXTS
 from actors.checkpoints.errors import DownloadError, WrongRequest
 from actors.checkpoints.source import ModelSource
 from actors.errors import InvalidRequest, ServingError
-from serve_app.bench import eval_report
-from serve_app.bench import evaluate as bench
+from serve_app.bench.eval import evaluate as bench
+from serve_app.bench.eval import tables as eval_tables
+from serve_app.bench.eval.verdict import Plan, Report
 from serve_app.bench.figures import Table as Figures
-from serve_app.bench.verdict import Plan, Report
 from serve_app.cli.download import datasets_dir
 from serve_app.cli.operate import Key
 from serve_app.config.errors import ConfigError
@@ -142,12 +142,12 @@ def evaluate(
     @asynccontextmanager
     async def opened(on_progress: bench.Progress) -> AsyncIterator[bench.Target]:
         if config is not None:
-            from serve_app.bench.in_process import in_process
+            from serve_app.bench.eval.in_process import in_process
 
             async with in_process(config, on_progress) as local:
                 yield local
         else:
-            from serve_app.bench.over_http import over_http
+            from serve_app.bench.eval.over_http import over_http
 
             assert url is not None, "checked above"
             async with over_http(url, name, api_key) as remote:
@@ -295,9 +295,9 @@ def _logged() -> bench.Progress:
 def _show(report: Report) -> None:
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
     out = Console(width=width, markup=False, highlight=False, emoji=False)
-    out.print(_columns(eval_report.head(report)))
-    out.print(_table(eval_report.figures(report)))
-    for rows in eval_report.ends(report):
+    out.print(_columns(eval_tables.head(report)))
+    out.print(_table(eval_tables.figures(report)))
+    for rows in eval_tables.ends(report):
         out.print(_columns(rows))
 
 

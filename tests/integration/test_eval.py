@@ -24,11 +24,11 @@ from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCor
 from actors.image import packer
 from actors.protocol import ReplicaStatus, SleepCommand
 from docs.results.report.page import as_markdown, sections_of
-from serve_app.bench.evaluate import Passage, evaluate
-from serve_app.bench.in_process import InProcessTarget
-from serve_app.bench.over_http import over_http
-from serve_app.bench.perplexity import greedy_choices, log_likelihood
-from serve_app.bench.verdict import Plan, Report, Slept
+from serve_app.bench.eval.evaluate import Passage, evaluate
+from serve_app.bench.eval.in_process import InProcessTarget
+from serve_app.bench.eval.over_http import over_http
+from serve_app.bench.eval.perplexity import greedy_choices, log_likelihood
+from serve_app.bench.eval.verdict import Plan, Report, Slept
 from serve_app.cli.main import app
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys

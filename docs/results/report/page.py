@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from docs.results.report.findings import FINDINGS
-from serve_app.bench import eval_report, provenance
+from serve_app.bench import provenance
+from serve_app.bench.eval import tables as eval_tables
+from serve_app.bench.eval.verdict import Report
 from serve_app.bench.figures import Table, facts
-from serve_app.bench.verdict import Report
 
 Result = dict[str, Any]
 
@@ -210,7 +211,7 @@ def _tables(kind: str, result: Result) -> list[Table]:
     elif kind == "serve":
         from docs.results.serve.tables import tables
     elif kind == "eval":
-        return eval_report.tables(Report.model_validate(result))
+        return eval_tables.tables(Report.model_validate(result))
     else:
         return _http_tables(result)
     return tables(result)

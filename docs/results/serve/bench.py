@@ -18,8 +18,8 @@ import yaml
 
 from docs.results.serve.phases import MODEL, PHASES, Found, Phase, Phases, Plan
 from serve_app.bench.figures import environment
-from serve_app.bench.http import Target
-from serve_app.bench.http_workers import (
+from serve_app.bench.http.client import Target
+from serve_app.bench.http.workers import (
     ProcessWorker,
     allow_many_connections,
     processes,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from serve_app.bench.local import Progress
 
 _CLIENT_START_S = 30.0
-_KEEPALIVE_S = 4.0  # see serve_app/bench/http.py
+_KEEPALIVE_S = 4.0  # see serve_app/bench/http/client.py
 _ANSWER_S = 120.0
 
 

@@ -15,13 +15,13 @@ import aiohttp
 from actors.errors import ServingError
 from actors.protocol import ReplicaStatus
 from docs.results.serve.log import first_since, steps_since, transfers
+from serve_app.bench.eval.over_http import Server
 from serve_app.bench.figures import spread
-from serve_app.bench.http import Target
-from serve_app.bench.http_run import HttpBench, Round
-from serve_app.bench.http_summary import summarize
-from serve_app.bench.http_workers import ProcessWorker
-from serve_app.bench.over_http import Server
-from serve_app.bench.workload import Lengths, Load, Workload
+from serve_app.bench.http.client import Target
+from serve_app.bench.http.run import HttpBench, Round
+from serve_app.bench.http.summary import summarize
+from serve_app.bench.http.workers import ProcessWorker
+from serve_app.bench.http.workload import Lengths, Load, Workload
 from tests.card import CardFiller
 from tests.serve_process import ServeFailed, ServeProcess
 

@@ -16,9 +16,9 @@ from docs.results.serve.bench import Served
 from docs.results.serve.log import first_since, steps_since, transfers
 from docs.results.serve.phases import Plan, throughput_of
 from docs.results.serve.tables import report
-from serve_app.bench.http import RequestRecord
-from serve_app.bench.http_run import Round
-from serve_app.bench.workload import Load
+from serve_app.bench.http.client import RequestRecord
+from serve_app.bench.http.run import Round
+from serve_app.bench.http.workload import Load
 from serve_app.config.files import AppArgs
 from tests.conftest import PROJECT
 
