@@ -19,15 +19,18 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from serve_app.bench.http.workload import Gap, Lengths, Load, Workload, default_requests
+from serve_app.cli.bench_run import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    check_writable,
+    say,
+    usage_errors,
+)
 from serve_app.config.keys import ADMIN_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from serve_app.bench.http.client import Target
     from serve_app.bench.http.run import HttpBench, Round
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 _LOG_INTERVAL_S = 5.0
 _PIPE_COLUMNS = 200
@@ -151,7 +154,7 @@ def http(
     from serve_app.bench.figures import environment
     from serve_app.bench.http.client import Target
 
-    with _usage_errors():
+    with usage_errors():
         client = environment()
         gap = _gap(idle_every, idle_s, sleep_every)
         loads = _loads(concurrency or [], request_rate or [], requests, duration, gap)
@@ -170,7 +173,7 @@ def http(
     bench, error, exit_code = _run(target, workload, loads, workers, quiet=quiet)
     _report(bench, client, started_at, error, json_file, sqlite_file)
     if error is not None:
-        _say(f"error: {error}" if exit_code == EXIT_FAILED else error)
+        say(f"error: {error}" if exit_code == EXIT_FAILED else error)
     if exit_code:
         raise typer.Exit(exit_code)
 
@@ -287,21 +290,11 @@ def _object(text: str) -> dict[str, Any]:
 
 def _check_files(json_file: Path | None, sqlite_file: Path | None) -> None:
     """Before the load, so that no measurement is lost."""
-    if json_file is not None:
-        json_file.touch()
+    check_writable(json_file)
     if sqlite_file is not None:
         from serve_app.bench.http.report import create_table
 
         create_table(sqlite_file)
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        _say(f"error: {error}")
-        raise typer.Exit(EXIT_USAGE) from error
 
 
 # --- progress ---
@@ -350,7 +343,7 @@ class _Lines:
     def __call__(self, current: "Round") -> None:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _LOG_INTERVAL_S
-            _say(f"{current.load.label}: {_told(current)}")
+            say(f"{current.load.label}: {_told(current)}")
 
 
 def _share_done(current: "Round") -> float:
@@ -366,7 +359,3 @@ def _told(current: "Round") -> str:
     if current.failed:
         told += f", {current.failed} failed"
     return told if current.phase == "sending" else f"{told}, {current.phase}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

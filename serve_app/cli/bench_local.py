@@ -15,7 +15,15 @@ import typer
 import yaml
 
 from serve_app.cli.bench_http import ManyValues
-from serve_app.cli.bench_run import EXIT_FAILED, check_writable, run, say, tell, usage_errors
+from serve_app.cli.bench_run import (
+    EXIT_FAILED,
+    check_writable,
+    measure,
+    run,
+    say,
+    tell,
+    usage_errors,
+)
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Subject
@@ -134,7 +142,7 @@ def wake(
         )
         subject = _small(target, engine)
         bench = WakeBench(subject, plan)
-    from serve_app.bench.wake_report import judge, report
+    from serve_app.bench.wake_report import judge, tables
 
     code = run(bench, _ray(subject, store_gib), json_file)
     result = bench.result()
@@ -142,9 +150,8 @@ def wake(
     result["verdicts"] = [
         {"name": v.name, "found": v.found, "limit": v.limit, "kept": v.kept} for v in verdicts
     ]
-    text = report(result)
     failed = result["wrong"] > 0 or not all(verdict.kept for verdict in verdicts)
-    tell(result, [*text, *([""] if verdicts else []), *map(str, verdicts)], json_file)
+    tell(result, tables(result), json_file, [*([""] if verdicts else []), *map(str, verdicts)])
     raise typer.Exit(code or (EXIT_FAILED if failed else 0))
 
 
@@ -167,14 +174,11 @@ def load(
     with usage_errors():
         check_writable(json_file)
         _prepare_imports()
-        from serve_app.bench.load import LoadBench, report
+        from serve_app.bench.load import LoadBench, Plan, tables
 
         subject = _small(target, engine)
-        bench = LoadBench(subject, replicas, limit_s)
-    code = run(bench, _ray(subject, store_gib), json_file)
-    result = bench.result()
-    tell(result, report(result), json_file)
-    raise typer.Exit(code)
+        bench = LoadBench(subject, Plan(replicas, limit_s))
+    raise typer.Exit(measure(bench, tables, _ray(subject, store_gib), json_file))
 
 
 def throughput(
@@ -210,7 +214,7 @@ def throughput(
         if profiles is not None:
             profiles.mkdir(parents=True, exist_ok=True)
         _prepare_imports()
-        from serve_app.bench.throughput import Plan, ThroughputBench, report
+        from serve_app.bench.throughput import Plan, ThroughputBench, tables
 
         plan = Plan(
             concurrency=tuple(concurrency or Plan().concurrency),
@@ -221,10 +225,7 @@ def throughput(
             limit_s=limit_s,
         )
         bench = ThroughputBench(_large(target, engine), plan)
-    code = run(bench, nullcontext(), json_file)
-    result = bench.result()
-    tell(result, report(result), json_file)
-    raise typer.Exit(code)
+    raise typer.Exit(measure(bench, tables, nullcontext(), json_file))
 
 
 def pages(
@@ -257,7 +258,7 @@ def pages(
     with usage_errors():
         check_writable(json_file)
         _prepare_imports()
-        from serve_app.bench.pages import PagesBench, Plan, report
+        from serve_app.bench.pages import PagesBench, Plan, tables
 
         plan = Plan(
             page_sizes=tuple(page_sizes or Plan().page_sizes),
@@ -267,10 +268,7 @@ def pages(
         )
         subject = _large(target, engine)
         bench = PagesBench(subject, plan)
-    code = run(bench, _ray(subject, store_gib), json_file)
-    result = bench.result()
-    tell(result, report(result), json_file)
-    raise typer.Exit(code)
+    raise typer.Exit(measure(bench, tables, _ray(subject, store_gib), json_file))
 
 
 def soak(
@@ -298,16 +296,14 @@ def soak(
             json_file = json_file or out / "soak.json"
         check_writable(json_file)
         _prepare_imports()
-        from serve_app.bench.soak import Plan, SoakBench, report, write_csv
+        from serve_app.bench.soak import Plan, SoakBench, tables, write_csv
 
         subject = _small(target, engine)
         bench = SoakBench(subject, Plan(cycles, requests, limit_s))
-    code = run(bench, _ray(subject, store_gib), json_file)
-    result = bench.result()
-    tell(result, report(result), json_file)
+    code = measure(bench, tables, _ray(subject, store_gib), json_file)
     if out is not None and bench.samples:
         write_csv(bench.samples, out / "soak.csv")
-    raise typer.Exit(code or (EXIT_FAILED if result["wrong"] else 0))
+    raise typer.Exit(code)
 
 
 # --- arguments ---

@@ -6,13 +6,12 @@ Exit codes: 0 every check passed; 1 one did not, or the model failed; 2 what was
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich import progress as rich
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +23,14 @@ from serve_app.bench.eval import evaluate as bench
 from serve_app.bench.eval import tables as eval_tables
 from serve_app.bench.eval.verdict import Plan, Report
 from serve_app.bench.figures import Table as Figures
+from serve_app.cli.bench_run import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    progress,
+    say,
+    usage_errors,
+)
 from serve_app.cli.download import datasets_dir
 from serve_app.cli.operate import Key
 from serve_app.config.errors import ConfigError
@@ -31,10 +38,6 @@ from serve_app.openai.requests import SEED_PROMPT
 
 if TYPE_CHECKING:
     from serve_app.config.files import ModelConfig
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 _PLAIN_WIDTH = 120  # where nobody says how wide it may be
 
@@ -118,7 +121,7 @@ def evaluate(
     cycle sleeps, times the first token of a request that finds the model asleep, generates the
     baseline's tokens again and compares them one by one, and so the perplexity of a text.
     """
-    with _usage_errors():
+    with usage_errors():
         _check_combination(model, url, name, keep_layers, text)
         if json_file is not None and not json_file.parent.is_dir():
             raise ValueError(f"--json {json_file}: there is no directory {json_file.parent}")
@@ -203,17 +206,8 @@ def _default_passage() -> bench.Passage:
         try:
             return bench.Passage.fetched(file)
         except (ValueError, OSError) as error:
-            _say(f"the text that is shipped is taken: {error}")
+            say(f"the text that is shipped is taken: {error}")
     return bench.Passage.shipped()
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        _say(str(error))
-        raise typer.Exit(EXIT_USAGE) from error
 
 
 # --- running ---
@@ -233,7 +227,7 @@ def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: 
 
     code = 0
     try:
-        with _progress() as on_progress:
+        with progress() as on_progress:
             asyncio.run(session(on_progress))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -249,44 +243,13 @@ def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: 
         _show(report)
         code = code or (0 if report.passed else EXIT_FAILED)
     if code == EXIT_INTERRUPTED:
-        _say("interrupted")
+        say("interrupted")
     return code
 
 
 def _failed(error: Exception, code: int) -> int:
-    _say(f"error: {error}")
+    say(f"error: {error}")
     return code
-
-
-@contextmanager
-def _progress() -> Iterator[bench.Progress]:
-    """One line that moves on a terminal, a line per step elsewhere."""
-    if not sys.stderr.isatty():
-        yield _logged()
-        return
-    columns = (
-        rich.SpinnerColumn(),
-        rich.TextColumn("{task.description}", markup=False),
-        rich.BarColumn(),
-        rich.TimeElapsedColumn(),
-    )
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total or None
-        )
-
-
-def _logged() -> bench.Progress:
-    last = ""
-
-    def tell(what: str, done: int, total: int) -> None:
-        nonlocal last
-        if what != last:
-            last = what
-            _say(what)
-
-    return tell
 
 
 # --- what is shown ---
@@ -317,7 +280,3 @@ def _columns(rows: Iterable[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

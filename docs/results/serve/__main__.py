@@ -107,11 +107,11 @@ def serve(
         )
         served = _served(target, settings, serve_config, engine, store_gib)
         bench = ServeBench(served, plan, log_file)
-    from docs.results.serve.tables import report
+    from docs.results.serve.tables import tables
 
     code = run(bench, bench.serving(), json_file)
     result = bench.result()
-    tell(result, report(result), json_file)
+    tell(result, tables(result), json_file)
     failed = bench.failed or result.get("latency", {}).get("wrong", 0) > 0
     raise typer.Exit(code or (EXIT_FAILED if failed else 0))
 

@@ -15,7 +15,8 @@ from docs.results.serve.__main__ import app
 from docs.results.serve.bench import Served
 from docs.results.serve.log import first_since, steps_since, transfers
 from docs.results.serve.phases import Plan, throughput_of
-from docs.results.serve.tables import report
+from docs.results.serve.tables import tables
+from serve_app.bench.figures import as_text
 from serve_app.bench.http.client import RequestRecord
 from serve_app.bench.http.run import Round
 from serve_app.bench.http.workload import Load
@@ -178,7 +179,7 @@ RESULT: dict[str, Any] = {
 
 
 def test_report_tells_figures_failures_and_what_is_missing() -> None:
-    text = "\n".join(report(RESULT))
+    text = "\n".join(as_text(tables(RESULT)))
     for told in (
         "Ray runs                 3.25",
         "first token             40.50",
