@@ -6,7 +6,7 @@
 #
 #   part     steps                                         about, on an H200
 #   pages    pages                                         4 min: 3:10, and 1 min for the checkpoint
-#   wake     wake, wake_default, throughput                6 min: 2:45, 1:20, 1:45
+#   wake     wake, wake_default, throughput, timeline      7 min: 2:45, 1:20, 1:45, 1:00
 #   serve    serve, http, load                             7 min: 3:00, 2:40, 1:35
 #   soak     soak, eval                                    4 min: 400 cycles of 0.38 s (SOAK_CYCLES), 1:00
 #   others   others, kept                                  6 min: 4:10, 1:50
@@ -95,6 +95,7 @@ step() {
     case $1 in
     wake) run wake 240 bench wake "$checkpoint" --variants pipelined,serial,unpinned,kept-sweep \
         --cycles 20 --limit-s 110 --assert goals --engine "$blocks" --json "$work/wake.json" ;;
+    timeline) module=docs.results.timeline run timeline 90 "$checkpoint" --engine "$blocks" --json "$work/timeline.json" ;;
     wake_default) run wake_default 150 bench wake "$checkpoint" --variants pipelined --cycles 20 --limit-s 45 \
         --engine num_blocks=null max_batch_tokens=8192 max_requests_per_batch=256 --json "$work/wake_default.json" ;;
     throughput) run throughput 260 bench throughput "$checkpoint" --engine "$blocks" --sampling 64 \
@@ -117,7 +118,7 @@ step() {
 part() {  # NAME
     local steps=$1 each
     case $1 in
-    wake) steps='wake wake_default throughput' ;;
+    wake) steps='wake wake_default throughput timeline' ;;
     serve) steps='serve http load' ;;
     soak) steps='soak eval' ;;
     others) steps='others kept' ;;

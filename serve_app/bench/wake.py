@@ -36,7 +36,6 @@ from serve_app.bench.local import (
     device_parts,
     load_of,
 )
-from serve_app.bench.timeline import watch_memory, watch_wake
 from serve_app.bench.wake_report import KEPT
 from serve_app.bench.ways import (
     OURS,
@@ -101,7 +100,6 @@ class WakeBench(LocalBench[Plan]):
         self._stages: dict[str, dict[str, int]] = {}
         self._rates: list[float] = []
         self._warm: list[float] = []
-        self._watched: dict[str, Any] = {}
         self._crowd: Crowd | None = None
         self._first_sleep_s: float | None = None
         self._threads = 1  # torch's, as we found it
@@ -123,7 +121,7 @@ class WakeBench(LocalBench[Plan]):
             probe = LinkProbe(model.runtime.memory.device)
             self._time = TimeLimit(self._plan.limit_s)
             self._rates.append(probe.gb_per_s())
-            await self._rounds(ours, meter, probe, progress)
+            await self._rounds(ours, probe, progress)
             for name in self._plan.baselines:
                 await self._baseline(name, ours, meter, progress)
             self._rates.append(probe.gb_per_s())
@@ -152,7 +150,6 @@ class WakeBench(LocalBench[Plan]):
             "asleep_parts": self._stages,
             "rows": rows,
             "skipped": self._skipped,
-            **self._watched,
         }
         if self._rates:
             result |= {"pinned_gb_per_s": rate, "pinned_rates_gb_per_s": spread(self._rates)}
@@ -197,18 +194,12 @@ class WakeBench(LocalBench[Plan]):
             self._warm.append((await model.ask(model.prompt(number, tokens), 1)).first_s)
         self._facts["awake_bytes"] = device_bytes()
 
-    async def _rounds(
-        self, ours: OurCycles, meter: MemoryDriver, probe: LinkProbe, progress: Progress
-    ) -> None:
+    async def _rounds(self, ours: OurCycles, probe: LinkProbe, progress: Progress) -> None:
         plan, model = self._plan, ours.model
         ways = self._ways(ours)
         prompts = {tokens: model.prompt(0, tokens) for tokens in plan.prompt_tokens}
         for prompt in prompts.values():  # what only the first of its length pays; and its tokens
             await ours.cycle(Way("pipelined"), prompt)
-        if not self._time.is_up():
-            prompt = next(iter(prompts.values()))
-            self._watched["timeline"] = await watch_wake(model, prompt, plan.pause_s)
-            self._watched["memory"] = await watch_memory(model, meter, prompt, plan.pause_s)
         self._crowd = crowd = Crowd(model, plan.requests)
         share = _OURS_SHARE if plan.baselines else 1.0
         total, done = plan.cycles * len(ways) * len(prompts), 0

@@ -124,7 +124,7 @@ def wake(
     with usage_errors():
         limits = _limits(asserted or [])
         check_writable(json_file)
-        _prepare_imports()
+        prepare_imports()
         from serve_app.bench.wake import VARIANTS, Plan, WakeBench
         from serve_app.bench.ways import OURS
 
@@ -140,11 +140,11 @@ def wake(
             pause_s=pause_s,
             limit_s=limit_s,
         )
-        subject = _small(target, engine)
+        subject = small_subject(target, engine)
         bench = WakeBench(subject, plan)
     from serve_app.bench.wake_report import judge, tables
 
-    code = run(bench, _ray(subject, store_gib), json_file)
+    code = run(bench, ray_for(subject, store_gib), json_file)
     result = bench.result()
     verdicts = judge(result, limits)
     result["verdicts"] = [
@@ -173,12 +173,12 @@ def load(
     """
     with usage_errors():
         check_writable(json_file)
-        _prepare_imports()
+        prepare_imports()
         from serve_app.bench.load import LoadBench, Plan, tables
 
-        subject = _small(target, engine)
+        subject = small_subject(target, engine)
         bench = LoadBench(subject, Plan(replicas, limit_s))
-    raise typer.Exit(measure(bench, tables, _ray(subject, store_gib), json_file))
+    raise typer.Exit(measure(bench, tables, ray_for(subject, store_gib), json_file))
 
 
 def throughput(
@@ -213,7 +213,7 @@ def throughput(
         check_writable(json_file)
         if profiles is not None:
             profiles.mkdir(parents=True, exist_ok=True)
-        _prepare_imports()
+        prepare_imports()
         from serve_app.bench.throughput import Plan, ThroughputBench, tables
 
         plan = Plan(
@@ -257,7 +257,7 @@ def pages(
     """
     with usage_errors():
         check_writable(json_file)
-        _prepare_imports()
+        prepare_imports()
         from serve_app.bench.pages import PagesBench, Plan, tables
 
         plan = Plan(
@@ -268,7 +268,7 @@ def pages(
         )
         subject = _large(target, engine)
         bench = PagesBench(subject, plan)
-    raise typer.Exit(measure(bench, tables, _ray(subject, store_gib), json_file))
+    raise typer.Exit(measure(bench, tables, ray_for(subject, store_gib), json_file))
 
 
 def soak(
@@ -295,12 +295,12 @@ def soak(
             out.mkdir(parents=True, exist_ok=True)
             json_file = json_file or out / "soak.json"
         check_writable(json_file)
-        _prepare_imports()
+        prepare_imports()
         from serve_app.bench.soak import Plan, SoakBench, tables, write_csv
 
-        subject = _small(target, engine)
+        subject = small_subject(target, engine)
         bench = SoakBench(subject, Plan(cycles, requests, limit_s))
-    code = measure(bench, tables, _ray(subject, store_gib), json_file)
+    code = measure(bench, tables, ray_for(subject, store_gib), json_file)
     if out is not None and bench.samples:
         write_csv(bench.samples, out / "soak.csv")
     raise typer.Exit(code)
@@ -309,14 +309,14 @@ def soak(
 # --- arguments ---
 
 
-def _prepare_imports() -> None:
+def prepare_imports() -> None:
     # Our Ray is for this process and its children. Ray 2.60 opens its own ports on every interface
     # unless this is 0 when it is imported (ray/_private/ray_constants.py, services.py).
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     say("importing torch")
 
 
-def _small(target: Path, changes: Sequence[str] | None) -> "Subject":
+def small_subject(target: Path, changes: Sequence[str] | None) -> "Subject":
     return _subject(target, _SMALL_ENGINE, _SMALL_CACHE_TOKENS, changes)
 
 
@@ -363,7 +363,7 @@ def _limits(asserted: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def _ray(subject: "Subject", store_gib: float | None) -> AbstractContextManager[None]:
+def ray_for(subject: "Subject", store_gib: float | None) -> AbstractContextManager[None]:
     from serve_app.bench.local import local_ray
 
     return local_ray(subject.store_bytes if store_gib is None else int(store_gib * 2**30))

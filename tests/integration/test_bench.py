@@ -16,6 +16,9 @@ import torch
 from typer.testing import CliRunner
 
 from docs.results.report.page import write
+from docs.results.timeline.bench import Plan as TimelinePlan
+from docs.results.timeline.bench import TimelineBench
+from docs.results.timeline.bench import tables as timeline_tables
 from serve_app.bench import baselines
 from serve_app.bench.baselines import BASELINES, Make
 from serve_app.bench.figures import as_text
@@ -111,12 +114,10 @@ def test_wake_measures_each_variant_as_often_as_asked(
         assert row["share_of_link"] == pytest.approx(
             row["gb_per_s"]["median"] / result["pinned_gb_per_s"]
         )
-    assert_timeline_is_in_order(result)
-    assert_memory_falls_asleep(result)
     assert rows["serial"]["ttft_asleep_s"]["max"] == max(rows["serial"]["ttft_asleep_each_s"])
     page = write([result], tmp_path).read_text()
     assert {file.stem for file in tmp_path.glob("*.png")} == {
-        f"wake_{name}" for name in ("timeline", "ttft", "memory", "kept")
+        f"wake_{name}" for name in ("ttft", "kept")
     }
     assert f"<td>{1e3 * rows['kept-4']['ttft_asleep_s']['median']:.1f}</td>" in page
     assert all(result[name] for name in ("device", "cpus", "torch", "ray", "command"))
@@ -126,6 +127,28 @@ def test_wake_measures_each_variant_as_often_as_asked(
         for line in as_text(tables(result))
     )
     assert "first token of a sleeping replica" in results_table(result)
+
+
+@STORE
+def test_watched_wake_has_its_segments_and_the_memory_of_the_sleep(
+    ray_store: int, subject: Subject, tmp_path: Path
+) -> None:
+    bench = TimelineBench(subject, TimelinePlan(pause_s=0))
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert result["complete"]
+    assert_timeline_is_in_order(result)
+    assert_memory_falls_asleep(result)
+    (told,) = timeline_tables(result)
+    assert [title for title, _ in told.rows] == [
+        "A wake, segment by segment",
+        "Memory over a sleep and a wake",
+    ]
+    write([result], tmp_path)
+    assert {file.stem for file in tmp_path.glob("*.png")} == {
+        "timeline_timeline",
+        "timeline_memory",
+    }
 
 
 def assert_timeline_is_in_order(result: dict[str, Any]) -> None:
@@ -359,4 +382,4 @@ def test_broken_off_run_tells_what_it_has(
     assert result["rows"][0]["cycles"] >= 1
     page = write([result], tmp_path).read_text()
     assert "broken off" in page
-    assert (tmp_path / "wake_timeline.png").exists()
+    assert (tmp_path / "wake_ttft.png").exists()

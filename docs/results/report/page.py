@@ -21,7 +21,7 @@ from serve_app.bench.figures import Table, facts
 Result = dict[str, Any]
 
 _TITLE = "Measurements"
-# Of a result: what identifies its kind. Each has keys that the others lack.
+# Of a result: what identifies its kind; the first that fits. Older results of wake have a timeline, too.
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "wake": ("rows", "asleep_parts"),
     "throughput": ("concurrency", "answer_tokens"),
@@ -31,9 +31,11 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "http": ("rounds", "workload"),
     "serve": ("start", "left_processes"),
     "eval": ("baseline", "checks"),
+    "timeline": ("timeline", "memory"),
 }
 _NAMES = {
     "wake": "Waking",
+    "timeline": "One wake",
     "throughput": "Throughput",
     "pages": "Page sizes",
     "load": "New instances",
@@ -212,8 +214,10 @@ def _tables(kind: str, result: Result) -> list[Table]:
         from docs.results.serve.tables import tables
     elif kind == "eval":
         return eval_tables.tables(Report.model_validate(result))
-    else:
+    elif kind == "http":
         return _http_tables(result)
+    else:
+        return []  # of a timeline the plots tell all
     return tables(result)
 
 
