@@ -5,30 +5,27 @@ Exit codes: 0 every check passed; 1 one did not, or the model failed; 2 what was
 """
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from actors.checkpoints.datasets import KNOWN_TEXTS
 from actors.checkpoints.errors import DownloadError, WrongRequest
 from actors.checkpoints.source import ModelSource
 from actors.errors import InvalidRequest, ServingError
 from serve_app.bench.eval import evaluate as bench
-from serve_app.bench.eval import tables as eval_tables
+from serve_app.bench.eval.tables import tables
 from serve_app.bench.eval.verdict import Plan, Report
-from serve_app.bench.figures import Table as Figures
 from serve_app.cli.bench_run import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
     progress,
     say,
+    tell,
     usage_errors,
 )
 from serve_app.cli.download import datasets_dir
@@ -38,8 +35,6 @@ from serve_app.openai.requests import SEED_PROMPT
 
 if TYPE_CHECKING:
     from serve_app.config.files import ModelConfig
-
-_PLAIN_WIDTH = 120  # where nobody says how wide it may be
 
 
 def evaluate(
@@ -238,9 +233,7 @@ def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: 
     if report is not None:
         report.interrupted = code == EXIT_INTERRUPTED
         report.judge()
-        if json_file is not None:
-            json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        _show(report)
+        tell(report.model_dump(mode="json"), tables(report), json_file)
         code = code or (0 if report.passed else EXIT_FAILED)
     if code == EXIT_INTERRUPTED:
         say("interrupted")
@@ -250,33 +243,3 @@ def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: 
 def _failed(error: Exception, code: int) -> int:
     say(f"error: {error}")
     return code
-
-
-# --- what is shown ---
-
-
-def _show(report: Report) -> None:
-    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    out = Console(width=width, markup=False, highlight=False, emoji=False)
-    out.print(_columns(eval_tables.head(report)))
-    out.print(_table(eval_tables.figures(report)))
-    for rows in eval_tables.ends(report):
-        out.print(_columns(rows))
-
-
-def _table(figures: Figures) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=bool(figures.head))
-    for name in figures.head or ("", ""):
-        table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
-    for row in figures.rows:
-        table.add_row(*row)
-    return table
-
-
-def _columns(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
