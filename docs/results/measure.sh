@@ -6,7 +6,7 @@
 #
 #   part     steps                                         about, on an H200
 #   pages    pages                                         4 min: 3:10, and 1 min for the checkpoint
-#   wake     wake, wake_default, throughput                6 min: 2:45, 1:20, 1:45
+#   wake     wake, wake_default, throughput, timeline      7 min: 2:45, 1:20, 1:45, 1:00
 #   serve    serve, http, load                             7 min: 3:00, 2:40, 1:35
 #   soak     soak, eval                                    4 min: 400 cycles of 0.38 s (SOAK_CYCLES), 1:00
 #   others   others, kept                                  6 min: 4:10, 1:50
@@ -23,7 +23,7 @@
 #
 #   for part in DIR/*.tar.gz; do tar -C docs/results/DATE_HOST --wildcards -xzf $part '*.json'; done
 #   python docs/results/table.py                              # the tables of README and docs/benchmarks.md
-#   sleepserve bench report docs/results/DATE_HOST/*.json --report DIR            # tables and plots
+#   python -m docs.results.report docs/results/DATE_HOST/*.json --out DIR         # tables and plots
 #
 # CHECKPOINT is where the checkpoint is, or is made; PY the interpreter. CACHE_TOKENS: a KV cache of 8.2 GiB, so
 # that runs can be compared.
@@ -42,12 +42,12 @@ blocks="num_blocks=$((${CACHE_TOKENS:-153600} / page))"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-run() {  # NAME SECONDS ARGUMENT...: sleepserve, for no longer than the part has
+run() {  # NAME SECONDS ARGUMENT...: sleepserve, or $module, for no longer than the part has
     local name=$1 seconds=$2 began=$SECONDS
     shift 2
     if ((ends - SECONDS < seconds)); then seconds=$((ends - SECONDS)); fi
     if ((seconds < 20)); then echo "$name: left out, the part's time is up"; return; fi
-    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m serve_app.cli.main "$@" > "$work/$name.txt" 2> "$work/$name.log"
+    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m "${module:-serve_app.cli.main}" "$@" > "$work/$name.txt" 2> "$work/$name.log"
     echo "$name: exit code $?, $((SECONDS - began)) s"
     pack
 }
@@ -95,11 +95,12 @@ step() {
     case $1 in
     wake) run wake 240 bench wake "$checkpoint" --variants pipelined,serial,unpinned,kept-sweep \
         --cycles 20 --limit-s 110 --assert goals --engine "$blocks" --json "$work/wake.json" ;;
+    timeline) module=docs.results.timeline run timeline 90 "$checkpoint" --engine "$blocks" --json "$work/timeline.json" ;;
     wake_default) run wake_default 150 bench wake "$checkpoint" --variants pipelined --cycles 20 --limit-s 45 \
         --engine num_blocks=null max_batch_tokens=8192 max_requests_per_batch=256 --json "$work/wake_default.json" ;;
     throughput) run throughput 260 bench throughput "$checkpoint" --engine "$blocks" --sampling 64 \
         --profile "$work/profile" --json "$work/throughput.json" ;;
-    serve) run serve 420 bench serve "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
+    serve) module=docs.results.serve run serve 420 "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
         --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$work/serve.json" --log "$work/serve_run.log" ;;
     http) serve http ;;
     load) run load 300 bench load "$checkpoint" --engine "$blocks" --json "$work/load.json" ;;
@@ -117,7 +118,7 @@ step() {
 part() {  # NAME
     local steps=$1 each
     case $1 in
-    wake) steps='wake wake_default throughput' ;;
+    wake) steps='wake wake_default throughput timeline' ;;
     serve) steps='serve http load' ;;
     soak) steps='soak eval' ;;
     others) steps='others kept' ;;

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from serve_app.bench.provenance import provenance
 
@@ -26,8 +27,14 @@ def environment() -> dict[str, str | int | bool | None]:
         "python": platform.python_version(),
         **provenance(),
         **{name: _version(name) for name in _PACKAGES},
-        "command": shlex.join(["sleepserve", *sys.argv[1:]]),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    if Path(sys.argv[0]).name == "__main__.py":  # a script of docs/results or tests
+        return shlex.join(["python", *sys.orig_argv[1:]])
+    return shlex.join(["sleepserve", *sys.argv[1:]])
 
 
 def _card() -> str:

@@ -18,9 +18,9 @@ from actors.image.holder import Published, WeightHolder
 from actors.image.layout import ImageKey
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.image.store import store_room
-from serve_app.bench.figures import Table, as_text, environment, facts, spread
+from serve_app.bench.figures import Table, facts, spread
 from serve_app.bench.instance import command_of, finished, read_from_disk, request_for
-from serve_app.bench.local import LESSEE, Progress, Subject
+from serve_app.bench.local import LESSEE, LocalBench, Progress, Subject, TimeLimit
 
 STAGES = ("process start", "imports", "join Ray", "module", "bytes", "warm-up", "first token")
 _STARTED = 3  # the stages before a process is up
@@ -68,56 +68,55 @@ class CountingHolder(WeightHolder):
         return grant, segments
 
 
-class LoadBench:
-    """One run. `result` tells what has been measured, also of a run that was broken off."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start.
 
-    def __init__(self, subject: Subject, replicas: int, limit_s: float | None = None) -> None:
-        """Plan a run.
+    Attributes:
+        replicas: how many start at once, in the end; fewer than 2: none do.
+        limit_s: what has not begun by then is left out.
+    """
 
-        Args:
-            replicas: how many start at once, in the end; fewer than 2: none do.
-            limit_s: what has not begun by then is left out.
-        """
-        self._subject = subject
-        self._environment = environment()  # asks the card's tool: once
-        self._replicas = replicas
-        self._limit_s = limit_s
+    replicas: int = 4
+    limit_s: float | None = None
+
+
+class LoadBench(LocalBench[Plan]):
+    """One run. A Ray with room for the image must be up, in the namespace of all."""
+
+    def __init__(self, subject: Subject, plan: Plan) -> None:
+        super().__init__(subject, plan)
         self._instances: dict[str, Instance] = {}
         self._concurrent: dict[str, Any] = {}
         self._holder: Any = None
         self._skipped: dict[str, str] = {}
-        self.complete = False
 
     async def run(self, progress: Progress) -> None:
-        """Start the instances. A Ray with room for the image must be up, in the namespace of all.
+        """Start the instances.
 
         Raises:
             InstanceFailed: one of them failed.
         """
-        ends_s = None if self._limit_s is None else time.monotonic() + self._limit_s
+        limit = TimeLimit(self._plan.limit_s)
         steps = {
             "first": self._first,
             "second": self._second,
             "without holder": self._alone,
             "at once": self._at_once,
         }
-        if self._replicas < 2:
+        if self._plan.replicas < 2:
             del steps["at once"]
         for number, (name, step) in enumerate(steps.items()):
             progress(name, number, len(steps))
-            if ends_s is not None and time.monotonic() > ends_s:
+            if limit.is_up():
                 self._skipped[name] = "the time was up"
                 continue
             await step()
         progress("done", len(steps), len(steps))
         self.complete = not self._skipped
 
-    def result(self) -> dict[str, Any]:
+    def found(self) -> dict[str, Any]:
         result: dict[str, Any] = {
-            "checkpoint": self._subject.checkpoint.name,
-            **self._environment,
-            "engine": self._subject.engine.model_dump(exclude_none=True),
-            "complete": self.complete,
             "file_bytes": self._subject.file_bytes,
             "instances": self._instances,
             "ratios": ratios(self._instances),
@@ -157,7 +156,7 @@ class LoadBench:
         self._drop_page_cache()
         before = await self._holder.loads.remote()
         started_s = time.monotonic()
-        found = await asyncio.gather(*(self._instance(True) for _ in range(self._replicas)))
+        found = await asyncio.gather(*(self._instance(True) for _ in range(self._plan.replicas)))
         seconds = time.monotonic() - started_s
         loads = (await self._holder.loads.remote()).since(before)
         self._concurrent = {
@@ -242,11 +241,6 @@ def seconds_to_device(instance: Instance, pinned: bool) -> float:
     """From nothing to the bytes on the device, with or without the time to pin them on the host."""
     parts: dict[str, float] = instance["to_device"]
     return sum(seconds for name, seconds in parts.items() if pinned or name != "pin")
-
-
-def report(result: dict[str, Any]) -> list[str]:
-    """A result as text."""
-    return as_text(tables(result))
 
 
 def tables(result: dict[str, Any]) -> list[Table]:

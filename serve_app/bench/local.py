@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import ray
 import torch
@@ -23,6 +23,7 @@ from actors.image.obtain import FastLoad, HolderClient
 from actors.protocol import GenerateRequest, SamplingParams
 from actors.replica.lifecycle import SleepConfig
 from actors.replica.runtime import ModelRuntime, build_module, build_runtime
+from serve_app.bench.figures import environment
 from serve_app.config.files import load_model_config
 from serve_app.process.heap import set_aside
 
@@ -34,6 +35,7 @@ LESSEE = "bench"  # what every model here is to a holder
 
 Prompt = tuple[int, ...]
 Progress = Callable[[str, int, int], None]  # what is being done; how many are done, of how many
+P = TypeVar("P")
 
 
 # --- which model ---
@@ -94,6 +96,61 @@ def subject_of(
         config.dtype,
         EngineConfig.model_validate(keys),
     )
+
+
+# --- a bench ---
+
+
+class LocalBench(Generic[P]):
+    """One run. `result` tells what has been measured, also of a run that was broken off."""
+
+    def __init__(self, subject: Subject, plan: P) -> None:
+        self._subject = subject
+        self._plan = plan
+        self._environment = environment()  # asks the card's tool: once
+        self.complete = False
+
+    async def run(self, progress: Progress) -> None:
+        """Go through the plan."""
+        raise NotImplementedError
+
+    def found(self) -> dict[str, Any]:
+        """What this bench tells beside what all of them do."""
+        raise NotImplementedError
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self._subject.checkpoint.name,
+            **self._environment,
+            "engine": self._subject.engine.model_dump(exclude_none=True),
+            "complete": self.complete,
+            **self.found(),
+        }
+
+
+class TimeLimit:
+    """From now on. What has begun when it is up is finished.
+
+    Attributes:
+        was_up: whether somebody was told so.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
+        self._began_s = time.monotonic()
+        self.was_up = False
+
+    def is_up(self, reserve: float = 0.0) -> bool:
+        """Whether to begin nothing more.
+
+        Args:
+            reserve: the share of the limit that others are to have.
+        """
+        if self._limit_s is None:
+            return False
+        is_up = time.monotonic() - self._began_s > (1 - reserve) * self._limit_s
+        self.was_up |= is_up
+        return is_up
 
 
 # --- the model in this process ---

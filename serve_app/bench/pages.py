@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 
 from actors.engine.config import DEFAULT_PAGE_SIZE
 from actors.image.holder import WeightHolder
-from serve_app.bench.figures import Table, as_text, environment, facts, spread
+from serve_app.bench.figures import Table, facts, spread
 from serve_app.bench.instance import InstanceRequest, finished, holder_of, request_for
-from serve_app.bench.local import LocalModel, Progress, Subject, build_model, load_of
+from serve_app.bench.local import LocalBench, LocalModel, Progress, Subject, build_model, load_of
 from serve_app.bench.throughput import Load
 
 _NAMESPACE = "bench"
@@ -185,8 +185,8 @@ def main() -> None:
 # --- all of them ---
 
 
-class PagesBench:
-    """One run. `result` tells what has been measured, also of a run that was broken off."""
+class PagesBench(LocalBench[Plan]):
+    """One run. A Ray with room for the image must be up."""
 
     def __init__(self, subject: Subject, plan: Plan) -> None:
         """Plan a run.
@@ -194,14 +194,11 @@ class PagesBench:
         Args:
             subject: its `num_blocks` holds for its own page size; other sizes get as many tokens.
         """
-        self._subject = subject
-        self._plan = plan
-        self._environment = environment()
+        super().__init__(subject, plan)
         self._pages: dict[str, dict[str, Any]] = {}
-        self.complete = False
 
     async def run(self, progress: Progress) -> None:
-        """Measure each size in a process of its own. A Ray with room for the image must be up.
+        """Measure each size in a process of its own.
 
         Raises:
             InstanceFailed: one of them failed.
@@ -220,12 +217,8 @@ class PagesBench:
         progress("done", len(sizes), len(sizes))
         self.complete = True
 
-    def result(self) -> dict[str, Any]:
+    def found(self) -> dict[str, Any]:
         return {
-            "checkpoint": self._subject.checkpoint.name,
-            **self._environment,
-            "engine": self._subject.engine.model_dump(exclude_none=True),
-            "complete": self.complete,
             "shapes": [_name(shape) for shape in self._plan.shapes],
             "prompt_tokens": self._plan.prompt_tokens,
             "answer_tokens": self._plan.answer_tokens,
@@ -236,11 +229,6 @@ class PagesBench:
 
 def _name(shape: Sequence[int]) -> str:
     return " + ".join(map(str, shape))
-
-
-def report(result: dict[str, Any]) -> list[str]:
-    """A result as text."""
-    return as_text(tables(result))
 
 
 def tables(result: dict[str, Any]) -> list[Table]:

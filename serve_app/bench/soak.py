@@ -15,22 +15,21 @@ from typing import Any
 import torch
 
 from actors.image.store import store_room
+from serve_app.bench.cycle import Crowd
 from serve_app.bench.figures import (
     Table,
-    as_text,
-    environment,
     facts,
     shown,
     spread,
     unit_of,
 )
 from serve_app.bench.local import (
-    ANSWER_TOKENS,
     HolderActor,
+    LocalBench,
     LocalModel,
     Progress,
-    Prompt,
     Subject,
+    TimeLimit,
     build_model,
     context_bytes,
     device_bytes,
@@ -88,21 +87,17 @@ def sample(cycle: int, seconds: float) -> Sample:
     )
 
 
-class SoakBench:
-    """One run. `result` tells what has been measured, also of a run that was broken off."""
+class SoakBench(LocalBench[Plan]):
+    """One run. A Ray with room for the image must be up."""
 
     def __init__(self, subject: Subject, plan: Plan) -> None:
-        self._subject = subject
-        self._environment = environment()  # asks the card's tool: once
-        self._plan = plan
-        self._expected: list[tuple[int, ...]] = []
+        super().__init__(subject, plan)
         self._cycle_s: list[float] = []
-        self._compared = self._wrong = 0
+        self._crowd: Crowd | None = None
         self.samples: list[Sample] = []
-        self.complete = False
 
     async def run(self, progress: Progress) -> None:
-        """As many cycles as the time allows. A Ray with room for the image must be up.
+        """As many cycles as the time allows.
 
         Raises:
             ReplicaFailed: a checksum was wrong.
@@ -112,25 +107,22 @@ class SoakBench:
         model = await build_model(self._subject, load_of(self._subject, HolderActor()))
         try:
             progress("warm-up", 0, 0)
-            crowd = [model.prompt(number) for number in range(self._plan.requests)]
+            self._crowd = crowd = Crowd(model, self._plan.requests)
             await model.runtime.wake()
             await model.warm()
             await model.runtime.sleep(1)
-            self._expected = await self._crowd_answers(model, crowd)
+            await crowd.wake()
+            crowd.compared = 0  # with that first time the others are compared
             await model.settled()
             await self._cycles(model, crowd, progress)
         finally:
             await model.close()
 
-    def result(self) -> dict[str, Any]:
+    def found(self) -> dict[str, Any]:
         result: dict[str, Any] = {
-            "checkpoint": self._subject.checkpoint.name,
-            **self._environment,
-            "engine": self._subject.engine.model_dump(exclude_none=True),
-            "complete": self.complete,
             "cycles": len(self._cycle_s),
-            "compared": self._compared,
-            "wrong": self._wrong,
+            "compared": self._crowd.compared if self._crowd else 0,
+            "wrong": self._crowd.wrong if self._crowd else 0,
         }
         if self._cycle_s:
             result["cycle_s"] = spread(self._cycle_s)
@@ -146,34 +138,26 @@ class SoakBench:
             }
         return result
 
-    async def _cycles(self, model: LocalModel, crowd: list[Prompt], progress: Progress) -> None:
+    async def _cycles(self, model: LocalModel, crowd: Crowd, progress: Progress) -> None:
         plan = self._plan
-        began_s = time.perf_counter()
+        limit, began_s = TimeLimit(plan.limit_s), time.perf_counter()
         for cycle in range(1, plan.cycles + 1):
             started_s = time.perf_counter()
             await model.runtime.sleep(1)
             if cycle % _SAMPLE_EVERY == 0:
                 self.samples.append(sample(cycle, started_s - began_s))
             if cycle % _COMPARE_EVERY == 0 and crowd:
-                found = await self._crowd_answers(model, crowd)
-                self._compared += len(found)
-                self._wrong += sum(a != b for a, b in zip(found, self._expected, strict=True))
+                await crowd.wake()
             else:
                 await model.runtime.wake()
                 await model.ask(model.prompt(), 1)
             await model.settled()
-            now_s = time.perf_counter()
-            self._cycle_s.append(now_s - started_s)
-            progress(f"cycles, {self._wrong} wrong answers", cycle, plan.cycles)
-            if plan.limit_s is not None and now_s - began_s > plan.limit_s:
+            self._cycle_s.append(time.perf_counter() - started_s)
+            progress(f"cycles, {crowd.wrong} wrong answers", cycle, plan.cycles)
+            if limit.is_up():
                 self.complete = cycle == plan.cycles
                 return
         self.complete = True
-
-    async def _crowd_answers(
-        self, model: LocalModel, crowd: Sequence[Prompt]
-    ) -> list[tuple[int, ...]]:
-        return [answer.token_ids for answer in await model.wake_with(crowd, ANSWER_TOKENS)]
 
 
 def trend(cycles: Sequence[float], values: Sequence[float]) -> dict[str, float]:
@@ -195,11 +179,6 @@ def slope_of(xs: Sequence[float], ys: Sequence[float]) -> float:
     if not spread_x:
         return 0.0
     return sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True)) / spread_x
-
-
-def report(result: dict[str, Any]) -> list[str]:
-    """A result as text."""
-    return as_text(tables(result))
 
 
 def tables(result: dict[str, Any]) -> list[Table]:

@@ -16,15 +16,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from actors.protocol import SamplingParams
-from serve_app.bench.figures import Table, as_text, environment, facts, ms, spread
+from serve_app.bench.figures import Table, facts, ms, spread
 from serve_app.bench.local import (
     GREEDY,
     WARM_REQUESTS,
     Answer,
+    LocalBench,
     LocalModel,
     Progress,
     Prompt,
     Subject,
+    TimeLimit,
     build_model,
     load_of,
 )
@@ -62,15 +64,12 @@ class Plan:
     limit_s: float | None = None
 
 
-class ThroughputBench:
-    """One run. `result` tells what has been measured, also of a run that was broken off."""
+class ThroughputBench(LocalBench[Plan]):
+    """One run."""
 
     def __init__(self, subject: Subject, plan: Plan) -> None:
-        self._subject = subject
-        self._environment = environment()  # asks the card's tool: once
-        self._plan = plan
+        super().__init__(subject, plan)
         self._found: dict[str, Any] = {"concurrency": {}}
-        self.complete = False
 
     async def run(self, progress: Progress) -> None:
         plan = self._plan
@@ -88,10 +87,10 @@ class ThroughputBench:
             if plan.profiles is not None and torch.cuda.is_available():
                 with profile(activities=[ProfilerActivity.CUDA]):  # CUPTI's start takes seconds
                     torch.cuda.synchronize()
-            began_s = time.monotonic()
+            limit = TimeLimit(plan.limit_s)
             for number, concurrency in enumerate(plan.concurrency):
                 progress(f"{concurrency} requests", number, len(plan.concurrency))
-                if plan.limit_s is not None and time.monotonic() - began_s > plan.limit_s:
+                if limit.is_up():
                     return
                 await self._at(load, concurrency)
             if plan.sampling is not None:
@@ -101,12 +100,8 @@ class ThroughputBench:
         finally:
             await model.close()
 
-    def result(self) -> dict[str, Any]:
+    def found(self) -> dict[str, Any]:
         return {
-            "checkpoint": self._subject.checkpoint.name,
-            **self._environment,
-            "engine": self._subject.engine.model_dump(),
-            "complete": self.complete,
             "prompt_tokens": self._plan.prompt_tokens,
             "answer_tokens": self._plan.answer_tokens,
             **self._found,
@@ -222,11 +217,6 @@ def profile_text(profiler: profile, concurrency: int) -> str:
             f"{total_us / len(times):8.1f}  {name[:110]}"
         )
     return "\n".join(text) + "\n"
-
-
-def report(result: dict[str, Any]) -> list[str]:
-    """A result as text."""
-    return as_text(tables(result))
 
 
 def tables(result: dict[str, Any]) -> list[Table]:

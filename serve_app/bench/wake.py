@@ -7,7 +7,7 @@ is built, takes turns with ours and is freed, while ours sleeps whenever they ho
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,32 +17,30 @@ from actors.image.packer import checkpoint_dtype
 from actors.memory.driver import MemoryDriver
 from actors.worker.model_memory import select_driver
 from serve_app.bench.baselines import BASELINES, Baseline, why_not
-from serve_app.bench.figures import environment, spread
+from serve_app.bench.cycle import Crowd, Cycle, OurCycles, Way
+from serve_app.bench.figures import spread
 from serve_app.bench.local import (
-    ANSWER_TOKENS,
     PROMPT_TOKENS,
     WARM_REQUESTS,
     HolderActor,
     LinkProbe,
+    LocalBench,
     LocalModel,
     Progress,
     Prompt,
     Subject,
+    TimeLimit,
     build_model,
     context_bytes,
     device_bytes,
     device_parts,
     load_of,
 )
-from serve_app.bench.timeline import watch_memory, watch_wake
 from serve_app.bench.wake_report import KEPT
 from serve_app.bench.ways import (
     OURS,
     SWEEP,
-    Cycle,
-    OurCycles,
     Row,
-    Way,
     open_unpinned,
     ways_of,
 )
@@ -91,30 +89,24 @@ class Plan:
 # --- the run ---
 
 
-class WakeBench:
-    """One run. `result` tells what has been measured, also of a run that was broken off."""
+class WakeBench(LocalBench[Plan]):
+    """One run. A Ray with room for the image must be up."""
 
     def __init__(self, subject: Subject, plan: Plan) -> None:
-        self._subject = subject
-        self._environment = environment()  # asks the card's tool: once
-        self._plan = plan
+        super().__init__(subject, plan)
         self._rows: dict[tuple[str, int], Row] = {}
         self._facts: dict[str, Any] = {}
         self._skipped: dict[str, str] = {}
         self._stages: dict[str, dict[str, int]] = {}
         self._rates: list[float] = []
         self._warm: list[float] = []
-        self._watched: dict[str, Any] = {}
-        self._crowd: list[tuple[int, ...]] = []
-        self._crowd_wrong = self._crowd_compared = 0
+        self._crowd: Crowd | None = None
         self._first_sleep_s: float | None = None
         self._threads = 1  # torch's, as we found it
-        self._ends_s: float | None = None
-        self._cut_short = False  # by the time limit
-        self.complete = False
+        self._time = TimeLimit(None)  # of the plan, once the model is warm
 
     async def run(self, progress: Progress) -> None:
-        """Build the model and go through the plan. A Ray with room for the image must be up."""
+        """Build the model and go through the plan."""
         self._threads = torch.get_num_threads()
         # First of all that touches the device, so that it can tell how large the context is.
         meter = select_driver(self._subject.engine.device)
@@ -127,43 +119,37 @@ class WakeBench:
             progress("warm-up", 0, 0)
             await self._warm_up(ours)
             probe = LinkProbe(model.runtime.memory.device)
-            limit_s, self._ends_s = self._plan.limit_s, None
-            if limit_s is not None:
-                self._ends_s = time.monotonic() + limit_s
+            self._time = TimeLimit(self._plan.limit_s)
             self._rates.append(probe.gb_per_s())
-            await self._rounds(ours, meter, probe, progress)
+            await self._rounds(ours, probe, progress)
             for name in self._plan.baselines:
                 await self._baseline(name, ours, meter, progress)
             self._rates.append(probe.gb_per_s())
             await model.runtime.sleep(1)
             self._stages["end"] = device_parts(context)
-            self.complete = not self._cut_short
+            self.complete = not self._time.was_up
         finally:
             self._first_sleep_s = ours.first_sleep_s
             if ours.unpinned is not None:
                 ours.unpinned.close()
             await model.close()
 
-    def result(self) -> dict[str, Any]:
+    def found(self) -> dict[str, Any]:
         """With the keys of our own way at the top, as docs/results/table.py reads them."""
         rate = statistics.median(self._rates) if self._rates else 0.0
         rows = [row.result(rate) for row in self._rows.values()]
         own = [row for row in self._rows.values() if row.variant not in BASELINES]
+        crowd = [self._crowd] if self._crowd else []
         ours = next((r for r in rows if r["variant"] == "pipelined" and r["cycles"]), {})
         result: dict[str, Any] = {
-            "checkpoint": self._subject.checkpoint.name,
-            **self._environment,
-            "engine": self._subject.engine.model_dump(exclude_none=True),
-            "complete": self.complete,
             "requests": self._plan.requests,
             **self._facts,
             **{name: value for name, value in ours.items() if name not in ("variant", "wrong")},
-            "wrong": self._crowd_wrong + sum(row.wrong for row in own),
-            "compared": self._crowd_compared + sum(len(row.cycles) for row in own),
+            "wrong": sum(row.wrong for row in own) + sum(c.wrong for c in crowd),
+            "compared": sum(len(row.cycles) for row in own) + sum(c.compared for c in crowd),
             "asleep_parts": self._stages,
             "rows": rows,
             "skipped": self._skipped,
-            **self._watched,
         }
         if self._rates:
             result |= {"pinned_gb_per_s": rate, "pinned_rates_gb_per_s": spread(self._rates)}
@@ -208,26 +194,20 @@ class WakeBench:
             self._warm.append((await model.ask(model.prompt(number, tokens), 1)).first_s)
         self._facts["awake_bytes"] = device_bytes()
 
-    async def _rounds(
-        self, ours: OurCycles, meter: MemoryDriver, probe: LinkProbe, progress: Progress
-    ) -> None:
+    async def _rounds(self, ours: OurCycles, probe: LinkProbe, progress: Progress) -> None:
         plan, model = self._plan, ours.model
         ways = self._ways(ours)
         prompts = {tokens: model.prompt(0, tokens) for tokens in plan.prompt_tokens}
         for prompt in prompts.values():  # what only the first of its length pays; and its tokens
             await ours.cycle(Way("pipelined"), prompt)
-        if not self._time_is_up():
-            prompt = next(iter(prompts.values()))
-            self._watched["timeline"] = await watch_wake(model, prompt, plan.pause_s)
-            self._watched["memory"] = await watch_memory(model, meter, prompt, plan.pause_s)
-        crowd = [model.prompt(number) for number in range(plan.requests)]
+        self._crowd = crowd = Crowd(model, plan.requests)
         share = _OURS_SHARE if plan.baselines else 1.0
         total, done = plan.cycles * len(ways) * len(prompts), 0
         for number in range(plan.cycles):
             turn = number % max(len(ways), 1)
             for tokens, prompt in prompts.items():
                 for way in ways[turn:] + ways[:turn]:
-                    if self._time_is_up(1 - share):
+                    if self._time.is_up(1 - share):
                         return
                     cycle, same = await ours.cycle(way, prompt)
                     row = self._rows.setdefault((way.name, tokens), Row(way.name, tokens))
@@ -236,7 +216,10 @@ class WakeBench:
                     done += 1
                     progress(way.name, done, total)
             if crowd:
-                await self._ask_crowd(ours, crowd)
+                model.runtime.memory.kept = frozenset()
+                await model.runtime.sleep(1)
+                await crowd.wake()
+                await model.settled()
             self._rates.append(probe.gb_per_s())
 
     def _ways(self, ours: OurCycles) -> list[Way]:
@@ -250,23 +233,12 @@ class WakeBench:
                 ours.unpinned = open_unpinned(memory)
         return [way for way in ways if way.name not in self._skipped]
 
-    async def _ask_crowd(self, ours: OurCycles, crowd: Sequence[Prompt]) -> None:
-        """Only waiting requests make the same batches every time, so that tokens can be compared."""
-        model = ours.model
-        model.runtime.memory.kept = frozenset()
-        await model.runtime.sleep(1)
-        found = [a.token_ids for a in await model.wake_with(crowd, ANSWER_TOKENS)]
-        await model.settled()
-        self._crowd = self._crowd or found
-        self._crowd_compared += len(found)
-        self._crowd_wrong += sum(a != b for a, b in zip(found, self._crowd, strict=True))
-
     async def _baseline(
         self, name: str, ours: OurCycles, meter: MemoryDriver, progress: Progress
     ) -> None:
         model = ours.model
         device = model.runtime.memory.device
-        reason = why_not(name, device) or ("the time was up" if self._time_is_up() else None)
+        reason = why_not(name, device) or ("the time was up" if self._time.is_up() else None)
         if reason is not None:
             self._skipped[name] = reason
             return
@@ -308,7 +280,7 @@ class WakeBench:
         assert left is not None
         for number in range(plan.baseline_cycles):
             for tokens, prompt in prompts.items():
-                if self._time_is_up():
+                if self._time.is_up():
                     return
                 await asyncio.sleep(plan.pause_s)
                 cycle, token = _tried(_baseline_cycle, baseline, prompt, meter)
@@ -323,18 +295,6 @@ class WakeBench:
                 row.beside.append(found["ttft_asleep_s"])
                 await model.runtime.sleep(1)
             progress(name, number + 1, plan.baseline_cycles)
-
-    def _time_is_up(self, reserve: float = 0.0) -> bool:
-        """Whether to begin nothing more.
-
-        Args:
-            reserve: the share of the limit that others are to have.
-        """
-        if self._ends_s is None or self._plan.limit_s is None:
-            return False
-        is_up = time.monotonic() > self._ends_s - reserve * self._plan.limit_s
-        self._cut_short |= is_up
-        return is_up
 
 
 class BaselineFailed(Exception):

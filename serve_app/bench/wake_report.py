@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.bench.figures import Table, as_text, facts, gib, ms
+from serve_app.bench.figures import Table, facts, gib, ms
 
 KEPT = re.compile(r"kept-(\d+)(?:-(first|middle|last))?")  # a variant that keeps so many layers
 
@@ -85,11 +85,6 @@ _HEAD = (
     "left GiB",
     "wrong",
 )
-
-
-def report(result: dict[str, Any]) -> list[str]:
-    """A result as text."""
-    return as_text(tables(result))
 
 
 def tables(result: dict[str, Any]) -> list[Table]:

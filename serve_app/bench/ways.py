@@ -1,39 +1,22 @@
-"""The ways in which our own model wakes, one cycle of each (sleep, pause, wake, tokens), and a row of them."""
+"""The ways in which our own model wakes, and a row of cycles of one of them."""
 
-import asyncio
 import statistics
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from actors.errors import DeviceMemoryError
 from actors.image.layout import Layout
 from actors.memory.driver import HostLink
 from actors.memory.pinned import HostRange
 from actors.worker.model_memory import KeptPlace, ModelMemory, kept_segments
+from serve_app.bench.cycle import Cycle, Way
 from serve_app.bench.figures import spread
-from serve_app.bench.local import ANSWER_TOKENS, LocalModel, Prompt, device_bytes
 from serve_app.bench.wake_report import KEPT
 
 OURS = ("pipelined", "serial", "unpinned", "kept")
 SWEEP = "kept-sweep"  # a few of the ways of KEPT, from none to all layers
 _KEPT_STEPS = 4  # of all layers, up to all
-
-Cycle = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How our model wakes: pipelined, unless something is said here."""
-
-    name: str
-    kept: frozenset[int] = frozenset()  # segments that stay on the device
-    waits: bool = False  # for all bytes, before the first forward
-    unpinned: bool = False  # through staging buffers, as where the image cannot be pinned
 
 
 def ways_of(variants: Sequence[str], layout: Layout) -> list[Way]:
@@ -63,22 +46,6 @@ def _kept(name: str, layout: Layout) -> Way:
     if found[2] in ("middle", "last"):
         place = found[2]  # type: ignore[assignment]  # one of the two
     return Way(name, kept_segments(layout, int(found[1]), place))
-
-
-@contextmanager
-def carried_by(memory: ModelMemory, link: HostLink | None) -> Iterator[None]:
-    """Have wakes of the body use another link to the same image; None: the one they have.
-
-    Nothing of ours chooses a link, so that this reaches into the memory; only while it sleeps.
-    """
-    if link is None:
-        yield
-        return
-    usual, memory._link = memory._link, link
-    try:
-        yield
-    finally:
-        memory._link = usual
 
 
 def open_unpinned(memory: ModelMemory) -> HostLink:
@@ -123,65 +90,3 @@ class Row:
             found["ours_ttft_s"] = spread(self.beside)
             found["over_ours"] = found["ttft_asleep_s"]["median"] / ours_s
         return found
-
-
-class OurCycles:
-    """Cycles of our model; each begins and ends awake."""
-
-    def __init__(self, model: LocalModel, pause_s: float) -> None:
-        self.model = model
-        self._pause_s = pause_s
-        self._expected: dict[Prompt, tuple[int, ...]] = {}
-        self.first_sleep_s: float | None = None
-        self.unpinned: HostLink | None = None
-
-    async def cycle(self, way: Way, prompt: Prompt) -> tuple[Cycle, bool]:
-        """Sleep, pause, wake, one token; then what the wake had still to do, and 50 tokens.
-
-        Returns:
-            The times, and whether the tokens are those of the prompt's first cycle.
-        """
-        runtime = self.model.runtime
-        runtime.memory.kept = way.kept
-        started_s = time.perf_counter()
-        slept = await runtime.sleep(1)
-        slept_s = time.perf_counter() - started_s
-        self.first_sleep_s = self.first_sleep_s or slept_s
-        asleep_bytes = device_bytes()
-        assert slept.left is not None
-        await asyncio.sleep(self._pause_s)
-        with carried_by(runtime.memory, self.unpinned if way.unpinned else None):
-            started_s = time.perf_counter()
-            woke = await runtime.wake()
-            if way.waits:
-                await asyncio.to_thread(_finish_copies)
-            woke_s = time.perf_counter() - started_s
-            first = await self.model.ask(prompt, 1)
-            started_s = time.perf_counter()
-            await self.model.settled()
-        settled_s = time.perf_counter() - started_s
-        stats = runtime.last_transfer
-        assert stats is not None
-        assert stats.size == woke.copied_bytes
-        cycle = {
-            "ttft_asleep_s": woke_s + first.first_s,
-            "wake_s": woke_s,
-            "sleep_s": slept_s,
-            "settle_s": settled_s,
-            "link_s": stats.seconds,
-            "move_s": stats.seconds,
-            "moved_bytes": woke.copied_bytes,
-            "released_bytes": slept.released_bytes or 0,
-            "left_bytes": slept.left.total,
-            "context_bytes": slept.left.context,
-            "asleep_bytes": asleep_bytes,
-        }
-        rest = await self.model.ask(prompt, ANSWER_TOKENS)
-        tokens = first.token_ids + rest.token_ids
-        return cycle, tokens == self._expected.setdefault(prompt, tokens)
-
-
-def _finish_copies() -> None:
-    """Return when the device has what was sent to it. On a CPU it arrived with the call."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -2,11 +2,8 @@
 
 import typer
 
-from serve_app.cli.bench_autoscaling import autoscaling
 from serve_app.cli.bench_http import ManyValues, http
 from serve_app.cli.bench_local import register
-from serve_app.cli.bench_report import report
-from serve_app.cli.bench_serve import serve
 
 bench = typer.Typer(
     help="Measure: a server under load; a model on this machine.",
@@ -14,7 +11,4 @@ bench = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench.command("http", cls=ManyValues)(http)
-bench.command("serve", cls=ManyValues)(serve)
 register(bench)
-bench.command()(autoscaling)
-bench.command()(report)

@@ -18,17 +18,19 @@ from rich import progress as rich
 from rich.console import Console
 from typer.core import TyperCommand
 
-from serve_app.bench.workload import Gap, Lengths, Load, Workload, default_requests
-from serve_app.cli.bench_report import ReportDir, check_report, write_report
+from serve_app.bench.http.workload import Gap, Lengths, Load, Workload, default_requests
+from serve_app.cli.bench_run import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    check_writable,
+    say,
+    usage_errors,
+)
 from serve_app.config.keys import ADMIN_KEY_VARIABLE
 
 if TYPE_CHECKING:
-    from serve_app.bench.http import Target
-    from serve_app.bench.http_run import HttpBench, Round
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
+    from serve_app.bench.http.client import Target
+    from serve_app.bench.http.run import HttpBench, Round
 
 _LOG_INTERVAL_S = 5.0
 _PIPE_COLUMNS = 200
@@ -141,7 +143,6 @@ def http(
         Path | None,
         typer.Option("--sqlite", metavar="FILE", help="A row per request, added to the file."),
     ] = None,
-    report_dir: ReportDir = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Send load to an OpenAI-compatible server and measure the answers.
@@ -151,9 +152,9 @@ def http(
     (see --idle-every, --sleep-every) are cold, and are shown apart from the warm ones.
     """
     from serve_app.bench.figures import environment
-    from serve_app.bench.http import Target
+    from serve_app.bench.http.client import Target
 
-    with _usage_errors():
+    with usage_errors():
         client = environment()
         gap = _gap(idle_every, idle_s, sleep_every)
         loads = _loads(concurrency or [], request_rate or [], requests, duration, gap)
@@ -168,12 +169,11 @@ def http(
             seed=seed,
         )
         _check_files(json_file, sqlite_file)
-        check_report(report_dir)
     started_at = time.time()
     bench, error, exit_code = _run(target, workload, loads, workers, quiet=quiet)
-    _report(bench, client, started_at, error, json_file, sqlite_file, report_dir)
+    _report(bench, client, started_at, error, json_file, sqlite_file)
     if error is not None:
-        _say(f"error: {error}" if exit_code == EXIT_FAILED else error)
+        say(f"error: {error}" if exit_code == EXIT_FAILED else error)
     if exit_code:
         raise typer.Exit(exit_code)
 
@@ -182,8 +182,8 @@ def _run(
     target: "Target", workload: Workload, loads: Sequence[Load], workers: int | None, *, quiet: bool
 ) -> tuple["HttpBench", str | None, int]:
     """The bench after its end, why it ended early, and the exit code."""
-    from serve_app.bench.http_run import HttpBench
-    from serve_app.bench.http_workers import (
+    from serve_app.bench.http.run import HttpBench
+    from serve_app.bench.http.workers import (
         BenchError,
         allow_many_connections,
         processes,
@@ -212,10 +212,9 @@ def _report(
     ended: str | None,
     json_file: Path | None,
     sqlite_file: Path | None,
-    report_dir: Path | None,
 ) -> None:
-    from serve_app.bench.http_report import Report, append_rows, as_json, show
-    from serve_app.bench.http_summary import summarize
+    from serve_app.bench.http.report import Report, append_rows, as_json, show
+    from serve_app.bench.http.summary import summarize
 
     report = Report(
         url=bench.target.url,
@@ -234,8 +233,6 @@ def _report(
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
     if sqlite_file is not None:
         append_rows(sqlite_file, report)
-    if report_dir is not None:
-        write_report([as_json(report)], report_dir)
 
 
 # --- arguments ---
@@ -293,21 +290,11 @@ def _object(text: str) -> dict[str, Any]:
 
 def _check_files(json_file: Path | None, sqlite_file: Path | None) -> None:
     """Before the load, so that no measurement is lost."""
-    if json_file is not None:
-        json_file.touch()
+    check_writable(json_file)
     if sqlite_file is not None:
-        from serve_app.bench.http_report import create_table
+        from serve_app.bench.http.report import create_table
 
         create_table(sqlite_file)
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        _say(f"error: {error}")
-        raise typer.Exit(EXIT_USAGE) from error
 
 
 # --- progress ---
@@ -356,7 +343,7 @@ class _Lines:
     def __call__(self, current: "Round") -> None:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _LOG_INTERVAL_S
-            _say(f"{current.load.label}: {_told(current)}")
+            say(f"{current.load.label}: {_told(current)}")
 
 
 def _share_done(current: "Round") -> float:
@@ -372,7 +359,3 @@ def _told(current: "Round") -> str:
     if current.failed:
         told += f", {current.failed} failed"
     return told if current.phase == "sending" else f"{told}, {current.phase}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

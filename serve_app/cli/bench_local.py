@@ -15,8 +15,15 @@ import typer
 import yaml
 
 from serve_app.cli.bench_http import ManyValues
-from serve_app.cli.bench_report import ReportDir, check_report, write_plot
-from serve_app.cli.bench_run import EXIT_FAILED, check_writable, run, say, tell, usage_errors
+from serve_app.cli.bench_run import (
+    EXIT_FAILED,
+    check_writable,
+    measure,
+    run,
+    say,
+    tell,
+    usage_errors,
+)
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Subject
@@ -107,7 +114,6 @@ def wake(
     store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """First token of a sleeping model: ours, and what one would do without us, in one run.
 
@@ -118,8 +124,7 @@ def wake(
     with usage_errors():
         limits = _limits(asserted or [])
         check_writable(json_file)
-        check_report(report_dir)
-        _prepare_imports()
+        prepare_imports()
         from serve_app.bench.wake import VARIANTS, Plan, WakeBench
         from serve_app.bench.ways import OURS
 
@@ -135,19 +140,18 @@ def wake(
             pause_s=pause_s,
             limit_s=limit_s,
         )
-        subject = _small(target, engine)
+        subject = small_subject(target, engine)
         bench = WakeBench(subject, plan)
-    from serve_app.bench.wake_report import judge, report
+    from serve_app.bench.wake_report import judge, tables
 
-    code = run(bench, _ray(subject, store_gib), json_file)
+    code = run(bench, ray_for(subject, store_gib), json_file)
     result = bench.result()
     verdicts = judge(result, limits)
     result["verdicts"] = [
         {"name": v.name, "found": v.found, "limit": v.limit, "kept": v.kept} for v in verdicts
     ]
-    text = report(result)
     failed = result["wrong"] > 0 or not all(verdict.kept for verdict in verdicts)
-    tell(result, [*text, *([""] if verdicts else []), *map(str, verdicts)], json_file, report_dir)
+    tell(result, tables(result), json_file, [*([""] if verdicts else []), *map(str, verdicts)])
     raise typer.Exit(code or (EXIT_FAILED if failed else 0))
 
 
@@ -161,7 +165,6 @@ def load(
     store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """What a new instance takes: from disk, and from the image in the object store.
 
@@ -170,16 +173,12 @@ def load(
     """
     with usage_errors():
         check_writable(json_file)
-        check_report(report_dir)
-        _prepare_imports()
-        from serve_app.bench.load import LoadBench, report
+        prepare_imports()
+        from serve_app.bench.load import LoadBench, Plan, tables
 
-        subject = _small(target, engine)
-        bench = LoadBench(subject, replicas, limit_s)
-    code = run(bench, _ray(subject, store_gib), json_file)
-    result = bench.result()
-    tell(result, report(result), json_file, report_dir)
-    raise typer.Exit(code)
+        subject = small_subject(target, engine)
+        bench = LoadBench(subject, Plan(replicas, limit_s))
+    raise typer.Exit(measure(bench, tables, ray_for(subject, store_gib), json_file))
 
 
 def throughput(
@@ -208,16 +207,14 @@ def throughput(
     engine: Engine = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Tokens per second of the engine, in this process, without HTTP and Serve."""
     with usage_errors():
         check_writable(json_file)
-        check_report(report_dir)
         if profiles is not None:
             profiles.mkdir(parents=True, exist_ok=True)
-        _prepare_imports()
-        from serve_app.bench.throughput import Plan, ThroughputBench, report
+        prepare_imports()
+        from serve_app.bench.throughput import Plan, ThroughputBench, tables
 
         plan = Plan(
             concurrency=tuple(concurrency or Plan().concurrency),
@@ -228,10 +225,7 @@ def throughput(
             limit_s=limit_s,
         )
         bench = ThroughputBench(_large(target, engine), plan)
-    code = run(bench, nullcontext(), json_file)
-    result = bench.result()
-    tell(result, report(result), json_file, report_dir)
-    raise typer.Exit(code)
+    raise typer.Exit(measure(bench, tables, nullcontext(), json_file))
 
 
 def pages(
@@ -255,7 +249,6 @@ def pages(
     engine: Engine = None,
     store_gib: StoreGib = None,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Page sizes of the KV cache beside each other: what of it holds no token, and tokens per second.
 
@@ -264,9 +257,8 @@ def pages(
     """
     with usage_errors():
         check_writable(json_file)
-        check_report(report_dir)
-        _prepare_imports()
-        from serve_app.bench.pages import PagesBench, Plan, report
+        prepare_imports()
+        from serve_app.bench.pages import PagesBench, Plan, tables
 
         plan = Plan(
             page_sizes=tuple(page_sizes or Plan().page_sizes),
@@ -276,10 +268,7 @@ def pages(
         )
         subject = _large(target, engine)
         bench = PagesBench(subject, plan)
-    code = run(bench, _ray(subject, store_gib), json_file)
-    result = bench.result()
-    tell(result, report(result), json_file, report_dir)
-    raise typer.Exit(code)
+    raise typer.Exit(measure(bench, tables, ray_for(subject, store_gib), json_file))
 
 
 def soak(
@@ -293,13 +282,12 @@ def soak(
     ] = 16,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write soak.json, soak.csv and soak.png there."),
+        typer.Option(metavar="DIR", help="Write soak.json and soak.csv there."),
     ] = None,
     engine: Engine = None,
     store_gib: StoreGib = None,
     limit_s: LimitS = 420.0,
     json_file: JsonFile = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Sleep and wake a thousand times: does anything grow, is every token the same?"""
     with usage_errors():
@@ -307,32 +295,28 @@ def soak(
             out.mkdir(parents=True, exist_ok=True)
             json_file = json_file or out / "soak.json"
         check_writable(json_file)
-        check_report(report_dir)
-        _prepare_imports()
-        from serve_app.bench.soak import Plan, SoakBench, report, write_csv
+        prepare_imports()
+        from serve_app.bench.soak import Plan, SoakBench, tables, write_csv
 
-        subject = _small(target, engine)
+        subject = small_subject(target, engine)
         bench = SoakBench(subject, Plan(cycles, requests, limit_s))
-    code = run(bench, _ray(subject, store_gib), json_file)
-    result = bench.result()
-    tell(result, report(result), json_file, report_dir)
+    code = measure(bench, tables, ray_for(subject, store_gib), json_file)
     if out is not None and bench.samples:
         write_csv(bench.samples, out / "soak.csv")
-        write_plot("growth", result, out / "soak.png")
-    raise typer.Exit(code or (EXIT_FAILED if result["wrong"] else 0))
+    raise typer.Exit(code)
 
 
 # --- arguments ---
 
 
-def _prepare_imports() -> None:
+def prepare_imports() -> None:
     # Our Ray is for this process and its children. Ray 2.60 opens its own ports on every interface
     # unless this is 0 when it is imported (ray/_private/ray_constants.py, services.py).
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     say("importing torch")
 
 
-def _small(target: Path, changes: Sequence[str] | None) -> "Subject":
+def small_subject(target: Path, changes: Sequence[str] | None) -> "Subject":
     return _subject(target, _SMALL_ENGINE, _SMALL_CACHE_TOKENS, changes)
 
 
@@ -379,7 +363,7 @@ def _limits(asserted: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def _ray(subject: "Subject", store_gib: float | None) -> AbstractContextManager[None]:
+def ray_for(subject: "Subject", store_gib: float | None) -> AbstractContextManager[None]:
     from serve_app.bench.local import local_ray
 
     return local_ray(subject.store_bytes if store_gib is None else int(store_gib * 2**30))

@@ -21,7 +21,7 @@ from rich import progress as rich
 from rich.console import Console
 
 from actors.checkpoints.errors import DownloadError
-from serve_app.cli.bench_report import write_report
+from serve_app.bench.figures import Table, as_text
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Progress
@@ -62,7 +62,7 @@ def run(bench: Bench, around: AbstractContextManager[None], json_file: Path | No
     # A shell starts what runs in its background with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with _progress() as show, around:
+        with progress() as show, around:
             # Whoever limits our time wants the figures, too. Only now: Ray has its own handler.
             signal.signal(signal.SIGTERM, _as_interrupt)
             asyncio.run(bench.run(_saving(bench, show, json_file)))
@@ -99,7 +99,7 @@ def _saving(bench: Bench, show: "Progress", json_file: Path | None) -> "Progress
 
 
 @contextmanager
-def _progress() -> Iterator["Progress"]:
+def progress() -> Iterator["Progress"]:
     """A bar on a terminal, a line every few seconds elsewhere."""
     if not sys.stderr.isatty():
         yield _logged()
@@ -133,16 +133,30 @@ def _logged() -> Callable[[str, int, int], None]:
     return show
 
 
+def measure(
+    bench: Bench,
+    tables: Callable[[dict[str, Any]], Sequence[Table]],
+    around: AbstractContextManager[None],
+    json_file: Path | None,
+) -> int:
+    """Run, print and write; the exit code, which also tells of wrong answers."""
+    code = run(bench, around, json_file)
+    result = bench.result()
+    tell(result, tables(result), json_file)
+    return code or (EXIT_FAILED if result.get("wrong") else 0)
+
+
 def tell(
-    result: dict[str, Any], text: Sequence[str], json_file: Path | None, report_dir: Path | None
+    result: dict[str, Any],
+    tables: Sequence[Table],
+    json_file: Path | None,
+    more: Sequence[str] = (),
 ) -> None:
-    """Print a result's text, and write what was asked for."""
-    for line in text:
+    """Print a result's tables, and write it if that was asked for."""
+    for line in (*as_text(tables), *more):
         print(line)
     if json_file is not None:
         _write(result, json_file)
-    if report_dir is not None:
-        write_report([result], report_dir)
 
 
 def _write(result: dict[str, Any], file: Path) -> None:

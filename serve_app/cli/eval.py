@@ -5,26 +5,29 @@ Exit codes: 0 every check passed; 1 one did not, or the model failed; 2 what was
 """
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich import progress as rich
-from rich.console import Console
-from rich.table import Table
 
 from actors.checkpoints.datasets import KNOWN_TEXTS
 from actors.checkpoints.errors import DownloadError, WrongRequest
 from actors.checkpoints.source import ModelSource
 from actors.errors import InvalidRequest, ServingError
-from serve_app.bench import eval_report
-from serve_app.bench import evaluate as bench
-from serve_app.bench.figures import Table as Figures
-from serve_app.bench.verdict import Plan, Report
-from serve_app.cli.bench_report import ReportDir, check_report, write_report
+from serve_app.bench.eval import evaluate as bench
+from serve_app.bench.eval.tables import tables
+from serve_app.bench.eval.verdict import Plan, Report
+from serve_app.cli.bench_run import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    progress,
+    say,
+    tell,
+    usage_errors,
+)
 from serve_app.cli.download import datasets_dir
 from serve_app.cli.operate import Key
 from serve_app.config.errors import ConfigError
@@ -32,12 +35,6 @@ from serve_app.openai.requests import SEED_PROMPT
 
 if TYPE_CHECKING:
     from serve_app.config.files import ModelConfig
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-
-_PLAIN_WIDTH = 120  # where nobody says how wide it may be
 
 
 def evaluate(
@@ -112,7 +109,6 @@ def evaluate(
             help="Write the report there, too.",
         ),
     ] = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Sleep, wake and compare: memory released, first token from sleep, the same output.
 
@@ -120,11 +116,10 @@ def evaluate(
     cycle sleeps, times the first token of a request that finds the model asleep, generates the
     baseline's tokens again and compares them one by one, and so the perplexity of a text.
     """
-    with _usage_errors():
+    with usage_errors():
         _check_combination(model, url, name, keep_layers, text)
         if json_file is not None and not json_file.parent.is_dir():
             raise ValueError(f"--json {json_file}: there is no directory {json_file.parent}")
-        check_report(report_dir)
         if assert_ttft is not None and assert_ttft <= 0:
             raise ValueError(f"--assert-ttft must be above 0, found {assert_ttft:g}")
         config = None if model is None else _config_of(model, keep_layers)
@@ -145,21 +140,18 @@ def evaluate(
     @asynccontextmanager
     async def opened(on_progress: bench.Progress) -> AsyncIterator[bench.Target]:
         if config is not None:
-            from serve_app.bench.in_process import in_process
+            from serve_app.bench.eval.in_process import in_process
 
             async with in_process(config, on_progress) as local:
                 yield local
         else:
-            from serve_app.bench.over_http import over_http
+            from serve_app.bench.eval.over_http import over_http
 
             assert url is not None, "checked above"
             async with over_http(url, name, api_key) as remote:
                 yield remote
 
-    code, found = _run(opened, plan, passage, json_file)
-    if found is not None and report_dir is not None:
-        write_report([found.model_dump(mode="json")], report_dir)
-    raise typer.Exit(code)
+    raise typer.Exit(_run(opened, plan, passage, json_file))
 
 
 # --- what is asked ---
@@ -209,17 +201,8 @@ def _default_passage() -> bench.Passage:
         try:
             return bench.Passage.fetched(file)
         except (ValueError, OSError) as error:
-            _say(f"the text that is shipped is taken: {error}")
+            say(f"the text that is shipped is taken: {error}")
     return bench.Passage.shipped()
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        _say(str(error))
-        raise typer.Exit(EXIT_USAGE) from error
 
 
 # --- running ---
@@ -227,9 +210,7 @@ def _usage_errors() -> Iterator[None]:
 _Opened = Callable[[bench.Progress], AbstractAsyncContextManager[bench.Target]]
 
 
-def _run(
-    opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: Path | None
-) -> tuple[int, Report | None]:
+def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: Path | None) -> int:
     """Evaluate, show what was measured, however it ended, and tell the exit code."""
     report: Report | None = None
 
@@ -241,7 +222,7 @@ def _run(
 
     code = 0
     try:
-        with _progress() as on_progress:
+        with progress() as on_progress:
             asyncio.run(session(on_progress))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -252,80 +233,13 @@ def _run(
     if report is not None:
         report.interrupted = code == EXIT_INTERRUPTED
         report.judge()
-        if json_file is not None:
-            json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        _show(report)
+        tell(report.model_dump(mode="json"), tables(report), json_file)
         code = code or (0 if report.passed else EXIT_FAILED)
     if code == EXIT_INTERRUPTED:
-        _say("interrupted")
-    return code, report
-
-
-def _failed(error: Exception, code: int) -> int:
-    _say(f"error: {error}")
+        say("interrupted")
     return code
 
 
-@contextmanager
-def _progress() -> Iterator[bench.Progress]:
-    """One line that moves on a terminal, a line per step elsewhere."""
-    if not sys.stderr.isatty():
-        yield _logged()
-        return
-    columns = (
-        rich.SpinnerColumn(),
-        rich.TextColumn("{task.description}", markup=False),
-        rich.BarColumn(),
-        rich.TimeElapsedColumn(),
-    )
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total or None
-        )
-
-
-def _logged() -> bench.Progress:
-    last = ""
-
-    def tell(what: str, done: int, total: int) -> None:
-        nonlocal last
-        if what != last:
-            last = what
-            _say(what)
-
-    return tell
-
-
-# --- what is shown ---
-
-
-def _show(report: Report) -> None:
-    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    out = Console(width=width, markup=False, highlight=False, emoji=False)
-    out.print(_columns(eval_report.head(report)))
-    out.print(_table(eval_report.figures(report)))
-    for rows in eval_report.ends(report):
-        out.print(_columns(rows))
-
-
-def _table(figures: Figures) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=bool(figures.head))
-    for name in figures.head or ("", ""):
-        table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
-    for row in figures.rows:
-        table.add_row(*row)
-    return table
-
-
-def _columns(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _failed(error: Exception, code: int) -> int:
+    say(f"error: {error}")
+    return code

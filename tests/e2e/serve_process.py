@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from serve_app.bench import serve_process as bench
-from serve_app.bench.serve_process import PROJECT, Leftovers
+from tests import serve_process as base
+from tests.serve_process import PROJECT, Leftovers
 
 __all__ = ["PROJECT", "ServeProcess", "running", "wait_until"]
 
@@ -31,7 +31,7 @@ def wait_until(
         time.sleep(pause_s)
 
 
-class ServeProcess(bench.ServeProcess):
+class ServeProcess(base.ServeProcess):
     """With an HTTP client."""
 
     def __init__(self, config: str, **environment: str) -> None:
@@ -117,7 +117,7 @@ class ServeProcess(bench.ServeProcess):
         stores = {
             (info.st_dev, info.st_ino): 512 * info.st_blocks
             for fd in Path(f"/proc/{raylet.pid}/fd").iterdir()
-            if str(fd.readlink()).startswith(f"{bench.SHARED_MEMORY}/plasma")
+            if str(fd.readlink()).startswith(f"{base.SHARED_MEMORY}/plasma")
             for info in [fd.stat()]
         }
         assert stores, "no object store found"

@@ -1,4 +1,4 @@
-"""`sleepserve bench serve`, which has a server of its own."""
+"""`python -m docs.results.serve`, which has a server of its own."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def test_every_phase_is_measured_and_nothing_is_left(
 ) -> None:
     servers.stop()
     file, log = tmp_path / "serve.json", tmp_path / "serve.log"
-    command = [sys.executable, "-m", "serve_app.cli.main", "bench", "serve"]
+    command = [sys.executable, "-m", "docs.results.serve"]
     command += [str(tiny_checkpoint), "--config", str(PROJECT / "configs" / "tiny_cpu.yaml")]
     command += ["--cycles", "3", "--pause-s", "0", "--concurrency", "1", "2"]
     command += ["--prompt-tokens", "16", "--answer-tokens", "8"]

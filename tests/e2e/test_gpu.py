@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.bench.card import full_card
+from tests.card import full_card
 from tests.e2e.conftest import Servers
 from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until
 

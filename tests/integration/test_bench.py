@@ -15,22 +15,27 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from docs.results.report.page import write
+from docs.results.timeline.bench import Plan as TimelinePlan
+from docs.results.timeline.bench import TimelineBench
+from docs.results.timeline.bench import tables as timeline_tables
 from serve_app.bench import baselines
 from serve_app.bench.baselines import BASELINES, Make
+from serve_app.bench.figures import as_text
 from serve_app.bench.load import STAGES, LoadBench
+from serve_app.bench.load import Plan as LoadPlan
 from serve_app.bench.local import LinkProbe, Subject, subject_of
 from serve_app.bench.pages import PagesBench
 from serve_app.bench.pages import Plan as PagesPlan
-from serve_app.bench.pages import report as pages_report
-from serve_app.bench.report import write
+from serve_app.bench.pages import tables as pages_tables
 from serve_app.bench.soak import Plan as SoakPlan
 from serve_app.bench.soak import SoakBench, write_csv
-from serve_app.bench.soak import report as soak_report
+from serve_app.bench.soak import tables as soak_tables
 from serve_app.bench.throughput import SAMPLING, ThroughputBench
 from serve_app.bench.throughput import Plan as ThroughputPlan
-from serve_app.bench.throughput import report as throughput_report
+from serve_app.bench.throughput import tables as throughput_tables
 from serve_app.bench.wake import Plan, WakeBench
-from serve_app.bench.wake_report import report
+from serve_app.bench.wake_report import tables
 from serve_app.cli.main import app
 
 pytestmark = pytest.mark.slow
@@ -109,21 +114,41 @@ def test_wake_measures_each_variant_as_often_as_asked(
         assert row["share_of_link"] == pytest.approx(
             row["gb_per_s"]["median"] / result["pinned_gb_per_s"]
         )
-    assert_timeline_is_in_order(result)
-    assert_memory_falls_asleep(result)
     assert rows["serial"]["ttft_asleep_s"]["max"] == max(rows["serial"]["ttft_asleep_each_s"])
     page = write([result], tmp_path).read_text()
     assert {file.stem for file in tmp_path.glob("*.png")} == {
-        f"wake_{name}" for name in ("timeline", "ttft", "memory", "kept")
+        f"wake_{name}" for name in ("ttft", "kept")
     }
     assert f"<td>{1e3 * rows['kept-4']['ttft_asleep_s']['median']:.1f}</td>" in page
     assert all(result[name] for name in ("device", "cpus", "torch", "ray", "command"))
     assert json.loads(json.dumps(result)) == result
     assert any(
         line.startswith("unpinned ") and "skipped, no CUDA device" in line
-        for line in report(result)
+        for line in as_text(tables(result))
     )
     assert "first token of a sleeping replica" in results_table(result)
+
+
+@STORE
+def test_watched_wake_has_its_segments_and_the_memory_of_the_sleep(
+    ray_store: int, subject: Subject, tmp_path: Path
+) -> None:
+    bench = TimelineBench(subject, TimelinePlan(pause_s=0))
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert result["complete"]
+    assert_timeline_is_in_order(result)
+    assert_memory_falls_asleep(result)
+    (told,) = timeline_tables(result)
+    assert [title for title, _ in told.rows] == [
+        "A wake, segment by segment",
+        "Memory over a sleep and a wake",
+    ]
+    write([result], tmp_path)
+    assert {file.stem for file in tmp_path.glob("*.png")} == {
+        "timeline_timeline",
+        "timeline_memory",
+    }
 
 
 def assert_timeline_is_in_order(result: dict[str, Any]) -> None:
@@ -164,7 +189,7 @@ def test_wake_that_runs_out_of_time_tells_so(ray_store: int, subject: Subject) -
     assert not result["complete"]
     assert result["rows"] == []
     assert result["skipped"] == {"fresh-load": "the time was up"}
-    assert "broken off" in "\n".join(report(result))
+    assert "broken off" in "\n".join(as_text(tables(result)))
 
 
 @STORE
@@ -179,12 +204,12 @@ def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject, tmp_pa
     write_csv(bench.samples, tmp_path / "soak.csv")
     assert len((tmp_path / "soak.csv").read_text().splitlines()) == 1 + 4
     assert result["samples"]["cycle"] == [10, 20, 30, 40]
-    assert "file descriptors" in "\n".join(soak_report(result))
+    assert "file descriptors" in "\n".join(as_text(soak_tables(result)))
 
 
 @STORE
 def test_second_instance_loads_nothing(ray_store: int, subject: Subject) -> None:
-    bench = LoadBench(subject, replicas=2)
+    bench = LoadBench(subject, LoadPlan(replicas=2))
     asyncio.run(bench.run(silent))
     result = bench.result()
     first, second, alone = (result["instances"][n] for n in ("first", "second", "without holder"))
@@ -245,7 +270,7 @@ def test_pages_tell_waste_of_the_cache_and_rates(ray_store: int, subject: Subjec
             assert waste["waste_at_the_end"] == pytest.approx(1 - stored / room)
             assert waste["waste_over_its_life"] == pytest.approx(1 - sum(lengths) / rooms)
         assert list(found["tokens_per_s"]) == ["2", "2, 32 alike"]
-    text = "\n".join(pages_report(result))
+    text = "\n".join(as_text(pages_tables(result)))
     assert re.search("greedy answers that differ +none", text)
     (row,) = (line for line in text.splitlines() if line.startswith("64 "))
     assert row.split()[1:3] == ["16", f"{1 - 70 / 128:.1%}"]
@@ -258,7 +283,7 @@ def test_throughput_has_a_row_for_each_concurrency(subject: Subject) -> None:
     result = bench.result()
     assert list(result["concurrency"]) == ["1", "4"]
     assert all(found["tokens_per_s"]["min"] > 0 for found in result["concurrency"].values())
-    rows = [line.split() for line in throughput_report(result)]
+    rows = [line.split() for line in as_text(throughput_tables(result))]
     assert [cells[0] for cells in rows[1:3]] == ["1", "4"]
     assert rows[2][1] == f"{result['concurrency']['4']['tokens_per_s']['median']:.0f}"
 
@@ -270,7 +295,9 @@ def test_throughput_compares_sampling_settings(subject: Subject) -> None:
     result = bench.result()
     assert set(result["sampling"]) == set(SAMPLING)
     assert result["sampling"]["plain"]["of_plain"] == 1
-    rows = {cells[0]: cells for line in throughput_report(result) if (cells := line.split())}
+    rows = {
+        cells[0]: cells for line in as_text(throughput_tables(result)) if (cells := line.split())
+    }
     found = result["sampling"]["top_p"]
     assert rows["top_p"][1:] == [
         f"{found['tokens_per_s']['median']:.0f}",
@@ -339,7 +366,7 @@ def test_broken_off_run_tells_what_it_has(
     command = [sys.executable, "-m", "serve_app.cli.main", "bench", "wake", str(tiny_checkpoint)]
     command += ["--cycles", "100000", "--variants", "pipelined", "--pause-s", "0.01"]
     command += ["--requests", "0"]
-    command += ["--json", str(file), "--report", str(tmp_path / "report")]
+    command += ["--json", str(file)]
     with subprocess.Popen(
         command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -353,6 +380,6 @@ def test_broken_off_run_tells_what_it_has(
     result = json.loads(file.read_text())
     assert not result["complete"]
     assert result["rows"][0]["cycles"] >= 1
-    page = (tmp_path / "report" / "report.html").read_text()
+    page = write([result], tmp_path).read_text()
     assert "broken off" in page
-    assert (tmp_path / "report" / "wake_timeline.png").exists()
+    assert (tmp_path / "wake_ttft.png").exists()

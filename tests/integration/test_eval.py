@@ -23,11 +23,12 @@ from typer.testing import CliRunner, Result
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCorrupted
 from actors.image import packer
 from actors.protocol import ReplicaStatus, SleepCommand
-from serve_app.bench.evaluate import Passage, evaluate
-from serve_app.bench.in_process import InProcessTarget
-from serve_app.bench.over_http import over_http
-from serve_app.bench.perplexity import greedy_choices, log_likelihood
-from serve_app.bench.verdict import Plan, Report, Slept
+from docs.results.report.page import as_markdown, sections_of
+from serve_app.bench.eval.evaluate import Passage, evaluate
+from serve_app.bench.eval.in_process import InProcessTarget
+from serve_app.bench.eval.over_http import over_http
+from serve_app.bench.eval.perplexity import greedy_choices, log_likelihood
+from serve_app.bench.eval.verdict import Plan, Report, Slept
 from serve_app.cli.main import app
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
@@ -71,14 +72,13 @@ def passage(tmp_path: Path) -> Path:
 def test_demo_model_passes(tmp_path: Path) -> None:
     file = tmp_path / "eval.json"
     demo = PROJECT / "configs" / "demo.yaml"
-    written = ("--json", file, "--report", tmp_path / "page")
-    result = evaluated(demo, "--cycles", "2", "--assert-ttft", "5", *written)
+    result = evaluated(demo, "--cycles", "2", "--assert-ttft", "5", "--json", file)
     assert result.exit_code == 0, result.output
     for shown in ("TTFT from sleep", "wake call", "released", "alice.txt", "ok  tokens: 50 tokens"):
         assert shown in result.stdout
     assert "cycle 2 of 2" in result.stderr
 
-    page = (tmp_path / "page" / "report.md").read_text()
+    page = as_markdown(sections_of([json.loads(file.read_text())], lambda name, result: b""))
     assert "## Before and after a sleep: demo" in page
     assert "| TTFT from sleep |" in page
 

@@ -30,7 +30,7 @@ from actors.replica.lifecycle import Lifecycle, SleepConfig
 from actors.worker import growth
 from actors.worker.lull import Lull
 from actors.worker.model_memory import ModelMemory
-from serve_app.bench.card import full_card
+from tests.card import full_card
 from tests.conftest import cuda_available
 from tests.integration.runtime_harness import Harness, harness, load
 

@@ -5,10 +5,11 @@ import random
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from serve_app.bench import simulate_report, simulate_systems
-from serve_app.bench.simulate import (
+from tests.simulation import systems, tables
+from tests.simulation.__main__ import main
+from tests.simulation.serve import ServesPolicy
+from tests.simulation.simulate import (
     Replica,
     ReplicaModel,
     Simulation,
@@ -17,8 +18,7 @@ from serve_app.bench.simulate import (
     power_of_two,
     serves_stop_order,
 )
-from serve_app.bench.simulate_serve import ServesPolicy
-from serve_app.bench.simulate_systems import (
+from tests.simulation.systems import (
     DEFAULT,
     DEFAULT_POOL,
     DEFAULT_SLEEPING,
@@ -27,8 +27,7 @@ from serve_app.bench.simulate_systems import (
     SETTINGS,
     Row,
 )
-from serve_app.bench.traces import Request, Trace
-from serve_app.cli.main import app
+from tests.simulation.traces import Request, Trace
 
 _GIB = 2**30
 _NEVER_IDLE = (
@@ -40,7 +39,7 @@ _NEVER_IDLE = (
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    return simulate_systems.compare()
+    return systems.compare()
 
 
 @pytest.fixture
@@ -90,26 +89,28 @@ def test_a_pool_kept_awake_by_serves_router_holds_more(
 def test_docs_have_these_figures(rows: list[Row], project: Path, tmp_path: Path) -> None:
     written = tmp_path / "autoscaling.md"
     written.write_bytes((project / "docs" / "autoscaling.md").read_bytes())
-    changed = simulate_report.write_into(written, rows, seed=0)
-    assert not changed, "run `sleepserve bench autoscaling --docs docs/autoscaling.md`"
+    changed = tables.write_into(written, rows, seed=0)
+    assert not changed, "run `python -m tests.simulation --docs docs/autoscaling.md`"
 
 
 def test_file_without_marks_is_refused(rows: list[Row], tmp_path: Path) -> None:
     file = tmp_path / "other.md"
     file.write_text("# Other\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no line <!-- simulation"):
-        simulate_report.write_into(file, rows, seed=0)
+        tables.write_into(file, rows, seed=0)
     assert file.read_text(encoding="utf-8") == "# Other\n"
 
 
 def test_command_prints_the_table_and_writes_json(
-    rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: list[Row],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(simulate_systems, "compare", lambda seed: rows)
+    monkeypatch.setattr(systems, "compare", lambda seed: rows)
     file = tmp_path / "result.json"
-    result = CliRunner().invoke(app, ["bench", "autoscaling", "--json", str(file)])
-    assert result.exit_code == 0
-    assert f"{rows[0].held_gib_s:,.0f}" in result.stdout
+    assert main(["--json", str(file)]) == 0
+    assert f"{rows[0].held_gib_s:,.0f}" in capsys.readouterr().out
     assert json.loads(file.read_text())["rows"][0]["late"] == rows[0].late
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from serve_app.bench.figures import spread
-from serve_app.bench.http_summary import PERCENTILES
+from serve_app.bench.http.summary import PERCENTILES
 
 RATE = 55.5  # GB/s
 LAYERS = 28

@@ -10,10 +10,10 @@ import jsonschema
 import pytest
 
 from actors.errors import DeviceMemoryShort, ServingError, WeightsCorrupted
-from serve_app.bench.evaluate import Passage, Progress, evaluate, start
-from serve_app.bench.perplexity import WINDOW_TOKENS, cut_into_windows, perplexity_of
-from serve_app.bench.report import sections_of
-from serve_app.bench.verdict import (
+from docs.results.report.page import sections_of
+from serve_app.bench.eval.evaluate import Passage, Progress, evaluate, start
+from serve_app.bench.eval.perplexity import WINDOW_TOKENS, cut_into_windows, perplexity_of
+from serve_app.bench.eval.verdict import (
     About,
     Answer,
     Check,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from serve_app.bench.http import Client, RequestRecord, Target
-from serve_app.bench.http_run import HttpBench, Round
-from serve_app.bench.http_summary import summarize
-from serve_app.bench.http_workers import BenchError, processes, watched_loop, workers_for
-from serve_app.bench.workload import Gap, Lengths, Load, Segment, Workload, deal
+from serve_app.bench.http.client import Client, RequestRecord, Target
+from serve_app.bench.http.run import HttpBench, Round
+from serve_app.bench.http.summary import summarize
+from serve_app.bench.http.workers import BenchError, processes, watched_loop, workers_for
+from serve_app.bench.http.workload import Gap, Lengths, Load, Segment, Workload, deal
 from tests.unit.bench.fake_openai import FakeOpenAI, Fault
 
 LIMIT_S = 20.0

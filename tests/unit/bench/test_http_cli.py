@@ -14,6 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from docs.results.report.__main__ import main as report
 from serve_app.cli.main import app
 from serve_app.config.keys import read_keys
 from tests.fakes import FakeModel
@@ -83,13 +84,14 @@ def test_repeated_option_is_the_same_as_several_values(server: FakeOpenAI) -> No
 def test_report_is_of_the_same_figures_as_json(server: FakeOpenAI, tmp_path: Path) -> None:
     file, page = tmp_path / "result.json", tmp_path / "report" / "report.md"
     rounds = ["--concurrency", "1", "2", "--requests", "4"]
-    result = bench(server, *rounds, "--json", str(file), "--report", str(page.parent))
+    result = bench(server, *rounds, "--json", str(file))
     assert result.exit_code == 0, result.output
+    assert report([str(file), "--out", str(page.parent)]) == 0
     for current in json.loads(file.read_text())["rounds"]:
         label, speed = f"{current['load']['concurrency']} at a time", current["output_tokens_per_s"]
         assert f"| {label} | 4 | 0 | {speed:.1f} |" in page.read_text()
     names = {file.name for file in page.parent.glob("*.png")}
-    assert names == {"http_http-throughput.png", "http_http-ttft.png"}
+    assert names == {"result_http-throughput.png", "result_http-ttft.png"}
 
 
 def test_json_has_the_figures_and_no_secret(server: FakeOpenAI, tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from serve_app.bench.http import RequestRecord, with_cold
-from serve_app.bench.http_summary import Spread, percentile, summarize
-from serve_app.bench.workload import Load
+from serve_app.bench.http.client import RequestRecord, with_cold
+from serve_app.bench.http.summary import Spread, percentile, summarize
+from serve_app.bench.http.workload import Load
 
 
 def answered(

@@ -1,7 +1,8 @@
 import pytest
 
+from serve_app.bench.figures import as_text
 from serve_app.bench.instance import Stages, Timed, read_from_disk
-from serve_app.bench.load import STAGES, TO_DEVICE, Instance, Loads, ratios, report
+from serve_app.bench.load import STAGES, TO_DEVICE, Instance, Loads, ratios, tables
 
 
 def instance(loading_s: float, origin: str = "image", storage: int = 0, loads: int = 0) -> Instance:
@@ -44,20 +45,20 @@ def test_no_ratio_without_the_second() -> None:
 
 def test_table_says_where_the_bytes_came_from() -> None:
     cold = {"first": instance(15.0, loads=1, storage=100), "second": instance(1.5)}
-    text = "\n".join(report(result(cold)))
+    text = "\n".join(as_text(tables(result(cold))))
     assert "disk, image" in text
     (read,) = (line for line in text.splitlines() if "the checkpoint was read" in line)
     assert read.split()[-3:] == ["once", "0", "times"]  # of the one that came from the image
     assert "not cold" not in text
     warm = {"first": instance(15.0, loads=1), "second": instance(1.5)}
-    text = "\n".join(report(result(warm)))
+    text = "\n".join(as_text(tables(result(warm))))
     assert "page cache, image" in text
     assert "first: not cold" in text
 
 
 def test_table_tells_what_stands_before_the_bytes_on_the_device() -> None:
     cold = {"first": instance(15.0, loads=1, storage=100), "second": instance(1.5)}
-    lines = [line.rsplit(maxsplit=2) for line in report(result(cold))]
+    lines = [line.rsplit(maxsplit=2) for line in as_text(tables(result(cold)))]
     found = {name.strip(): values for name, *values in (line for line in lines if len(line) == 3)}
     assert found["read and pack"] == ["14.00", "0.50"]
     assert found["pin"] == ["1.00", "1.00"]

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.bench.pages import Slots, report, tables, watched
-from serve_app.bench.report import kind_of, sections_of
+from docs.results.report.page import kind_of, sections_of
+from serve_app.bench.figures import as_text
+from serve_app.bench.pages import Slots, tables, watched
 from tests.unit.bench.fake_results import MACHINE
 
 
@@ -86,4 +87,4 @@ def test_table_sets_rates_beside_the_best() -> None:
 
 
 def test_nothing_measured_is_told() -> None:
-    assert report(result({})) == ["broken off  nothing was measured"]
+    assert as_text(tables(result({}))) == ["broken off  nothing was measured"]

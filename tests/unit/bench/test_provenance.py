@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 import serve_app
+from docs.results.report.page import as_markdown, sections_of
+from serve_app.bench.eval.verdict import About, Plan, Report
 from serve_app.bench.figures import environment
 from serve_app.bench.provenance import COMMIT_VARIABLE, provenance, source_of
-from serve_app.bench.report import as_markdown, sections_of
-from serve_app.bench.simulate_systems import as_json
-from serve_app.bench.verdict import About, Plan, Report
 from serve_app.cli.main import app
+from tests.simulation.systems import as_json
 from tests.unit.bench import fake_results
 from tests.unit.bench.fake_openai import FakeOpenAI
 
@@ -171,7 +171,7 @@ def test_load_test_tells_both_ends_in_both_files(version: str | None, tmp_path: 
 def test_page_and_each_plot_name_the_commit(kind: str) -> None:
     result: dict[str, Any] = getattr(fake_results, kind)()
     assert source_of(result) == "sleepserve 0.1.0, commit 0123456789ab"
-    from serve_app.bench.plots import draw
+    from docs.results.report.plots import draw
 
     sections = sections_of([result], draw)
     assert "commit 0123456789ab" in as_markdown(sections)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from serve_app.bench import report as module
-from serve_app.bench.findings import FINDINGS, kept_points
-from serve_app.bench.report import Section, as_html, as_markdown, kind_of, sections_of, write
-from serve_app.cli.main import app
+from docs.results.report import page as module
+from docs.results.report.__main__ import main
+from docs.results.report.findings import FINDINGS, kept_points
+from docs.results.report.page import Section, as_html, as_markdown, kind_of, sections_of, write
 from tests.unit.bench import fake_results
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -199,14 +198,14 @@ def test_one_round_is_no_curve() -> None:
     assert [plot.name for plot in section.plots] == ["http_http-ttft"]
 
 
-def test_other_json_is_refused(tmp_path: Path) -> None:
+def test_other_json_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind in EVERYTHING:
         assert kind_of(fake(kind)) == kind
     file = tmp_path / "other.json"
     file.write_text('{"rounds": 3}')
-    found = CliRunner().invoke(app, ["bench", "report", str(file), "--report", str(tmp_path / "r")])
-    assert found.exit_code == 2
-    assert "other.json: this is not what `sleepserve bench` or `eval` writes" in found.output
+    assert main([str(file), "--out", str(tmp_path / "r")]) == 2
+    told = capsys.readouterr().err
+    assert "other.json: this is not what `sleepserve bench`, `eval`" in told
 
 
 def test_command_makes_one_page_of_files(tmp_path: Path) -> None:
@@ -214,8 +213,7 @@ def test_command_makes_one_page_of_files(tmp_path: Path) -> None:
     for kind in ("load", "http"):
         files.append(str(tmp_path / f"{kind}.json"))
         Path(files[-1]).write_text(json.dumps(fake(kind)))
-    found = CliRunner().invoke(app, ["bench", "report", *files, "--report", str(tmp_path / "r")])
-    assert found.exit_code == 0, found.output
+    assert main([*files, "--out", str(tmp_path / "r")]) == 0
     text = (tmp_path / "r" / "report.md").read_text()
     heads = re.findall(r"^## (.*)", text, re.MULTILINE)
     assert heads == ["New instances: m7 (load)", "Over HTTP: m7 (http)"]
@@ -229,8 +227,7 @@ def test_files_of_one_kind_are_told_apart_by_their_names(tmp_path: Path) -> None
 
     def heads(*chosen: Path) -> list[str]:
         page = tmp_path / "r"
-        arguments = ["bench", "report", *map(str, chosen), "--report", str(page)]
-        assert CliRunner().invoke(app, arguments).exit_code == 0
+        assert main([*map(str, chosen), "--out", str(page)]) == 0
         return re.findall(r"^## (.*)$", (page / "report.md").read_text(), re.MULTILINE)
 
     assert [head.rpartition(" ")[2] for head in heads(*files[:2])] == ["(small)", "(large)"]
@@ -238,16 +235,12 @@ def test_files_of_one_kind_are_told_apart_by_their_names(tmp_path: Path) -> None
     assert not any(head.endswith(")") for head in heads(*files))
 
 
-@pytest.mark.parametrize("command", ["wake", "throughput", "load", "soak", "http"])
-def test_missing_matplotlib_is_told_before_anything_is_measured(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_matplotlib_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    target = [] if command == "http" else [str(tmp_path / "no checkpoint either")]
-    arguments = ["bench", command, *target, "--report", str(tmp_path / "report")]
-    found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == 2
-    assert "pip install -e '.[report]'" in found.output
+    assert main([str(tmp_path / "no result.json"), "--out", str(tmp_path / "report")]) == 2
+    assert "pip install -e '.[report]'" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
 
 

@@ -1,4 +1,4 @@
-"""What `bench serve` makes of logs, rounds and settings; the server itself is in tests/e2e."""
+"""What docs/results/serve makes of logs, rounds and settings; the server itself is in tests/e2e."""
 
 import json
 import re
@@ -10,15 +10,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from serve_app.bench.http import RequestRecord
-from serve_app.bench.http_run import Round
-from serve_app.bench.report import as_markdown, sections_of
-from serve_app.bench.serve import Served
-from serve_app.bench.serve_log import first_since, steps_since, transfers
-from serve_app.bench.serve_phases import Plan, throughput_of
-from serve_app.bench.serve_report import report
-from serve_app.bench.workload import Load
-from serve_app.cli.main import app
+from docs.results.report.page import as_markdown, sections_of
+from docs.results.serve.__main__ import app
+from docs.results.serve.bench import Served
+from docs.results.serve.log import first_since, steps_since, transfers
+from docs.results.serve.phases import Plan, throughput_of
+from docs.results.serve.tables import tables
+from serve_app.bench.figures import as_text
+from serve_app.bench.http.client import RequestRecord
+from serve_app.bench.http.run import Round
+from serve_app.bench.http.workload import Load
 from serve_app.config.files import AppArgs
 from tests.conftest import PROJECT
 
@@ -132,8 +133,8 @@ def test_wrong_key_and_wrong_file_are_told_before_anything_starts(tmp_path: Path
 def test_wrong_usage_exits_2(
     arguments: list[str], told: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.bench.serve.ServeProcess", None)  # none is started
-    result = CliRunner().invoke(app, ["bench", "serve", str(tiny_checkpoint), *arguments])
+    monkeypatch.setattr("docs.results.serve.bench.ServeProcess", None)  # none is started
+    result = CliRunner().invoke(app, [str(tiny_checkpoint), *arguments])
     assert result.exit_code == 2, result.output
     assert told in result.stderr
 
@@ -178,7 +179,7 @@ RESULT: dict[str, Any] = {
 
 
 def test_report_tells_figures_failures_and_what_is_missing() -> None:
-    text = "\n".join(report(RESULT))
+    text = "\n".join(as_text(tables(RESULT)))
     for told in (
         "Ray runs                 3.25",
         "first token             40.50",

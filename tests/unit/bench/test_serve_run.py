@@ -1,4 +1,4 @@
-"""`bench serve` over our own front: phases that work, fail, take too long, or are interrupted."""
+"""docs/results/serve over our own front: phases that work, fail, take too long, or are interrupted."""
 
 import asyncio
 import json
@@ -10,10 +10,12 @@ import pytest
 
 from actors.errors import ReplicaFailed
 from actors.protocol import ReplicaStatus, SleepCommand
-from serve_app.bench import serve, serve_phases, serve_process
-from serve_app.bench.serve import ServeBench, Served
-from serve_app.bench.serve_phases import Plan
-from serve_app.bench.serve_process import Leftovers
+from docs.results.serve import bench as serve
+from docs.results.serve import phases as serve_phases
+from docs.results.serve.bench import ServeBench, Served
+from docs.results.serve.phases import Plan
+from tests import serve_process
+from tests.serve_process import Leftovers
 from tests.unit.bench.our_front import OurFront, PacedModel
 
 PHASES = ("latency", "throughput")

@@ -9,7 +9,7 @@ from actors.image.layout import Layout, Segment, TensorSlot
 from actors.memory.cpu import CpuMark
 from actors.memory.driver import Mark
 from actors.memory.transfer import SegmentTime, TransferStats
-from serve_app.bench.timeline import (
+from docs.results.timeline.watch import (
     ForwardWatch,
     MemorySampler,
     segments_of,

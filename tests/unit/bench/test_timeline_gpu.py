@@ -6,7 +6,7 @@ from torch import nn
 @pytest.mark.gpu
 def test_card_times_forwards_by_its_own_clock() -> None:
     pytest.importorskip("ray", reason="the benches need it")
-    from serve_app.bench.timeline import ForwardWatch, marker
+    from docs.results.timeline.watch import ForwardWatch, marker
 
     card = torch.device("cuda", 0)
     first, second = (nn.Linear(4096, 4096, device=card) for _ in range(2))

@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 
 from actors.image.layout import Layout, Segment
-from serve_app.bench.figures import quantile, spread, table
+from serve_app.bench.cycle import Way
+from serve_app.bench.figures import as_text, quantile, spread, table
 from serve_app.bench.wake import VARIANTS, Plan
-from serve_app.bench.wake_report import GOALS, judge, report
-from serve_app.bench.ways import OURS, Row, Way, ways_of
+from serve_app.bench.wake_report import GOALS, judge, tables
+from serve_app.bench.ways import OURS, Row, ways_of
 
 
 def layout(layers: int) -> Layout:
@@ -112,12 +113,13 @@ def test_what_was_not_measured_has_failed() -> None:
 
 def test_result_broken_off_before_anything_can_be_told() -> None:
     empty = {"rows": [], "skipped": {}, "asleep_parts": {}, "wrong": 0, "compared": 0}
-    assert "broken off" in "\n".join(report(empty | {"complete": False}))
+    assert "broken off" in "\n".join(as_text(tables(empty | {"complete": False})))
 
 
 def test_first_sleep_and_first_wake_are_told() -> None:
     some = {"rows": [], "skipped": {}, "asleep_parts": {}, "wrong": 0, "compared": 0}
-    told = "\n".join(report(some | {"complete": True, "first_sleep_s": 0.012, "first_wake_s": 0.5}))
+    some |= {"complete": True, "first_sleep_s": 0.012, "first_wake_s": 0.5}
+    told = "\n".join(as_text(tables(some)))
     assert "the first sleep                       12.0 ms" in told
     assert "the first wake, until the engine ran  500.0 ms" in told
 

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from serve_app.bench.workload import (
+from serve_app.bench.http.workload import (
     Gap,
     Lengths,
     Load,

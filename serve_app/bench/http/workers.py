@@ -12,8 +12,8 @@ from math import ceil
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from serve_app.bench.http import Client, RequestRecord, Target, until
-from serve_app.bench.workload import Load, Share, Workload
+from serve_app.bench.http.client import Client, RequestRecord, Target, until
+from serve_app.bench.http.workload import Load, Share, Workload
 
 OnRecord = Callable[[RequestRecord], None]
 

@@ -12,8 +12,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailable
 from actors.protocol import ReplicaState, ReplicaStatus
-from serve_app.bench.evaluate import Passage, Progress
-from serve_app.bench.verdict import About, Answer, FirstToken, Left, Perplexity, Slept, Tokens, Woke
+from serve_app.bench.eval.evaluate import Passage, Progress
+from serve_app.bench.eval.verdict import (
+    About,
+    Answer,
+    FirstToken,
+    Left,
+    Perplexity,
+    Slept,
+    Tokens,
+    Woke,
+)
 from serve_app.config.keys import REMEDIES, bearer
 
 _TIMEOUT_S = 1800.0  # a level 2 wake loads from disk

@@ -29,8 +29,8 @@ from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve._private.metrics_utils import QUEUED_REQUESTS_KEY, InMemoryMetricsStore
 from ray.serve.config import AutoscalingConfig
 
-from serve_app.bench.simulate import Replica
 from serve_app.config.autoscaling import AutoscalingConfig as SleepAwareConfig
+from tests.simulation.simulate import Replica
 
 _EPOCH_S = 1e9  # Serve's times are those of a wall clock
 

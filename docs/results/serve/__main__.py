@@ -1,4 +1,6 @@
-"""`sleepserve bench serve`: one model behind a `serve run` of its own, over HTTP.
+"""One model behind a `serve run` of its own, over HTTP.
+
+python -m docs.results.serve CHECKPOINT|CONFIG      # --help: phases, cycles, load, files
 
 Figures on stdout, progress on stderr, everything as JSON in a file on request, saved after each phase. Exit
 codes: 0 measured; 1 a phase failed, or an answer was wrong; 2 usage; 130 interrupted.
@@ -12,16 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from serve_app.cli.bench_http import ManyValues
 from serve_app.cli.bench_local import Engine, JsonFile, LimitS, StoreGib, Target, engine_keys
-from serve_app.cli.bench_report import ReportDir, check_report
 from serve_app.cli.bench_run import EXIT_FAILED, check_writable, run, tell, usage_errors
 
 if TYPE_CHECKING:
-    from serve_app.bench.serve import Served
+    from docs.results.serve.bench import Served
 
-_PROJECT = Path(__file__).parents[1]
+_PROJECT = Path(__file__).parents[3]
 
 
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command(cls=ManyValues)
 def serve(
     target: Target,
     settings: Annotated[
@@ -72,7 +78,6 @@ def serve(
     log_file: Annotated[
         Path | None, typer.Option("--log", metavar="FILE", help="Keep the log of serve run there.")
     ] = None,
-    report_dir: ReportDir = None,
 ) -> None:
     """Start `serve run`, and measure it: its start, latency, throughput, a redeploy, a full card.
 
@@ -84,9 +89,8 @@ def serve(
     with usage_errors():
         check_writable(json_file)
         check_writable(log_file)
-        check_report(report_dir)
-        from serve_app.bench.serve import ServeBench
-        from serve_app.bench.serve_phases import PHASES, Plan
+        from docs.results.serve.bench import ServeBench
+        from docs.results.serve.phases import PHASES, Plan
 
         if unknown := set(only or ()) - PHASES.keys():
             raise ValueError(f"--only takes {', '.join(PHASES)}; found {', '.join(unknown)}")
@@ -103,11 +107,11 @@ def serve(
         )
         served = _served(target, settings, serve_config, engine, store_gib)
         bench = ServeBench(served, plan, log_file)
-    from serve_app.bench.serve_report import report
+    from docs.results.serve.tables import tables
 
     code = run(bench, bench.serving(), json_file)
     result = bench.result()
-    tell(result, report(result), json_file, report_dir)
+    tell(result, tables(result), json_file)
     failed = bench.failed or result.get("latency", {}).get("wrong", 0) > 0
     raise typer.Exit(code or (EXIT_FAILED if failed else 0))
 
@@ -128,7 +132,7 @@ def _served(
 ) -> "Served":
     from actors.checkpoints.download import ensure_checkpoint
     from actors.checkpoints.source import ModelSource
-    from serve_app.bench.serve import Served
+    from docs.results.serve.bench import Served
     from serve_app.config.files import load_model_config
 
     if target.is_dir():
@@ -150,3 +154,7 @@ def _served(
         serve_config=serve_config,
         store_bytes=None if store_gib is None else int(store_gib * 2**30),
     )
+
+
+if __name__ == "__main__":
+    app()

@@ -16,8 +16,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Self
 
-from serve_app.bench.http import RequestRecord
-from serve_app.bench.workload import Load
+from serve_app.bench.http.client import RequestRecord
+from serve_app.bench.http.workload import Load
 
 PERCENTILES = (10, 25, 50, 66, 75, 80, 90, 95, 98, 99)
 MAX_LAG_S = 0.02  # of the client's own event loop; beyond it, the client is what was measured

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import aiohttp
 
-from serve_app.bench.workload import Workload, without_nulls
+from serve_app.bench.http.workload import Workload, without_nulls
 from serve_app.config.keys import bearer
 
 ErrorKind = Literal[

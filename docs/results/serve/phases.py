@@ -1,4 +1,4 @@
-"""The phases of `sleepserve bench serve`: what is asked of a server that runs, and what it tells."""
+"""The phases of a run: what is asked of a server that runs, and what it tells."""
 
 import asyncio
 import json
@@ -14,16 +14,16 @@ import aiohttp
 
 from actors.errors import ServingError
 from actors.protocol import ReplicaStatus
-from serve_app.bench.card import CardFiller
+from docs.results.serve.log import first_since, steps_since, transfers
+from serve_app.bench.eval.over_http import Server
 from serve_app.bench.figures import spread
-from serve_app.bench.http import Target
-from serve_app.bench.http_run import HttpBench, Round
-from serve_app.bench.http_summary import summarize
-from serve_app.bench.http_workers import ProcessWorker
-from serve_app.bench.over_http import Server
-from serve_app.bench.serve_log import first_since, steps_since, transfers
-from serve_app.bench.serve_process import ServeFailed, ServeProcess
-from serve_app.bench.workload import Lengths, Load, Workload
+from serve_app.bench.http.client import Target
+from serve_app.bench.http.run import HttpBench, Round
+from serve_app.bench.http.summary import summarize
+from serve_app.bench.http.workers import ProcessWorker
+from serve_app.bench.http.workload import Lengths, Load, Workload
+from tests.card import CardFiller
+from tests.serve_process import ServeFailed, ServeProcess
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Progress

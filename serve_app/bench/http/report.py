@@ -16,10 +16,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.bench.http import RequestRecord
-from serve_app.bench.http_run import Round
-from serve_app.bench.http_summary import MAX_LAG_S, PERCENTILES, Spread, Summary, Times
-from serve_app.bench.workload import Workload
+from serve_app.bench.http.client import RequestRecord
+from serve_app.bench.http.run import Round
+from serve_app.bench.http.summary import MAX_LAG_S, PERCENTILES, Spread, Summary, Times
+from serve_app.bench.http.workload import Workload
 
 _NOTABLE = 0.1  # a share by which what came differs from what was asked for
 

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from serve_app.bench.eval.verdict import Difference, Left, Report
 from serve_app.bench.figures import Table, facts, gib
-from serve_app.bench.verdict import Difference, Left, Report
 
 _TEXT_CHARS = 300  # of an answer, shown
 

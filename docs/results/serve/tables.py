@@ -1,17 +1,12 @@
-"""A result of `sleepserve bench serve` for people."""
+"""A result for people."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from serve_app.bench.figures import Table, as_text, facts, ms
-from serve_app.bench.serve_phases import PHASES
+from docs.results.serve.phases import PHASES
+from serve_app.bench.figures import Table, facts, ms
 
 Result = dict[str, Any]
-
-
-def report(result: Result) -> list[str]:
-    """A result as text."""
-    return as_text(tables(result))
 
 
 def tables(result: Result) -> list[Table]:

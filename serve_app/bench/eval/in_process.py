@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Literal
 
 from actors.errors import ReplicaFailed, WeightsCorrupted
 from actors.protocol import GenerateRequest, SamplingParams
-from serve_app.bench.evaluate import Passage, Progress
-from serve_app.bench.perplexity import (
+from serve_app.bench.eval.evaluate import Passage, Progress
+from serve_app.bench.eval.perplexity import (
     cut_into_windows,
     greedy_choices,
     log_likelihood,
     perplexity_of,
 )
-from serve_app.bench.verdict import About, Answer, FirstToken, Left, Perplexity, Slept, Tokens, Woke
+from serve_app.bench.eval.verdict import (
+    About,
+    Answer,
+    FirstToken,
+    Left,
+    Perplexity,
+    Slept,
+    Tokens,
+    Woke,
+)
 from serve_app.config.files import ModelConfig
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import psutil
 
 from serve_app.config.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE
 
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[1]
 SHARED_MEMORY = Path("/dev/shm")
 
 STOP_DEADLINE_S = 30.0

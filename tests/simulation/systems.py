@@ -7,7 +7,11 @@ from typing import Any
 
 from actors.protocol import ReplicaState
 from serve_app.bench.figures import environment, quantile
-from serve_app.bench.simulate import (
+from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.scaling.decide import PolicyState, Why, decide
+from serve_app.scaling.fleet import Fleet, ReplicaReport
+from tests.simulation.serve import ReportTimes, ServesPolicy, serves_config
+from tests.simulation.simulate import (
     Outcome,
     Policy,
     Replica,
@@ -18,8 +22,7 @@ from serve_app.bench.simulate import (
     power_of_two,
     serves_stop_order,
 )
-from serve_app.bench.simulate_serve import ReportTimes, ServesPolicy, serves_config
-from serve_app.bench.traces import (
+from tests.simulation.traces import (
     Trace,
     bursty,
     bursty_busy,
@@ -29,9 +32,6 @@ from serve_app.bench.traces import (
     poisson_busy,
     poisson_sparse,
 )
-from serve_app.config.autoscaling import AutoscalingConfig
-from serve_app.scaling.decide import PolicyState, Why, decide
-from serve_app.scaling.fleet import Fleet, ReplicaReport
 
 LATE_S = 1.0  # a first token after more than this is late
 VERY_LATE_S = 10.0

@@ -1,4 +1,4 @@
-"""One model behind `serve run`, measured in phases; see serve_phases.py.
+"""One model behind `serve run`, measured in phases; see phases.py.
 
 The server is a process of its own, with the two applications of serve_config.yaml. Each phase has a time
 limit, and one that fails does not keep the others back.
@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, Self
 import aiohttp
 import yaml
 
+from docs.results.serve.phases import MODEL, PHASES, Found, Phase, Phases, Plan
 from serve_app.bench.figures import environment
-from serve_app.bench.http import Target
-from serve_app.bench.http_workers import (
+from serve_app.bench.http.client import Target
+from serve_app.bench.http.workers import (
     ProcessWorker,
     allow_many_connections,
     processes,
     workers_for,
 )
-from serve_app.bench.serve_phases import MODEL, PHASES, Found, Phase, Phases, Plan
-from serve_app.bench.serve_process import ServeProcess, free_port
 from serve_app.config.files import ModelConfig
+from tests.serve_process import ServeProcess, free_port
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Progress
 
 _CLIENT_START_S = 30.0
-_KEEPALIVE_S = 4.0  # see http.py
+_KEEPALIVE_S = 4.0  # see serve_app/bench/http/client.py
 _ANSWER_S = 120.0
 
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from itertools import count, pairwise
 from typing import Protocol
 
-from serve_app.bench.traces import Request, Trace
+from tests.simulation.traces import Request, Trace
 
 _GIB = 2**30
 _TICK_S = 5.0  # between two decisions

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from serve_app.bench.http import Client, RequestRecord, Target, with_cold
-from serve_app.bench.http_workers import BenchError, LocalWorker, ProcessWorker, Worker, workers_for
-from serve_app.bench.workload import Load, Scale, Segment, Workload, deal
+from serve_app.bench.http.client import Client, RequestRecord, Target, with_cold
+from serve_app.bench.http.workers import BenchError, LocalWorker, ProcessWorker, Worker, workers_for
+from serve_app.bench.http.workload import Load, Scale, Segment, Workload, deal
 from serve_app.config.keys import ADMIN_KEY_VARIABLE
 
 _START_DELAY_S = 0.02  # until every process has its share

@@ -17,8 +17,8 @@ from actors.memory.cpu import CpuMark
 from actors.memory.cuda_link import CudaMark
 from actors.memory.driver import HostLink, Mark, MemoryDriver
 from actors.memory.transfer import TransferStats
+from serve_app.bench.cycle import carried_by
 from serve_app.bench.local import LocalModel, Prompt
-from serve_app.bench.ways import carried_by
 
 _SAMPLE_EVERY_S = 0.003
 _AWAKE_S = 0.2  # shown on either side of the sleep

@@ -207,12 +207,16 @@ def _ms(seconds: float) -> str:
     return f"{value:.3g} ms" if abs(value) < 100 else f"{value:.0f} ms"
 
 
+_WATCHED = {
+    "timeline": ("A wake, segment by segment", _timeline),
+    "memory": ("Memory over a sleep and a wake", _memory),
+}
 # By kind of result: name of the plot, as `plots.draw` has it -> title, what is seen.
 FINDINGS: Mapping[str, Mapping[str, tuple[str, Callable[[Result], str | None]]]] = {
+    "timeline": _WATCHED,
     "wake": {
-        "timeline": ("A wake, segment by segment", _timeline),
+        **_WATCHED,  # of older results
         "ttft": ("First token from sleep, and the link's time", _ttft),
-        "memory": ("Memory over a sleep and a wake", _memory),
         "kept": ("First token from sleep, with layers kept", _kept),
     },
     "throughput": {"throughput": ("Requests at once", _throughput)},

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from actors.errors import ServingError, WeightsCorrupted
-from serve_app.bench.figures import environment
-from serve_app.bench.verdict import (
+from serve_app.bench.eval.verdict import (
     About,
     Answer,
     Baseline,
@@ -27,6 +26,7 @@ from serve_app.bench.verdict import (
     Woke,
     find_difference,
 )
+from serve_app.bench.figures import environment
 
 _FETCHED_CHARS = 20_000  # of a text that nobody chose; the demo model takes seconds for them
 
@@ -44,8 +44,8 @@ class Passage:
 
     @classmethod
     def shipped(cls) -> "Passage":
-        """The one that comes with the project; serve_app/bench/text/README.md says where it is from."""
-        file = resources.files("serve_app.bench") / "text" / "alice.txt"
+        """The one that comes with the project; serve_app/bench/eval/text/README.md says where it is from."""
+        file = resources.files("serve_app.bench.eval") / "text" / "alice.txt"
         return cls("alice.txt", file.read_text(encoding="utf-8"))
 
     @classmethod

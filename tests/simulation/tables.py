@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from serve_app.bench.figures import table
-from serve_app.bench.simulate import ReplicaModel
-from serve_app.bench.simulate_systems import (
+from tests.simulation.simulate import ReplicaModel
+from tests.simulation.systems import (
     DEFAULT,
     LATE_S,
     OURS,

@@ -11,8 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from serve_app.bench.figures import shown, unit_of
-from serve_app.bench.findings import (
+from docs.results.report.findings import (
     grown,
     kept_points,
     link_seconds,
@@ -21,7 +20,7 @@ from serve_app.bench.findings import (
     row_name,
     with_ttft,
 )
-from serve_app.bench.plot_parts import (
+from docs.results.report.plot_parts import (
     BLACK,
     BLUE,
     CYCLE,
@@ -40,6 +39,7 @@ from serve_app.bench.plot_parts import (
     png_of,
     spread_out,
 )
+from serve_app.bench.figures import shown, unit_of
 from serve_app.bench.provenance import source_of
 
 _ROWS_NAMED = 12  # of a timeline; of more segments, every so many has its name

@@ -12,15 +12,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench import eval_report, provenance
+from docs.results.report.findings import FINDINGS
+from serve_app.bench import provenance
+from serve_app.bench.eval import tables as eval_tables
+from serve_app.bench.eval.verdict import Report
 from serve_app.bench.figures import Table, facts
-from serve_app.bench.findings import FINDINGS
-from serve_app.bench.verdict import Report
 
 Result = dict[str, Any]
 
 _TITLE = "Measurements"
-# Of a result: what identifies its kind. Each has keys that the others lack.
+# Of a result: what identifies its kind; the first that fits. Older results of wake have a timeline, too.
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "wake": ("rows", "asleep_parts"),
     "throughput": ("concurrency", "answer_tokens"),
@@ -30,9 +31,11 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "http": ("rounds", "workload"),
     "serve": ("start", "left_processes"),
     "eval": ("baseline", "checks"),
+    "timeline": ("timeline", "memory"),
 }
 _NAMES = {
     "wake": "Waking",
+    "timeline": "One wake",
     "throughput": "Throughput",
     "pages": "Page sizes",
     "load": "New instances",
@@ -74,8 +77,7 @@ def check(directory: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise ValueError(
-            "a report needs matplotlib, which is not installed; the extra `report` of sleepserve "
-            "brings it: pip install -e '.[report]'"
+            "a report needs matplotlib, which is not installed: pip install -e '.[report]'"
         )
     directory.mkdir(parents=True, exist_ok=True)
 
@@ -89,7 +91,7 @@ def write(results: Sequence[Result], directory: Path, names: Sequence[str] = ())
     Raises:
         ValueError: one of them is no result of a bench.
     """
-    from serve_app.bench.plots import draw
+    from docs.results.report.plots import draw
 
     sections = sections_of(results, draw, names)
     for section in sections:
@@ -109,7 +111,9 @@ def kind_of(result: Result) -> str:
     for kind, keys in _KINDS.items():
         if all(key in result for key in keys):
             return kind
-    raise ValueError("this is not what `sleepserve bench` or `eval` writes with --json")
+    raise ValueError(
+        "this is not what `sleepserve bench`, `eval` or docs.results.serve writes with --json"
+    )
 
 
 def sections_of(
@@ -207,11 +211,13 @@ def _tables(kind: str, result: Result) -> list[Table]:
     elif kind == "soak":
         from serve_app.bench.soak import tables
     elif kind == "serve":
-        from serve_app.bench.serve_report import tables
+        from docs.results.serve.tables import tables
     elif kind == "eval":
-        return eval_report.tables(Report.model_validate(result))
-    else:
+        return eval_tables.tables(Report.model_validate(result))
+    elif kind == "http":
         return _http_tables(result)
+    else:
+        return []  # of a timeline the plots tell all
     return tables(result)
 
 
