@@ -127,7 +127,9 @@ class ServeProcess:
         assert len(found) < 2, f"{len(found)} processes of {name}"
         return found[0] if found else None
 
-    def driver(self, script: str, *args: str) -> subprocess.Popen[str]:
+    def driver(
+        self, script: str, *args: str, stdin: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[str]:
         """A Python script that finds itself joined to this Ray; `args` begin at sys.argv[1]."""
         (raylet,) = self.named("raylet")
         option = "--gcs-address="
@@ -138,7 +140,7 @@ class ServeProcess:
             [sys.executable, "-c", _JOIN + script, *args],
             cwd=PROJECT,
             env=_environment(self._home) | joins,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             text=True,
         )

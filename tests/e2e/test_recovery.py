@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,16 +50,12 @@ def test_request_whose_wake_fails_is_answered_by_the_replica_that_comes_instead(
 # Run in a process of its own, so that this one stays out of the server's cluster. It joins before the
 # streams start: joining takes seconds on a busy machine, and they would be over.
 BREAK_ENGINE = """
-import sys
-import ray
-
 def break_engine(replica):
     model = replica._replica_impl._user_callable_wrapper._callable
     def fail(*args):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     model._runtime._engine._processor._generation_step = fail
 
-ray.init(address="auto", namespace="serve", log_to_driver=False, configure_logging=False)
 replicas = {
     name: ray.get_actor(name, namespace="serve")
     for name in (each["name"] for each in ray.util.list_named_actors(all_namespaces=True))
@@ -74,12 +69,9 @@ ray.get(replica.__ray_call__.remote(break_engine))
 
 
 @contextmanager
-def engine_breaker() -> Iterator[Callable[[str], None]]:
+def engine_breaker(server: ServeProcess) -> Iterator[Callable[[str], None]]:
     """Yield a function that breaks the engine of the replica it is told."""
-    command = [sys.executable, "-c", BREAK_ENGINE]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with server.driver(BREAK_ENGINE, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "joined\n"
@@ -103,7 +95,7 @@ def test_engine_that_dies_under_streams_fails_these_and_nobody_else(servers: Any
         right = text_of(server)
         body = ASK | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
         with ExitStack() as streams:
-            break_engine_of = streams.enter_context(engine_breaker())
+            break_engine_of = streams.enter_context(engine_breaker(server))
             lines = []
             for _ in range(8):
                 stream = server.http.stream("POST", "/v1/completions", json=body)
