@@ -97,9 +97,8 @@ def unsupported_weights(directory: Path) -> str | None:
     if (method := _quantisation(directory, config)) is not None:
         return f"the weights are quantised ({method}): not supported; choose them in float16 or bfloat16"
     if (index := directory / INDEX_NAME).is_file():
-        with suppress(
-            ValueError, KeyError, AttributeError, TypeError
-        ):  # `missing_from_checkpoint` tells
+        # An index that cannot be read is for `missing_from_checkpoint` to report.
+        with suppress(ValueError, KeyError, AttributeError, TypeError):
             for shard in _shards(index):
                 if Path(shard).name != shard or not shard.endswith(".safetensors"):
                     text = f"{INDEX_NAME} names {shard[:80]!r}"

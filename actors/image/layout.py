@@ -39,9 +39,7 @@ class Segment:
 
     name: str
     size: int  # bytes
-    layer: str | None = (
-        None  # path of the decoder layer whose tensors these are; None: of other modules
-    )
+    layer: str | None = None  # path of the decoder layer; None: these are other modules' tensors
 
 
 @dataclass(frozen=True, slots=True)

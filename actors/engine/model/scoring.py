@@ -85,9 +85,7 @@ class PromptScoring:
                     except ReplicaFailed as exc:
                         self._fail(exc, _WHAT)
                         raise
-                    except (
-                        RuntimeError
-                    ) as exc:  # torch's for any CUDA error, which the next step meets, too
+                    except RuntimeError as exc:  # torch's for any CUDA error
                         self._fail(exc, _WHAT)
                         raise EngineDied(f"{_WHAT} went wrong: {type(exc).__name__}") from exc
                     if not prompt.done and self._is_busy():
