@@ -14,7 +14,7 @@ ServingError
     FrozenTooLong           a sleep froze the request, and no wake came in time
     DeviceMemoryShort       the card has not enough memory free; the replica stays asleep
     ShuttingDown            the replica is going away
-  ReplicaFailed           ours; the replica is replaced: 500
+  ReplicaFailed           ours; the worker or the replica is replaced: 500
     DeviceMemoryError       mapping or copying device memory failed
     LayoutMismatch          image and module disagree
     ImageMissing            the holder has no such image and cannot make it
@@ -22,6 +22,7 @@ ServingError
     StoreFull               the image does not fit into the object store or /dev/shm
     HolderLost              the holder of the image went away
     EngineDied              the generation loop ended with an error
+    WorkerLost              the process that computes ended
 
 Every class takes its arguments by position, so that it survives pickling between Ray processes.
 """
@@ -129,3 +130,7 @@ class HolderLost(ReplicaFailed):
 
 class EngineDied(ReplicaFailed):
     """The generation loop ended with an error."""
+
+
+class WorkerLost(ReplicaFailed):
+    """The process that computes for a replica ended."""

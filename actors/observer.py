@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from actors.protocol import WakeReport
 
 if TYPE_CHECKING:
-    from actors.engine.engine import EngineOutput
+    from actors.engine.outputs import EngineOutput
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class WakeCause(StrEnum):
     REQUEST = "request"
     COMMAND = "command"  # an operator, or the end of a hold
-    START = "start"  # of the replica
+    START = "start"  # of a worker
 
 
 class WakeResult(StrEnum):

@@ -18,7 +18,8 @@ class ReplicaState(StrEnum):
     DRAINING = "draining"  # takes no new request; those in flight finish
     ASLEEP = "asleep"
     WAKING = "waking"
-    FAILED = "failed"  # settled: the health check replaces the replica
+    FAILED = "failed"  # for good: the health check replaces the replica
+    RESTARTING = "restarting"  # its worker failed; another one is being started
 
 
 class SleepMode(StrEnum):
@@ -264,6 +265,8 @@ class ReplicaStatus:
     model_id: str
     replica_id: str
     process_id: int
+    worker_process_id: int  # of what computes for it
+    worker_restarts: int  # workers that took the place of one that failed
     state: ReplicaState
     held: bool  # asleep because an operator said `hold`
     in_flight: int  # requests being generated

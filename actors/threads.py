@@ -72,6 +72,11 @@ class ControlThread(Executor):
             if told.running() or told.set_running_or_notify_cancel():
                 told.set_exception(reason)
 
+    @property
+    def has_hung(self) -> bool:
+        """Whether it was given up."""
+        return self._given_up is not None
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._thread.shutdown(wait, cancel_futures=cancel_futures)
 

@@ -26,6 +26,7 @@ from serve_app.models.tokenizer import LocalTokenizer
 from serve_app.process.heap import set_aside
 from serve_app.process.logs import adopt_serve_handlers
 from serve_app.replica.replica import ModelReplica
+from serve_app.replica.worker_process import bundles
 from serve_app.routing.rank import CONTROL_ROOM
 from serve_app.scaling.serve_scaler import ServeScaler
 from serve_app.signals.hold import ClusterStore
@@ -160,7 +161,10 @@ def _model_deployment(model: ModelConfig) -> Application:
         name=_deployment_name(model.model_id),
         max_ongoing_requests=model.max_ongoing_requests + CONTROL_ROOM,
         max_queued_requests=model.max_queued_requests,
-        ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
+        # The replica itself, and its worker; see there for who takes what.
+        placement_group_bundles=bundles(model.num_cpus, model.num_gpus),
+        placement_group_strategy="STRICT_PACK",
+        ray_actor_options={"num_cpus": 0},
         request_router_config=RequestRouterConfig(**router),
         **number,
         **_LIFE,

@@ -135,6 +135,8 @@ class FakeModel:
                 model_id=self.info.model_id,
                 replica_id=f"replica-{number}",
                 process_id=1000 + number,
+                worker_process_id=2000 + number,
+                worker_restarts=0,
                 state=state,
                 held=False,
                 in_flight=0,

@@ -34,41 +34,19 @@ from actors.engine.model.attention import NAME as OUR_ATTENTION
 from actors.engine.model.attention import choose_attention, decodes_in_pages, wants_mask
 from actors.engine.model.compiled_layers import CompiledLayers
 from actors.engine.model.rotation import settle_rotation
-from actors.engine.sampling.sampler import BatchSampler, RawLogprob, SequenceSampling
+from actors.engine.outputs import EngineOutput, EngineStats
+from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.engine.sizing import CardMemory, Limits, plan_limits
-from actors.errors import ContextLengthExceeded, DeviceMemoryShort, EngineDied, InvalidRequest
+from actors.errors import DeviceMemoryShort, EngineDied
 from actors.image.decoder_layers import decoder_layers
 from actors.memory import workspaces
 from actors.memory.arena import DeviceArena
 from actors.memory.driver import AllocatorPool
 from actors.protocol import FinishReason
-from actors.text.sampling_defaults import ResolvedSampling
-from actors.text.validation import check_token_ids, validate
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """What one step gave one sequence."""
-
-    sequence_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[RawLogprob, ...] | None
-    finish: FinishReason | None = None
-    stop_token_id: int | None = None  # the token that ended it, if a token did
-    error: Exception | None = None
-    started_s: float | None = None  # when it left the queue last, of `time.perf_counter`
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    running: int  # sequences with blocks in the KV cache
-    waiting: int  # sequences that have none yet
-    kv_used_blocks: int  # blocks that belong to sequences
-    kv_total_blocks: int
 
 
 Sink = Callable[[Sequence[EngineOutput]], None]
@@ -78,19 +56,13 @@ class Engine(Protocol):
     """Generates tokens for many sequences at once, on a thread of its own."""
 
     max_model_len: int  # tokens of prompt and output together
+    vocab_size: int
 
     @property
     def paused(self) -> bool: ...
 
-    def check(self, params: ResolvedSampling, prompt_ids: Sequence[int]) -> None:
-        """Refuse what must not enter; before a `SequenceSampling` is made, which holds what float32 can.
-
-        Raises:
-            InvalidRequest: naming the field.
-        """
-
     def submit(self, sequence_id: str, sequence: SequenceSampling) -> None:
-        """Queue a sequence that `check` accepted; its outputs go to the sink.
+        """Queue a sequence that passed `actors.text.validation.check_request`; its outputs go to the sink.
 
         Raises:
             EngineDied: the loop has ended.
@@ -244,7 +216,7 @@ class TransformersEngine:
             ValueError: the limits contradict each other or the model.
         """
         self._model = model
-        self._vocab_size = int(model.config.get_text_config().vocab_size)
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
         choose_attention(model, config.page_size)
         shape = cache_shape(model, config.page_size)
         limits = plan_limits(config, shape, card, weights_bytes)
@@ -281,19 +253,6 @@ class TransformersEngine:
     @property
     def paused(self) -> bool:
         return self._pause is not None
-
-    def check(self, params: ResolvedSampling, prompt_ids: Sequence[int]) -> None:
-        validate(params, self._vocab_size)
-        if not prompt_ids:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        check_token_ids(prompt_ids, "prompt", self._vocab_size)
-        wanted = len(prompt_ids) + (params.max_tokens or 1)
-        if wanted > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}; together "
-                f"the limit is {self.max_model_len} (engine.max_model_len)",
-                "prompt",
-            )
 
     def submit(self, sequence_id: str, sequence: SequenceSampling) -> None:
         self.check_health()
@@ -374,7 +333,7 @@ class TransformersEngine:
         self.extend_kv()
         if self._runner is not None:
             self._runner.capture(self._model)
-            self._sampler.warm_up(self._model.device, self._vocab_size)
+            self._sampler.warm_up(self._model.device, self.vocab_size)
 
     @property
     def compiles(self) -> bool:

@@ -1,8 +1,9 @@
 """Sleep/wake state machine of one replica. No torch, no Ray: effects come in from outside.
 
     AWAKE ──sleep──► DRAINING ──drained, unmapped──► ASLEEP ──request or wake_up──► WAKING ──► AWAKE
-      ▲                 │                                                            │
-      └── drain timeout ┘     `fail`, or an effect that raises, from any state ──► FAILED, for good
+      ▲                 │                              ▲
+      └── drain timeout ┘                              │ another worker is ready; AWAKE follows if it was
+     `restart`, or an effect that raises ──► RESTARTING ──► FAILED, for good, if no worker lives
 
 All methods run on one event loop. Only `_enter` writes the state. A transition is entered before its
 first await, runs as a task of its own (callers wait on a shield, so one that leaves cancels only its
@@ -93,6 +94,13 @@ class Effects(Protocol):
     async def sleep(self, level: int) -> MemoryChange:
         """Give memory back. Requests that are still running are frozen and go on after the wake."""
 
+    async def restart(self) -> None:
+        """Have another worker in the place of the one that failed; it starts asleep.
+
+        Raises:
+            ReplicaFailed: none lives.
+        """
+
     def abort_in_flight(self) -> None:
         """End every request in flight now, with finish reason "abort"."""
 
@@ -137,7 +145,7 @@ class Lifecycle:
         self._drained.set()
         self._drains = False  # waits for requests, or is about to
         self._wakes_asked = 0  # by operators
-        self._transition: asyncio.Task[None] | None = None
+        self._transition: asyncio.Task[bool] | None = None
         self._work: asyncio.Task[None] | None = None  # of the transition
         self._frozen_since_s: float | None = None  # requests in flight while it does not compute
         self._frozen_limit: asyncio.TimerHandle | None = None
@@ -184,19 +192,25 @@ class Lifecycle:
         self.held = self.held or command.hold  # at once: later requests must not queue for a wake
         if self._state is ReplicaState.DRAINING:
             self._cut_drain_short(command.mode)
-        while self._transition is not None:
-            await self._join(self._transition)
-        # Once more: a drain that took too long has ended all holds.
-        self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
-        self._check_not_failed()
-        if self._state is ReplicaState.AWAKE or command.level > self.level:
+        slept = False
+        while not slept:  # again with the next worker, if one failed
+            await self._until_settled()
+            # Once more: a drain that took too long has ended all holds.
+            self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
+            self._check_not_failed()
+            if self._state is not ReplicaState.AWAKE and command.level <= self.level:
+                if command.mode is SleepMode.ABORT and self.idle.in_flight:
+                    self._effects.abort_in_flight()  # what a sleep has frozen
+                return
             # Asleep, or with requests that are kept, there is nothing to wait for.
             self._drains = command.mode is not SleepMode.KEEP and not self.level
-            await asyncio.shield(
+            slept = await asyncio.shield(
                 self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command, cause), reason)
             )
-        elif command.mode is SleepMode.ABORT and self.idle.in_flight:
-            self._effects.abort_in_flight()  # what a sleep has frozen
+            if not slept and self._transition is not None:
+                await self._join(self._transition)
+                self._check_not_failed()
+                slept = command.level == 1  # so it was; who has woken it since is to have it awake
 
     async def wake_up(self, reason: str = "asked to", cause: WakeCause = WakeCause.COMMAND) -> None:
         """End a hold and wake. Idempotent.
@@ -212,16 +226,24 @@ class Lifecycle:
                 break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
         self.idle.touch()
 
-    def fail(self, failure: ReplicaFailed) -> None:
-        """Enter FAILED, for good; the first call counts.
+    def restart(self, failure: ReplicaFailed) -> None:
+        """Enter RESTARTING: what computes has failed, and another worker takes its place.
 
-        Requests in flight end with `failure`. A transition under way ends at once for everybody who waits
-        for it, whether or not its effect ever returns.
+        Requests in flight end with `failure`. A transition under way ends at once, whether or not its effect
+        ever returns, and who waits for it waits for the other worker. A replica that was awake, or on its
+        way there, is woken again.
         """
-        if self._state is ReplicaState.FAILED:
+        if self._state in (ReplicaState.RESTARTING, ReplicaState.FAILED):
             return
+        wakes = self._state in (ReplicaState.AWAKE, ReplicaState.WAKING)
         if self._work is not None:
             self._work.cancel()
+        reason = f"{type(failure).__name__}: {failure}"
+        self._begin(ReplicaState.RESTARTING, self._run_restart(wakes), reason)
+        self._effects.fail_in_flight(failure)
+
+    def _fail(self, failure: ReplicaFailed) -> None:
+        """Enter FAILED, for good."""
         self._enter(ReplicaState.FAILED, f"{type(failure).__name__}: {failure}")
         self._effects.fail_in_flight(failure)
 
@@ -277,25 +299,29 @@ class Lifecycle:
             Whether the replica woke; by now it may be on its way to sleep again.
         """
         self._check_not_failed()
-        if self._state is ReplicaState.DRAINING and self._transition is not None:
-            await self._join(self._transition)  # its outcome is for those who asked for a sleep
+        if self._state is not ReplicaState.WAKING and self._transition is not None:
+            await self._join(self._transition)  # its outcome is for others
             return False
         task = self._transition or self._begin(ReplicaState.WAKING, self._run_wake(cause), reason)
-        await asyncio.shield(task)
-        return True
+        return await asyncio.shield(task)
 
     def _check_not_failed(self) -> None:
         if self._state is ReplicaState.FAILED:
             raise ReplicaFailed(f"{self._name} has failed: {self.reason}")
 
+    async def _until_settled(self) -> None:
+        """Wait until no transition is under way."""
+        while self._transition is not None:
+            await self._join(self._transition)
+
     @staticmethod
-    async def _join(task: asyncio.Task[None]) -> None:
+    async def _join(task: asyncio.Task[bool]) -> None:
         """Wait until a transition has settled, whatever it came to."""
         await asyncio.wait([task])
 
     def _begin(
         self, via: ReplicaState, work: Coroutine[None, None, None], reason: str
-    ) -> asyncio.Task[None]:
+    ) -> asyncio.Task[bool]:
         self._enter(via, reason)  # before the first await: nobody may act on the old state
         self._work = asyncio.create_task(work)
         task = asyncio.create_task(self._run(self._work), name=f"{self._name} {via}")
@@ -304,25 +330,42 @@ class Lifecycle:
         self._transition = task
         return task
 
-    async def _run(self, work: asyncio.Task[None]) -> None:
+    async def _run(self, work: asyncio.Task[None]) -> bool:
+        """Whether the transition came to its end; if not, another worker is being started."""
         try:
             await work
+            return self._work is work
         except asyncio.CancelledError:
-            self._check_not_failed()  # `fail` has cancelled the work, or else somebody cancels this task
-            raise
+            if self._work is work:
+                raise  # not by `restart`
+            return False
         except Unavailable:
             raise  # the work settled the state before it raised
-        except ReplicaFailed as exc:
-            logger.exception("%s: transition failed", self._name)
-            self.fail(exc)
-            raise
         except Exception as exc:
             logger.exception("%s: transition failed", self._name)
-            failure = ReplicaFailed(f"{self._name} failed: {type(exc).__name__}")
-            self.fail(failure)
-            raise failure from exc
+            if self._work is not work:
+                return False  # `restart` knew it already
+            failure = (
+                exc
+                if isinstance(exc, ReplicaFailed)
+                else ReplicaFailed(f"{self._name} failed: {type(exc).__name__}")
+            )
+            if self._state is ReplicaState.RESTARTING:
+                self._fail(failure)
+                raise failure from exc
+            self.restart(failure)
+            return False
         finally:
-            self._transition = self._work = None
+            if self._work is work:
+                self._transition = self._work = None
+
+    async def _run_restart(self, wakes: bool) -> None:
+        await self._effects.restart()
+        self.level = 1  # the next worker has the image
+        self._enter(ReplicaState.ASLEEP, "another worker is ready")
+        if wakes and not self.held:
+            self._enter(ReplicaState.WAKING, "awake before its worker failed")
+            await self._run_wake(WakeCause.START)
 
     async def _run_wake(self, cause: WakeCause) -> None:
         started_s = self._now()

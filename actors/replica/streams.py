@@ -2,14 +2,12 @@
 
 import asyncio
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
-from actors.engine.engine import Engine, EngineOutput
-from actors.engine.sampling.sampler import SequenceSampling
-from actors.errors import EngineDied, InvalidRequest, ServingError, Unavailable
+from actors.engine.outputs import EngineOutput
+from actors.errors import ServingError
 from actors.observer import Ending, EngineMeter
 from actors.protocol import (
     ChatPrompt,
@@ -18,23 +16,35 @@ from actors.protocol import (
     MessageForm,
     TokenEvent,
 )
-from actors.text.codec import TextCodec
 from actors.text.output import OutputAssembler
-from actors.threads import call_unless_closed
+from actors.text.sampling_defaults import ResolvedSampling
+from actors.worker.messages import NewSequence
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from actors.text.codec import TextCodec  # torch comes in with it
 
 _WORTH_A_TIMER_S = 0.005
 _MAX_LOGPROBS = 512  # of one event
 
 
+class Sequences(Protocol):
+    """Where sequences are generated; `deliver` is told of their tokens."""
+
+    def submit(self, sequences: Sequence[NewSequence]) -> None:
+        """Raises ReplicaFailed if nothing is generated there any more."""
+
+    def cancel(self, sequence_id: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that passed every check and can enter the engine."""
+    """A request that passed every check and can be generated, by one worker or by the next."""
 
     request: GenerateRequest
     prompt_ids: tuple[int, ...]
-    sequences: tuple[SequenceSampling, ...]  # one per continuation
+    params: ResolvedSampling
+    seeds: tuple[int, ...]  # one per continuation
+    stop_ids: frozenset[int]
     form: MessageForm | None  # of a chat
     arrived_s: float  # of `time.perf_counter`
 
@@ -112,32 +122,30 @@ class RequestStream:
 
 
 class OpenStreams:
-    """The requests that an engine works on. Lives on the event loop, `deliver` apart.
+    """The requests that a worker works on. Lives on the event loop.
 
-    A step's outputs are only filed here, in a microsecond each: the engine's thread waits for this
-    one's lock between two steps, so what a client does not need at once is made when it is taken.
+    A step's outputs are only filed here, in a microsecond each: what a client does not need at once is made
+    when it is taken.
     """
 
-    def __init__(self, engine: Engine, codec: TextCodec, meter: EngineMeter) -> None:
+    def __init__(self, engine: Sequences, codec: "TextCodec", meter: EngineMeter) -> None:
         self._engine = engine
         self._codec = codec
         self._meter = meter
         self._continuations: dict[str, tuple[RequestStream, int]] = {}  # by sequence id
         self._ids = itertools.count()
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __len__(self) -> int:
         """How many continuations are open."""
         return len(self._continuations)
 
     def open(self, prepared: Prepared) -> RequestStream:
-        """Give a request to the engine; whoever opens a stream closes it.
+        """Give a request to the worker; whoever opens a stream closes it.
 
         Raises:
-            EngineDied: the generation loop has ended.
+            ReplicaFailed: the worker serves no more.
         """
-        self._loop = asyncio.get_running_loop()
-        params = prepared.request.sampling
+        params = prepared.params
         in_chat = isinstance(prepared.request.prompt, ChatPrompt)
         stream = RequestStream(
             assemblers=[
@@ -149,21 +157,20 @@ class OpenStreams:
                     min_tokens=params.min_tokens,
                     form=prepared.form,
                 )
-                for i in range(len(prepared.sequences))
+                for i in range(len(prepared.seeds))
             ],
             stop_token_ids=params.stop_token_ids,
             # Ids of our own: a request id that came twice would end the generation loop.
-            sequence_ids=[f"seq-{next(self._ids)}" for _ in prepared.sequences],
+            sequence_ids=[f"seq-{next(self._ids)}" for _ in prepared.seeds],
         )
+        sequences = [
+            NewSequence(sequence_id, prepared.prompt_ids, params, seed, prepared.stop_ids)
+            for sequence_id, seed in zip(stream.sequence_ids, prepared.seeds, strict=True)
+        ]
+        self._engine.submit(sequences)
         for i, sequence_id in enumerate(stream.sequence_ids):
             self._continuations[sequence_id] = (stream, i)
-        try:
-            for sequence_id, sequence in zip(stream.sequence_ids, prepared.sequences, strict=True):
-                self._meter.submitted(sequence_id, len(prepared.prompt_ids), prepared.arrived_s)
-                self._engine.submit(sequence_id, sequence)
-        except BaseException:
-            self.close(stream)
-            raise
+            self._meter.submitted(sequence_id, len(prepared.prompt_ids), prepared.arrived_s)
         return stream
 
     def close(self, stream: RequestStream) -> None:
@@ -188,17 +195,8 @@ class OpenStreams:
         for stream, _ in list(self._continuations.values()):
             stream.fail(error)
 
-    def on_loop(self, call: Callable[[], None]) -> None:
-        """From any thread: have the loop of the requests make a call, if there ever was a request."""
-        if self._loop is not None:
-            call_unless_closed(self._loop, call)
-
     def deliver(self, outputs: Sequence[EngineOutput]) -> None:
-        """On the engine's thread: hand a step's outputs to the event loop."""
-        assert self._loop is not None, "outputs before the first request"
-        call_unless_closed(self._loop, partial(self._file, list(outputs)))
-
-    def _file(self, outputs: Sequence[EngineOutput]) -> None:
+        """File a step's outputs."""
         self._meter.advanced(outputs)
         for output in outputs:
             found = self._continuations.get(output.sequence_id)
@@ -206,7 +204,7 @@ class OpenStreams:
                 continue  # cancelled a moment ago
             stream, index = found
             if output.error is not None:
-                stream.fail(_told_to_the_client(output.sequence_id, output.error))
+                stream.fail(output.error)
             elif not stream.assemblers[index].is_finished:
                 self._push_output(stream, index, output)
 
@@ -225,10 +223,3 @@ class OpenStreams:
                 self._engine.cancel(output.sequence_id)
             self._meter.ended(output.sequence_id, Ending(assembler.finish))
         stream.advanced(index)
-
-
-def _told_to_the_client(sequence_id: str, error: Exception) -> Exception:
-    if isinstance(error, InvalidRequest | Unavailable):
-        return error
-    logger.error("sequence %s failed", sequence_id, exc_info=error)
-    return EngineDied(f"generation failed: {type(error).__name__}")

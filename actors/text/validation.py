@@ -4,9 +4,9 @@ Inside the engine a bad value would end the loop for everybody, or the process: 
 of range is a device-side assertion. No torch, so that an ingress may check as well.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from actors.errors import InvalidRequest, UnsupportedParameter
+from actors.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from actors.protocol import Grammar, SamplingParams
 
 MAX_LOGPROBS = 20  # OpenAI's limit for chat completions
@@ -14,6 +14,26 @@ MAX_GRAMMAR_CHARS = 2**16
 MAX_LOGIT_BIAS = 1024  # tokens; OpenAI documents 300
 MAX_STOP_TOKEN_IDS = 1024
 MAX_FLOAT32 = 3.4028234e38
+
+
+def check_request(
+    params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, max_model_len: int
+) -> None:
+    """Refuse what must not enter an engine.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    validate(params, vocab_size)
+    if not prompt_ids:
+        raise InvalidRequest("the prompt is empty", "prompt")
+    check_token_ids(prompt_ids, "prompt", vocab_size)
+    if len(prompt_ids) + (params.max_tokens or 1) > max_model_len:
+        raise ContextLengthExceeded(
+            f"prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}; together "
+            f"the limit is {max_model_len} (engine.max_model_len)",
+            "prompt",
+        )
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:

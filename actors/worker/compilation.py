@@ -19,7 +19,7 @@ class BackgroundCompilation:
     """Compiles on a thread of its own; the model serves, sleeps and wakes meanwhile.
 
     Requests would feel it: who traces keeps the interpreter's lock from the engine's thread, and to
-    capture the graphs again takes the device for seconds. So both wait for a time without a request.
+    capture the graphs again takes the device for seconds. So both wait for a time without any.
 
     Attributes:
         traced: done once the attempt that runs now, or comes next, has been made.
@@ -31,6 +31,7 @@ class BackgroundCompilation:
         tried: Callable[[], None],
         use: Callable[[], None],
         watch: AbstractContextManager[None],
+        is_busy: Callable[[], bool],
     ) -> None:
         """Begin, if there is anything to compile.
 
@@ -38,21 +39,18 @@ class BackgroundCompilation:
             tried: told after each attempt, whatever came of it.
             use: told once what was compiled should be put to use. Not if the runtime closes before.
             watch: entered for as long as an attempt takes, on the thread.
+            is_busy: whether the engine has anything to do.
         """
         self._engine = engine
         self._tried = tried
         self._use = use
         self._watch = watch
-        self._lull = Lull()
+        self._lull = Lull(is_busy)
         # Compiling is told by process-wide settings, and by the module's own, what a plain forward changes.
         self._tracing = threading.Lock()
         self.traced = _uncancellable()
         self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._thread.start()
-
-    def serving(self) -> AbstractContextManager[None]:
-        """For as long as a request is in flight."""
-        return self._lull.interrupted()
 
     @contextmanager
     def kept_off(self) -> Iterator[bool]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from typing import TypeVar
 
 import torch
@@ -10,8 +10,7 @@ import torch
 from actors.engine.engine import Engine
 from actors.errors import DeviceMemoryShort, Unavailable
 from actors.image.layout import ImageKey
-from actors.observer import Observer
-from actors.protocol import MemoryChange
+from actors.protocol import MemoryChange, WakeReport
 from actors.threads import submit_unless_closed
 from actors.worker.cleared import ClearedCollection
 from actors.worker.growth import CacheGrowth
@@ -34,7 +33,7 @@ class Residency:
         self,
         engine: Engine,
         memory: ModelMemory,
-        observer: Observer,
+        restored: Callable[[WakeReport], None],
         control: Executor,
         fail: Callable[[Exception, str], None],
         watchdog: Watchdog,
@@ -43,14 +42,14 @@ class Residency:
 
         Args:
             engine: not paused.
-            observer: told of wakes once their bytes have been checked.
+            restored: told of wakes once their bytes have been checked.
             control: of the one thread.
             fail: told what went wrong, and during what, where nobody waits who could be told.
             watchdog: watches what the control thread waits for.
         """
         self._engine = engine
         self._memory = memory
-        self._observer = observer
+        self._restored = restored
         self._control = control
         self._fail = fail
         self._watchdog = watchdog
@@ -94,17 +93,13 @@ class Residency:
         self._engine.resume()
         return change
 
-    def begin_settling(self) -> Future[None]:
+    def begin_settling(self) -> None:
         """Have the control thread check the bytes of a wake, and map the rest of the KV cache.
 
-        Any thread may call.
-
-        Returns:
-            Done when the bytes have been checked; if they are wrong, `fail` was told before.
+        Any thread may call. If the bytes are wrong, `fail` is told; else `restored`.
         """
-        settled = self._control.submit(self.settle)
+        self._control.submit(self.settle)
         self._growth.begin()
-        return settled
 
     def settle(self) -> None:
         """Have a wake that went wrong fail the replica, instead of serving rubbish."""
@@ -116,7 +111,7 @@ class Residency:
             self._fail(exc, "a wake")
         report = self._memory.last_wake
         if report is not None and report is not before:
-            self._observer.restored(report)
+            self._restored(report)
 
     def sleep(self, level: int) -> MemoryChange:
         """Unmap what `level` unmaps. Running sequences start over with the next wake."""

@@ -14,7 +14,7 @@ _LOOK_EVERY_S = 0.5
 
 
 class WatchdogConfig(BaseModel):
-    """How long the device may take before its replica counts as failed and is replaced."""
+    """How long the device may take before the replica's worker counts as failed and is replaced."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,6 +31,11 @@ class WatchdogConfig(BaseModel):
         default=60.0,
         gt=0,
         description="Seconds for memory to be mapped, or unmapped or unpinned by a sleep.",
+    )
+    silence_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds that the worker's process may say nothing; it tells its state every second.",
     )
     other_timeout_s: float = Field(
         default=600.0,

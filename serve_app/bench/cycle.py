@@ -41,8 +41,8 @@ class OurCycles:
         Returns:
             The times, and whether the tokens are those of the prompt's first cycle.
         """
-        runtime = self.model.runtime
-        runtime.memory.kept = way.kept
+        runtime, worker = self.model.runtime, self.model.worker
+        worker.memory.kept = way.kept
         started_s = time.perf_counter()
         slept = await runtime.sleep(1)
         slept_s = time.perf_counter() - started_s
@@ -50,7 +50,7 @@ class OurCycles:
         asleep_bytes = device_bytes()
         assert slept.left is not None
         await asyncio.sleep(self._pause_s)
-        with carried_by(runtime.memory, self.unpinned if way.unpinned else None):
+        with carried_by(worker.memory, self.unpinned if way.unpinned else None):
             started_s = time.perf_counter()
             woke = await runtime.wake()
             if way.waits:
@@ -60,7 +60,7 @@ class OurCycles:
             started_s = time.perf_counter()
             await self.model.settled()
         settled_s = time.perf_counter() - started_s
-        stats = runtime.last_transfer
+        stats = worker.last_transfer
         assert stats is not None
         assert stats.size == woke.copied_bytes
         cycle = {

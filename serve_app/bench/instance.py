@@ -106,9 +106,9 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     with uncollected():  # as a replica does
         import ray  # noqa: F401
 
-        from actors.replica.lifecycle import SleepConfig
-        from actors.replica.runtime import build_module, build_runtime
+        from actors.replica.in_process import build_loaded
         from actors.worker.model_memory import ModelMemory
+        from actors.worker.model_worker import build_module
         from serve_app.bench.local import LocalModel, load_of
 
     stages.mark("imports")
@@ -125,20 +125,19 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     # Somewhere in the warm-up; who serves has no use for how long it takes.
     pin = Timed(ModelMemory.open_link)
     ModelMemory.open_link = lambda memory: pin(memory)  # type: ignore[assignment, method-assign]
-    runtime = await build_runtime(module, image, load, subject.engine, SleepConfig())
+    model = LocalModel(await build_loaded(module, image, load, subject.engine))
     stages.mark("warm-up")
-    model = LocalModel(runtime)
-    await runtime.wake()
+    await model.runtime.wake()
     answer = await model.ask(model.prompt(), 1)
     stages.mark("first token")
     await model.settled()
-    transfer = runtime.last_transfer
+    transfer = model.worker.last_transfer
     assert transfer is not None
     return {
         "stages": stages.seconds,
         "token": answer.token_ids[0],
         "image_from": image.origin,
-        "weights_bytes": runtime.weights_bytes,
+        "weights_bytes": model.worker.memory.weights_bytes,
         "pin_s": pin.seconds,
         "link_s": transfer.seconds,
         "read_bytes": read_bytes,

@@ -21,8 +21,8 @@ from actors.image.holder import ImageGrant, ImageRequest, WeightHolder
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, HolderClient
 from actors.protocol import GenerateRequest, SamplingParams
-from actors.replica.lifecycle import SleepConfig
-from actors.replica.runtime import ModelRuntime, build_module, build_runtime
+from actors.replica.in_process import InProcessModel, build_loaded
+from actors.worker.model_worker import build_module
 from serve_app.bench.figures import environment
 from serve_app.config.files import load_model_config
 from serve_app.process.heap import set_aside
@@ -214,9 +214,11 @@ class Answer:
 class LocalModel:
     """What a replica has, without HTTP, Serve and lifecycle."""
 
-    def __init__(self, runtime: ModelRuntime) -> None:
-        self.runtime = runtime
-        self.vocab_size = runtime.codec.vocab_size
+    def __init__(self, halves: InProcessModel) -> None:
+        self.runtime = halves.runtime
+        self.worker = halves.worker
+        self.vocab_size = halves.runtime.codec.vocab_size
+        self._halves = halves
 
     def prompt(self, number: int = 0, tokens: int = PROMPT_TOKENS) -> Prompt:
         """One of many different prompts."""
@@ -243,7 +245,7 @@ class LocalModel:
         each time, and tokens can be compared.
         """
         tasks = [asyncio.create_task(self.ask(prompt, count)) for prompt in prompts]
-        while self.runtime.engine_stats().waiting < len(tasks):
+        while self.worker.engine_stats().waiting < len(tasks):
             await asyncio.sleep(0)
             for task in tasks:
                 if task.done():
@@ -269,7 +271,7 @@ class LocalModel:
 
     async def close(self) -> None:
         gc.unfreeze()
-        await self.runtime.close()
+        await self._halves.close()
 
 
 def load_of(subject: Subject, holder: HolderClient | None) -> FastLoad:
@@ -281,8 +283,7 @@ async def build_model(subject: Subject, load: FastLoad) -> LocalModel:
     """Asleep, with the graphs captured."""
     image = await load.obtain()
     module = build_module(subject.checkpoint, subject.dtype, subject.engine.device)
-    runtime = await build_runtime(module, image, load, subject.engine, SleepConfig())
-    return LocalModel(runtime)
+    return LocalModel(await build_loaded(module, image, load, subject.engine))
 
 
 # --- the device ---

@@ -148,15 +148,15 @@ async def measure(request: PageRequest) -> dict[str, Any]:
     await model.warm()
     waste = {}
     # Nothing else tells which blocks a sequence has.
-    cache = model.runtime._engine._cache
+    cache = model.worker._engine._cache
     for shape in plan.shapes:
         with watched(cache) as ledger:
             await Load(model, *shape).round(plan.requests)
         waste[_name(shape)] = ledger.result()
     found: dict[str, Any] = {
         "num_blocks": cache.num_blocks,
-        "kv_bytes": model.runtime.kv_bytes,
-        "attention": model.runtime._module.config._attn_implementation,
+        "kv_bytes": model.worker.memory.kv_bytes,
+        "attention": model.worker._module.config._attn_implementation,
         "waste": waste,
         "answer": (await model.ask(model.prompt(0, _COMPARED[0]), _COMPARED[1])).token_ids,
     }

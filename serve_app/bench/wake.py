@@ -118,7 +118,7 @@ class WakeBench(LocalBench[Plan]):
         try:
             progress("warm-up", 0, 0)
             await self._warm_up(ours)
-            probe = LinkProbe(model.runtime.memory.device)
+            probe = LinkProbe(model.worker.memory.device)
             self._time = TimeLimit(self._plan.limit_s)
             self._rates.append(probe.gb_per_s())
             await self._rounds(ours, probe, progress)
@@ -176,8 +176,8 @@ class WakeBench(LocalBench[Plan]):
         model = await build_model(self._subject, load)
         self._facts |= {
             "build_s": time.perf_counter() - started_s,
-            "weights_bytes": model.runtime.weights_bytes,
-            "kv_bytes": model.runtime.kv_bytes,
+            "weights_bytes": model.worker.memory.weights_bytes,
+            "kv_bytes": model.worker.memory.kv_bytes,
         }
         return model
 
@@ -216,14 +216,14 @@ class WakeBench(LocalBench[Plan]):
                     done += 1
                     progress(way.name, done, total)
             if crowd:
-                model.runtime.memory.kept = frozenset()
+                model.worker.memory.kept = frozenset()
                 await model.runtime.sleep(1)
                 await crowd.wake()
                 await model.settled()
             self._rates.append(probe.gb_per_s())
 
     def _ways(self, ours: OurCycles) -> list[Way]:
-        memory = ours.model.runtime.memory
+        memory = ours.model.worker.memory
         assert memory.image is not None
         ways = ways_of(self._plan.variants, memory.image.layout)
         if any(way.unpinned for way in ways):
@@ -237,13 +237,13 @@ class WakeBench(LocalBench[Plan]):
         self, name: str, ours: OurCycles, meter: MemoryDriver, progress: Progress
     ) -> None:
         model = ours.model
-        device = model.runtime.memory.device
+        device = model.worker.memory.device
         reason = why_not(name, device) or ("the time was up" if self._time.is_up() else None)
         if reason is not None:
             self._skipped[name] = reason
             return
         progress(f"building {name}", 0, self._plan.baseline_cycles)
-        model.runtime.memory.kept = frozenset()
+        model.worker.memory.kept = frozenset()
         await model.runtime.sleep(1)
         used_before = meter.memory().used
         checkpoint = self._subject.checkpoint
@@ -276,7 +276,7 @@ class WakeBench(LocalBench[Plan]):
         prompts = {tokens: model.prompt(0, tokens) for tokens in plan.prompt_tokens}
         expected = {n: _tried(baseline.first_token, prompt) for n, prompt in prompts.items()}
         _tried(baseline.sleep)
-        left = model.runtime.memory.sleep_residue
+        left = model.worker.memory.sleep_residue
         assert left is not None
         for number in range(plan.baseline_cycles):
             for tokens, prompt in prompts.items():
@@ -285,7 +285,7 @@ class WakeBench(LocalBench[Plan]):
                 await asyncio.sleep(plan.pause_s)
                 cycle, token = _tried(_baseline_cycle, baseline, prompt, meter)
                 cycle["left_bytes"] = cycle["asleep_used_bytes"] - used_before + left.context
-                cycle["moved_bytes"] = model.runtime.weights_bytes
+                cycle["moved_bytes"] = model.worker.memory.weights_bytes
                 row = self._rows.setdefault((name, tokens), Row(name, tokens))
                 row.cycles.append(cycle)
                 row.wrong += token != expected[tokens]

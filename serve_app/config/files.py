@@ -89,7 +89,7 @@ class ModelConfig(BaseModel):
     )
     watchdog: WatchdogConfig = Field(
         default_factory=WatchdogConfig,
-        description="When a device that does not answer has its replica replaced.",
+        description="When a device that does not answer has its worker replaced.",
     )
     chat: ChatConfig = Field(
         default_factory=ChatConfig, description="What the model's messages are made of."
@@ -121,11 +121,17 @@ class ModelConfig(BaseModel):
         ge=-1,
         description="Requests that may wait for a replica until more are refused; -1: no limit.",
     )
-    num_cpus: float = Field(default=1.0, ge=0, description="CPU cores Ray sets aside per replica.")
+    num_cpus: float = Field(
+        default=1.0,
+        ge=0,
+        description="CPU cores that Ray sets aside for each replica: beside a GPU for the replica's own process, "
+        "without one for its worker, which computes with them.",
+    )
     num_gpus: float = Field(
         default=0.0,
         ge=0,
-        description="GPUs Ray reserves for each replica: 1, a share of one, or 0, which serves on the CPU.",
+        description="GPUs that Ray sets aside for each replica, for its worker: 1, a share of one, or 0, which "
+        "serves on the CPU. The replica's own process takes none.",
     )
 
     @field_validator("autoscaling", mode="before")

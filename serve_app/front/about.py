@@ -79,4 +79,6 @@ def _status_value(replicas: Sequence[ReplicaStatus] | None) -> str:
         return "loaded"
     if ReplicaState.WAKING in states:
         return "loading"
-    return "sleeping" if ReplicaState.ASLEEP in states else "unloaded"
+    if ReplicaState.ASLEEP in states:
+        return "sleeping"
+    return "loading" if ReplicaState.RESTARTING in states else "unloaded"

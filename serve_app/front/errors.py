@@ -101,6 +101,7 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.StoreFull: Row(500, _SERVER, "store_full"),
     errors.HolderLost: Row(500, _SERVER, "holder_lost"),
     errors.EngineDied: Row(500, _SERVER, "engine_dead"),
+    errors.WorkerLost: Row(500, _SERVER, "worker_lost"),
 }
 
 _UNEXPECTED = Row(500, _SERVER, "internal_error")

@@ -87,6 +87,7 @@ def _state_of(replicas: Sequence[ReplicaState] | None) -> str:
         ReplicaState.DRAINING,
         ReplicaState.WAKING,
         ReplicaState.ASLEEP,
+        ReplicaState.RESTARTING,
         ReplicaState.FAILED,
     )
     return next((str(state) for state in order if state in replicas), "starting")

@@ -121,16 +121,16 @@ class Instruments(Observer):
 
 def saved_bytes(lifecycle: Lifecycle, runtime: "ModelRuntime") -> int:
     """Device memory that this replica does without now."""
-    return runtime.memory.wake_bytes if lifecycle.state is ReplicaState.ASLEEP else 0
+    return runtime.worker.state.wake_bytes if lifecycle.state is ReplicaState.ASLEEP else 0
 
 
 def gauges(lifecycle: Lifecycle, runtime: "ModelRuntime") -> dict[Key, float]:
     """What a replica is now, by metric and labels. Asks neither the device nor a driver."""
-    engine, memory = runtime.engine_stats(), runtime.memory
-    mapped = memory.mapped_bytes
-    rest = memory.last_reading.held - mapped
-    if memory.sleep_residue is not None:
-        rest = memory.sleep_residue.total - memory.sleep_residue.kept_layers
+    worker = runtime.worker.state
+    engine, mapped = worker.engine, worker.mapped_bytes
+    rest = worker.device_held - mapped
+    if worker.left is not None:
+        rest = worker.left.total - worker.left.kept_layers
     asleep = lifecycle.state in (ReplicaState.ASLEEP, ReplicaState.WAKING)
     deep = asleep and lifecycle.level == 2
     states = {"awake": not asleep, "weights_offloaded": asleep and not deep, "discard_all": deep}
@@ -142,5 +142,7 @@ def gauges(lifecycle: Lifecycle, runtime: "ModelRuntime") -> dict[Key, float]:
         (metrics.DEVICE_MEMORY.name, ("mapped",)): mapped,
         (metrics.DEVICE_MEMORY.name, ("rest",)): max(0, rest),
         (metrics.DEVICE_SAVED.name, ()): saved_bytes(lifecycle, runtime),
-        (metrics.IMAGE_BYTES.name, ()): runtime.weights_bytes if memory.image is not None else 0,
+        (metrics.IMAGE_BYTES.name, ()): runtime.worker.facts.weights_bytes
+        if worker.image_origin
+        else 0,
     }

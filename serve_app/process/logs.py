@@ -1,6 +1,7 @@
 """Log lines of our packages go where Ray Serve's go: the replica's log file and its stderr."""
 
 import logging
+from collections.abc import Callable
 
 _PACKAGES = ("serve_app", "actors")
 _CHATTY = ("ContinuousBatchingLogger",)  # of transformers: a dozen INFO lines at every start
@@ -28,6 +29,33 @@ def log_to_stderr() -> None:
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    _quieten()
+
+
+class _Forwarder(logging.Handler):
+    def __init__(self, send: Callable[[int, str, str], None]) -> None:
+        super().__init__()
+        self._send = send
+        self._formatter = logging.Formatter("%(message)s")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._send(record.levelno, record.name, self._formatter.format(record))
+        except Exception:  # noqa: BLE001  # logging's way: who logs must not fail by it
+            self.handleError(record)
+
+
+def log_to(send: Callable[[int, str, str], None]) -> None:
+    """The same in an actor whose lines somebody else writes.
+
+    Args:
+        send: gets level, logger and text with a traceback, if there is one; from any thread.
+    """
+    for package in _PACKAGES:
+        logger = logging.getLogger(package)
+        logger.handlers = [_Forwarder(send)]
         logger.setLevel(logging.INFO)
         logger.propagate = False
     _quieten()

@@ -1,9 +1,9 @@
-"""A replica's readings of its device, taken beside the event loop that tokens go through."""
+"""A replica's readings of its device, which its status does not depend on."""
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 
+from actors.errors import ReplicaFailed
 from actors.protocol import DeviceNow
 
 _PATIENCE_S = 0.25  # for an answer; the front gives a status one second
@@ -12,15 +12,13 @@ _PATIENCE_S = 0.25  # for an answer; the front gives a status one second
 class DeviceReading:
     """The device as it was when its driver last answered.
 
-    A driver that hangs gets one call, on a thread of its own. Callers wait for it a moment at most and then
-    have the last answer, so that a status does not depend on the device.
+    A driver that hangs is asked once. Callers wait for it a moment at most and then have the last answer; so
+    they have while there is no worker to ask.
     """
 
-    def __init__(self, read: Callable[[], DeviceNow]) -> None:
-        """Take the first reading; blocks for as long as the driver takes."""
+    def __init__(self, read: Callable[[], Awaitable[DeviceNow]], first: DeviceNow) -> None:
         self._read = read
-        self._last = read()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-reader")
+        self._last = first
         self._under_way: asyncio.Future[DeviceNow] | None = None
 
     async def now(self) -> DeviceNow:
@@ -30,12 +28,14 @@ class DeviceReading:
             Exception: whatever the driver raised.
         """
         if self._under_way is None:
-            loop = asyncio.get_running_loop()
-            self._under_way = loop.run_in_executor(self._thread, self._read)
+            self._under_way = asyncio.ensure_future(self._read())
         reading = self._under_way
         done, _ = await asyncio.wait({reading}, timeout=_PATIENCE_S)
         if done:
             if self._under_way is reading:  # the first of those who shared it
                 self._under_way = None
-            self._last = reading.result()
+            try:
+                self._last = reading.result()
+            except ReplicaFailed:
+                return self._last
         return self._last

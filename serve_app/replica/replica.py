@@ -1,7 +1,8 @@
 """ModelReplica: what Ray Serve runs, one instance per replica of a model.
 
-Puts a lifecycle and a runtime together and answers the handle's calls. torch comes in with the
-runtime, inside the constructor: the router, the policy and the controller import this module.
+Puts a lifecycle and the supervisor of a worker together and answers the handle's calls. Computes nothing:
+that is the worker's, in a process of its own. torch comes in with the tokenizer, inside the constructor: the
+router, the policy and the controller import this module.
 """
 
 import asyncio
@@ -10,9 +11,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,7 +23,7 @@ from ray.serve.context import _get_global_client
 
 from actors.engine.model.cards import has_nvidia_driver
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
-from actors.observer import GuardedObserver, WakeCause
+from actors.observer import GuardedObserver, Observer, WakeCause
 from actors.protocol import (
     ChatPrompt,
     DeviceMemoryStatus,
@@ -34,8 +35,11 @@ from actors.protocol import (
     TokenEvent,
 )
 from actors.replica.lifecycle import Lifecycle
-from actors.threads import call_unless_closed
-from actors.worker.last_resort import end_process_after
+from actors.replica.runtime import ModelRuntime
+from actors.replica.supervisor import WorkerSupervisor
+from actors.replica.worker_client import WorkerClient
+from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
+from actors.worker.messages import WorkerState
 from serve_app.config.files import ModelConfig
 from serve_app.metrics.instruments import Instruments, gauges, saved_bytes
 from serve_app.metrics.ray_mirror import RayMirror
@@ -43,12 +47,14 @@ from serve_app.metrics.tally import Snapshot, Tally
 from serve_app.process.heap import give_back, set_aside, uncollected
 from serve_app.process.logs import adopt_serve_handlers
 from serve_app.replica.device_reading import DeviceReading
+from serve_app.replica.worker_actor import WorkerSettings
+from serve_app.replica.worker_process import WorkerProcess, bundles
 from serve_app.signals.hold import ClusterStore, Follower, Wanted
 from serve_app.signals.news import RoutingNews, ScalingSample
-from serve_app.weights.holders import HolderOfThisNode
 
 if TYPE_CHECKING:
     from actors.replica.streams import Prepared
+    from actors.text.codec import TextCodec
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +125,9 @@ class ModelReplica:
                 the reason why the deployment failed.
         """
         adopt_serve_handlers()
-        with uncollected():
-            from actors.checkpoints.download import ensure_checkpoint
-            from actors.image.holder import ImageRequest
-            from actors.image.obtain import FastLoad
-            from actors.replica.runtime import build_module, build_runtime
-            from actors.text.sampling_defaults import sampling_defaults
-
+        # Ray does not hide cards from actors that asked for none, and a card is for the worker to have. Not by a
+        # runtime environment, which the worker would inherit.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if note := config.unused_card(has_nvidia_driver()):
             logger.warning("%s", note)
         context = serve.get_replica_context()
@@ -136,30 +138,12 @@ class ModelReplica:
         self._instruments = Instruments(Tally(self._mirror), time.monotonic)
         self._observer = observer = GuardedObserver(self._instruments)
         node = self._node = ray.get_runtime_context().get_node_id()
-        request = ImageRequest(config.model_id, config.source, config.dtype, config.image_ttl_s)
-        checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
-        load = FastLoad(
-            holder=HolderOfThisNode(),
-            request=request,
-            checkpoint=checkpoint,
-            lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
-            on_obtained=observer.obtained,
-        )
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
-        # First what needs no weights: a model that cannot be served is refused in a second.
-        device = config.engine_of_replica.device
-        module = await asyncio.to_thread(build_module, checkpoint, config.dtype, device)
-        defaults = sampling_defaults(checkpoint) if config.generation_config == "auto" else None
-        image = await load.obtain()
-        settings = config.engine_of_replica, config.sleep, config.chat, observer, defaults
-        self._runtime = await build_runtime(module, image, load, *settings, config.watchdog)
-        device_now = self._runtime.memory.device_now
-        self._device = await asyncio.to_thread(DeviceReading, partial(device_now, node))
-        end_process_after(self._runtime.hung)
+        self._supervisor = await self._make_supervisor(config, observer)
         follower = Follower(ClusterStore(context.app_name, config.model_id))
         wanted = await follower.at_start()
         self._lifecycle = Lifecycle(
-            self._runtime,
+            self._supervisor,
             config.sleep,
             time.monotonic,
             f"{config.model_id}/{self._replica_id}",
@@ -167,9 +151,10 @@ class ModelReplica:
             held=wanted is not None and wanted.held,
             observer=observer,
         )
-        loop, lifecycle = asyncio.get_running_loop(), self._lifecycle
-        self._runtime.failed.add_done_callback(
-            lambda failed: call_unless_closed(loop, partial(lifecycle.fail, failed.result()))
+        await self._supervisor.start()
+        device = await self._supervisor.runtime.worker.read_device(node)
+        self._device = DeviceReading(
+            lambda: self._supervisor.runtime.worker.read_device(node), device
         )
         self._changed()
         if not (config.sleep.start_asleep or self._lifecycle.held):
@@ -181,9 +166,39 @@ class ModelReplica:
                 "the idle clock": self._lifecycle.sleep_when_idle,
                 "what operators want": lambda: follower.follow(self._obey),
                 "gauges for Ray": self._mirror_gauges,
-                "memory behind the compiler": self._set_compiled_aside,
             }.items()
         ]
+
+    async def _make_supervisor(self, config: ModelConfig, observer: Observer) -> WorkerSupervisor:
+        """The tokenizer is read while the first worker's process starts."""
+        from actors.checkpoints.download import ensure_checkpoint
+
+        checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
+        settings = WorkerSettings(
+            replica_id=self._replica_id,
+            model_id=config.model_id,
+            source=config.source,
+            dtype=config.dtype,
+            image_ttl_s=config.image_ttl_s,
+            checkpoint=checkpoint,
+            engine=config.engine_of_replica,
+            keep_layers=config.sleep.keep_layers,
+            watchdog=config.watchdog,
+            lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
+        )
+        resources = bundles(config.num_cpus, config.num_gpus)[1]
+        reading = asyncio.create_task(asyncio.to_thread(_read_text_settings, config, checkpoint))
+
+        async def make_runtime(worker: WorkerClient) -> ModelRuntime:
+            codec, defaults = await reading
+            limit = config.engine.max_events_per_s
+            return ModelRuntime(worker, codec, observer, defaults, limit)
+
+        return WorkerSupervisor(
+            partial(WorkerProcess.start, settings, resources, observer),
+            make_runtime,
+            lambda failure: self._lifecycle.restart(failure),
+        )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent | Refusal]:
         """Events of one request, waking the replica first if need be.
@@ -193,23 +208,41 @@ class ModelReplica:
         """
         try:
             prepared = await self._prepare(request)
-            async with self._lifecycle.serving(request.request_id):
-                async for event in self._runtime.generate(prepared):
-                    yield event
+            async for event in self._generate(prepared):
+                yield event
         except (InvalidRequest, Unavailable, ReplicaFailed) as refusal:
             logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
             self._observer.refused(refusal)
             yield Refusal(refusal, self._replica_id)
 
+    async def _generate(self, prepared: "Prepared") -> AsyncIterator[TokenEvent]:
+        """By the next worker, if the first fails before anything was sent."""
+        is_last = False
+        while True:
+            try:
+                async with self._lifecycle.serving(prepared.request.request_id):
+                    async for event in self._supervisor.runtime.generate(prepared):
+                        is_last = is_last or bool(event.text or event.token_ids)
+                        yield event
+            except ReplicaFailed as failure:
+                if is_last or self._lifecycle.state is ReplicaState.FAILED:
+                    raise
+                is_last = True  # who has one worker after the other fail is not tried for ever
+                logger.info("request %s begins again: %s", prepared.request.request_id, failure)
+            else:
+                return
+
     async def _prepare(self, request: GenerateRequest) -> "Prepared":
         """On a thread, if it may take its time: everybody else's tokens go through this event loop."""
-        prompt, loop = request.prompt, asyncio.get_running_loop()
+        prompt, runtime = request.prompt, self._supervisor.runtime
         size = len(repr(prompt)) if isinstance(prompt, ChatPrompt) else len(prompt)
         if size > _LONG_PROMPT:
-            return await loop.run_in_executor(self._reading, self._runtime.prepare, request)
-        if request.sampling.grammar is not None:
-            return await asyncio.to_thread(self._runtime.prepare, request)
-        return self._runtime.prepare(request)
+            loop = asyncio.get_running_loop()
+            prepared = await loop.run_in_executor(self._reading, runtime.prepare, request)
+        else:
+            prepared = runtime.prepare(request)
+        await runtime.check_grammar(prepared)
+        return prepared
 
     async def sleep(self, command: SleepCommand) -> ReplicaStatus:
         await self._lifecycle.sleep(command)
@@ -224,8 +257,7 @@ class ModelReplica:
             ReplicaFailed: the replica cannot serve any more; what arrived may not be what was packed.
         """
         await self._lifecycle.wake_up()
-        await self._runtime.settled()
-        self._runtime.check_health()
+        await self._supervisor.runtime.settled()
         return await self.status()
 
     async def state(self) -> ReplicaState:
@@ -234,12 +266,14 @@ class ModelReplica:
 
     async def status(self) -> ReplicaStatus:
         """This replica's account of itself; never wakes it and never counts as use."""
-        lifecycle, runtime = self._lifecycle, self._runtime
-        device = replace(await self._device.now(), wake_bytes=runtime.memory.wake_bytes)
+        lifecycle, worker = self._lifecycle, self._supervisor.runtime.worker
+        device = replace(await self._device.now(), wake_bytes=worker.state.wake_bytes)
         return ReplicaStatus(
             model_id=self._config.model_id,
             replica_id=self._replica_id,
             process_id=os.getpid(),
+            worker_process_id=worker.facts.process_id,
+            worker_restarts=self._supervisor.restarts,
             state=lifecycle.state,
             held=lifecycle.held,
             in_flight=lifecycle.idle.in_flight,
@@ -250,32 +284,32 @@ class ModelReplica:
             wakes=lifecycle.wakes,
             last_sleep_s=lifecycle.last_sleep_s,
             last_wake_s=lifecycle.last_wake_s,
-            weights_bytes=runtime.weights_bytes,
-            mapped_bytes=runtime.mapped_bytes,
-            kv_bytes=runtime.kv_bytes,
-            weights_from=runtime.image_origin,
+            weights_bytes=worker.facts.weights_bytes,
+            mapped_bytes=worker.state.mapped_bytes,
+            kv_bytes=worker.facts.kv_bytes,
+            weights_from=worker.state.image_origin,
             reason=lifecycle.reason,
-            max_model_len=runtime.max_model_len,
+            max_model_len=worker.facts.max_model_len,
             device=device,
-            device_memory=self._device_memory(),
-            last_wake=runtime.memory.last_wake,
+            device_memory=self._device_memory(worker.state),
+            last_wake=worker.state.last_wake,
         )
 
     async def metrics(self) -> Snapshot:
         """What this replica has counted, and what it is now; never wakes it, never counts as use."""
         self._count_savings()
-        now = gauges(self._lifecycle, self._runtime)
+        now = gauges(self._lifecycle, self._supervisor.runtime)
         return self._instruments.snapshot(self._replica_id, self._lifecycle.state, now)
 
-    def _device_memory(self) -> DeviceMemoryStatus:
-        slept, memory = self._lifecycle.last_sleep, self._runtime.memory
+    def _device_memory(self, worker: WorkerState) -> DeviceMemoryStatus:
+        slept = self._lifecycle.last_sleep
         return DeviceMemoryStatus(
-            total=memory.last_reading.total,
-            free=memory.last_reading.free,
-            own=memory.last_reading.own,
+            total=worker.device_total,
+            free=worker.device_free,
+            own=worker.device_own,
             released_by_last_sleep=slept.released_bytes if slept is not None else None,
             own_released_by_last_sleep=slept.own_released_bytes if slept is not None else None,
-            left=memory.sleep_residue,
+            left=worker.left,
         )
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -285,7 +319,7 @@ class ModelReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks for it, keeps the samples and hands them to the policy, if there is one."""
-        lifecycle, memory = self._lifecycle, self._runtime.memory
+        lifecycle = self._lifecycle
         device = await self._device.now()
         sample = ScalingSample(
             state=lifecycle.state,
@@ -296,7 +330,7 @@ class ModelReplica:
             wake_s=lifecycle.last_wake_s,
             node=self._node,
             device_free_bytes=device.free,
-            wake_bytes=memory.wake_bytes,
+            wake_bytes=self._supervisor.runtime.worker.state.wake_bytes,
         )
         return sample.as_numbers()
 
@@ -314,33 +348,41 @@ class ModelReplica:
             asyncio.get_running_loop().run_in_executor(None, give_back)
 
     def _count_savings(self) -> None:
-        self._instruments.saves(saved_bytes(self._lifecycle, self._runtime))
+        self._instruments.saves(saved_bytes(self._lifecycle, self._supervisor.runtime))
 
     async def _mirror_gauges(self) -> None:
         """Until cancelled. Counters and histograms go to Ray as they happen."""
         while True:
             self._count_savings()
-            self._mirror.set(gauges(self._lifecycle, self._runtime))
+            self._mirror.set(gauges(self._lifecycle, self._supervisor.runtime))
             await asyncio.sleep(_MIRROR_INTERVAL_S)
-
-    async def _set_compiled_aside(self) -> None:
-        with suppress(ReplicaFailed):  # it hangs, and others are told
-            await self._runtime.compiled()
-        set_aside()  # what compiling has left
 
     def _announce(self) -> None:
         self._announcer.announce(self._lifecycle.state, self._lifecycle.held)
 
     async def check_health(self) -> None:
-        """Serve calls it; raising makes Serve replace the replica. Asleep is healthy."""
+        """Serve calls it; raising makes Serve replace the replica. Asleep is healthy, and so is a restart."""
         if self._lifecycle.state is ReplicaState.FAILED:
             raise ReplicaFailed(f"replica {self._replica_id} failed: {self._lifecycle.reason}")
-        self._runtime.check_health()
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops, after it has drained."""
         for watch in getattr(self, "_watches", ()):
             watch.cancel()
-        runtime = getattr(self, "_runtime", None)
-        if runtime is not None:
-            await runtime.close()
+        supervisor = getattr(self, "_supervisor", None)
+        if supervisor is not None:
+            await supervisor.close()
+
+
+def _read_text_settings(
+    config: ModelConfig, checkpoint: Path
+) -> tuple["TextCodec", ResolvedSampling]:
+    """Blocks for seconds: transformers comes in with the tokenizer."""
+    with uncollected():
+        from actors.text.codec import TextCodec
+
+    codec = TextCodec.load(checkpoint, config.chat)
+    defaults = ResolvedSampling()
+    if config.generation_config == "auto":
+        defaults = sampling_defaults(checkpoint)
+    return codec, defaults

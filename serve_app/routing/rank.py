@@ -82,12 +82,13 @@ def rank(
     return order
 
 
-_AWAKE, _UNKNOWN, _WAKING, _ASLEEP, _DRAINING = range(5)
+_AWAKE, _UNKNOWN, _WAKING, _ASLEEP, _DRAINING, _RESTARTING = range(6)
 _KINDS = {
     ReplicaState.AWAKE: _AWAKE,
     ReplicaState.WAKING: _WAKING,
     ReplicaState.ASLEEP: _ASLEEP,
     ReplicaState.DRAINING: _DRAINING,  # it serves again only after it has slept
+    ReplicaState.RESTARTING: _RESTARTING,  # for seconds
 }
 
 

@@ -223,7 +223,7 @@ def _victims(view: View, count: int) -> tuple[str, ...]:
 def _at_work(replica: ReplicaReport, view: View) -> bool:
     if replica.in_flight > 0 or replica.waiting_for_wake > 0:
         return True
-    moving = (None, ReplicaState.DRAINING, ReplicaState.WAKING)
+    moving = (None, ReplicaState.DRAINING, ReplicaState.WAKING, ReplicaState.RESTARTING)
     return replica.state in moving and replica.replica_id not in view.stuck
 
 

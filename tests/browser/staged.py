@@ -55,6 +55,8 @@ class StagedModel(FakeModel):
             model_id=model_id,
             replica_id=replica_id,
             process_id=4711,
+            worker_process_id=4712,
+            worker_restarts=0,
             state=ReplicaState.AWAKE,
             held=False,
             in_flight=0,
@@ -82,6 +84,13 @@ class StagedModel(FakeModel):
 
     def fail(self, why: str) -> None:
         self._enter(ReplicaState.FAILED, why)
+
+    def lose_worker(self, why: str) -> None:
+        self._enter(ReplicaState.RESTARTING, why)
+
+    def have_another_worker(self) -> None:
+        self.say(worker_process_id=4713, worker_restarts=self.replica.worker_restarts + 1)
+        self._enter(ReplicaState.AWAKE, "awake before its worker failed")
 
     def say(self, **fields: object) -> None:
         self.replica = replace(self.replica, **fields)  # type: ignore[arg-type]

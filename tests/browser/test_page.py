@@ -74,7 +74,16 @@ def test_every_state_can_be_seen(
         page.get_by_role("region", name="Answer").get_by_text("do not need.").wait_for()
         shows(page, "r1-distill-7b", "awake")
 
-        why = "WeightsCorrupted: segment 3 is not what was packed, after a wake"
+        why = "WorkerLost: the process that computes for this replica has ended"
+        stage.run(lambda: stage.code.lose_worker(why))
+        shows(page, "coder-3b", "restarting")
+        page.get_by_text("its worker failed, another is starting").wait_for()
+        shoot(page, "restarting")
+        stage.run(stage.code.have_another_worker)
+        shows(page, "coder-3b", "awake")
+        page.get_by_text("Worker 4713, after 1 restart").wait_for()
+
+        why = "ReplicaFailed: 5 workers in a row have failed before they served"
         stage.run(lambda: stage.code.fail(why))
         shows(page, "coder-3b", "failed")
         page.get_by_text("Ray Serve replaces it").wait_for()

@@ -187,7 +187,7 @@ def test_idle_replica_gives_its_memory_back_and_a_request_wakes_it(drowsy: Serve
     before = answer(drowsy)
     assert len(before[0]) == 32
     status = drowsy.wake_up()
-    replica = psutil.Process(status["process_id"])
+    replica = psutil.Process(status["worker_process_id"])
     awake_bytes = replica.memory_info().rss
 
     wait_until(drowsy.is_sleeping, what="it sleeps by itself")

@@ -11,8 +11,9 @@ import torch
 import transformers as tf
 
 from actors.engine.config import EngineConfig
-from actors.engine.engine import EngineOutput, TransformersEngine
-from actors.engine.sampling.sampler import RawLogprob, SequenceSampling
+from actors.engine.engine import TransformersEngine
+from actors.engine.outputs import EngineOutput, RawLogprob
+from actors.engine.sampling.sampler import SequenceSampling
 from actors.memory.arena import DeviceArena
 from actors.text.sampling_defaults import ResolvedSampling
 

@@ -16,9 +16,11 @@ from actors.image.layout import ImageKey
 from actors.image.obtain import load_from_disk
 from actors.observer import Observer
 from actors.protocol import GenerateRequest, SamplingParams, TokenEvent
+from actors.replica.in_process import InProcessModel, build_in_process
 from actors.replica.lifecycle import SleepConfig
-from actors.replica.runtime import ModelRuntime, Prepared, build_module
+from actors.replica.streams import Prepared
 from actors.text.sampling_defaults import ResolvedSampling
+from actors.worker.model_worker import build_module
 from actors.worker.watchdog import WatchdogConfig
 
 ENGINE = EngineConfig(
@@ -35,8 +37,9 @@ def load(checkpoint: Path) -> WeightImage:
 class Harness:
     """A runtime, and what its image functions were asked."""
 
-    def __init__(self, runtime: ModelRuntime, asked: list[str]) -> None:
-        self.runtime = runtime
+    def __init__(self, model: InProcessModel, asked: list[str]) -> None:
+        self.runtime = model.runtime
+        self.worker = model.worker
         self.asked = asked
 
     def prepare(self, prompt: str | tuple[int, ...], **sampling: object) -> Prepared:
@@ -57,7 +60,7 @@ class Harness:
     async def until_free(self) -> None:
         """Wait until the engine has no sequence and no block in use."""
         while True:
-            stats = self.runtime.engine_stats()
+            stats = self.worker.engine_stats()
             if not (stats.running or stats.waiting or stats.kv_used_blocks):
                 return
             await asyncio.sleep(0.001)
@@ -84,28 +87,27 @@ async def harness(
     async def release_image(key: ImageKey) -> None:
         asked.append("release")
 
-    runtime = await asyncio.to_thread(
-        ModelRuntime,
+    model = await build_in_process(
         build_module(checkpoint, "auto", engine.device),
         checkpoint,
         image,
         reload_image,
         release_image,
         engine,
-        sleep or SleepConfig(),
+        (sleep or SleepConfig()).keep_layers,
         observer=observer,
         defaults=defaults,
         watchdog=watchdog,
     )
     try:
         if awake:
-            await runtime.wake()
-        yield Harness(runtime, asked)
+            await model.runtime.wake()
+        yield Harness(model, asked)
     finally:
-        await runtime.close()
+        await model.close()
         # What a test had hang has been let go, and may still be using the memory.
-        await asyncio.to_thread(runtime._control.shutdown)
-        runtime.memory.unmap(2)  # a card's memory outlives the objects
+        await asyncio.to_thread(model.worker._control.shutdown)
+        model.worker.memory.unmap(2)  # a card's memory outlives the objects
         gc.collect()  # and so do graphs, in cycles
         # A runtime sets these for its process; compiled layers of the next test would not fit both.
         torch.set_num_threads(threads)

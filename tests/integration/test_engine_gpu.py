@@ -13,7 +13,7 @@ import torch
 
 from actors.engine.batching import graphs
 from actors.engine.config import EngineConfig
-from actors.engine.engine import EngineOutput
+from actors.engine.outputs import EngineOutput
 from actors.engine.sampling import kernels as sampling_kernels
 from actors.engine.sizing import PREFILL_SIZES
 from serve_app.process.heap import give_back

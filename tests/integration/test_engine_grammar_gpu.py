@@ -61,7 +61,7 @@ def submit(
     h: Harness, codec: TextCodec, prompt: tuple[int, ...], seed: int = 0, **sampling: object
 ) -> str:
     """A sequence that must follow the schema."""
-    compiler = GrammarCompiler(codec)
+    compiler = GrammarCompiler(lambda: codec)
     grammar = compiler.compile(
         Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), "response_format")
     )

@@ -128,7 +128,7 @@ def test_level_2_and_kept_layers_pass(tiny_checkpoint: Path, tmp_path: Path, pas
 
 def corrupt(target: InProcessTarget) -> None:
     """Turn signs and exponents over in the bytes that the next wake copies for the first layer."""
-    image = target.runtime.memory.image
+    image = target.worker.memory.image
     assert image is not None
     index = next(i for i, s in enumerate(image.layout.segments) if s.name == "layer.0")
     payload = np.frombuffer(image.segment(index), np.uint8)
@@ -311,12 +311,12 @@ def test_log_likelihood_is_that_of_the_reference_model(tiny_checkpoint: Path) ->
         with torch.no_grad():
             logprobs = reference(torch.tensor([ids])).logits[0].double().log_softmax(-1)
         expected = sum(float(logprobs[i, ids[i + 1]]) for i in range(len(ids) - 1))
-        found = {await h.runtime.with_model(lambda m: log_likelihood(m, ids)) for _ in range(3)}
+        found = {await h.worker.with_model(lambda m: log_likelihood(m, ids)) for _ in range(3)}
         assert len(found) == 1
         assert found.pop() == pytest.approx(expected, rel=1e-6)
         answer = await h.tokens(PROMPT)
         prompt_ids = h.runtime.codec.encode_prompt(PROMPT)
-        choices = await h.runtime.with_model(lambda m: greedy_choices(m, prompt_ids, answer))
+        choices = await h.worker.with_model(lambda m: greedy_choices(m, prompt_ids, answer))
         assert list(choices) == answer
 
     run(tiny_checkpoint, load(tiny_checkpoint), scenario)
@@ -325,13 +325,13 @@ def test_log_likelihood_is_that_of_the_reference_model(tiny_checkpoint: Path) ->
 def test_work_on_the_module_delays_requests_and_changes_none(tiny_checkpoint: Path) -> None:
     async def scenario(h: Harness) -> None:
         expected = await h.tokens(PROMPT, max_tokens=60, ignore_eos=True)
-        attention = await h.runtime.with_model(lambda m: m.config._attn_implementation)
+        attention = await h.worker.with_model(lambda m: m.config._attn_implementation)
         generating = asyncio.create_task(h.tokens(PROMPT, max_tokens=60, ignore_eos=True))
         ids = h.runtime.codec.encode_prompt(SHORT)
         while not generating.done():
-            await h.runtime.with_model(lambda m: log_likelihood(m, ids))
+            await h.worker.with_model(lambda m: log_likelihood(m, ids))
         assert await generating == expected
-        assert await h.runtime.with_model(lambda m: m.config._attn_implementation) == attention
+        assert await h.worker.with_model(lambda m: m.config._attn_implementation) == attention
 
     run(tiny_checkpoint, load(tiny_checkpoint), scenario)
 
@@ -339,7 +339,7 @@ def test_work_on_the_module_delays_requests_and_changes_none(tiny_checkpoint: Pa
 def test_work_on_the_module_that_raises_leaves_the_engine_running(tiny_checkpoint: Path) -> None:
     async def scenario(h: Harness) -> None:
         with pytest.raises(ZeroDivisionError):
-            await h.runtime.with_model(lambda m: 1 // 0)
+            await h.worker.with_model(lambda m: 1 // 0)
         assert len(await h.tokens(PROMPT, ignore_eos=True)) == 20
 
     run(tiny_checkpoint, load(tiny_checkpoint), scenario)
@@ -348,9 +348,9 @@ def test_work_on_the_module_that_raises_leaves_the_engine_running(tiny_checkpoin
 def test_module_that_is_asleep_is_not_given_away(tiny_checkpoint: Path) -> None:
     async def scenario(h: Harness) -> None:
         with pytest.raises(Unavailable, match="asleep"):
-            await h.runtime.with_model(lambda m: m)
+            await h.worker.with_model(lambda m: m)
         await h.runtime.wake()
-        assert await h.runtime.with_model(lambda m: m.device.type) == "cpu"
+        assert await h.worker.with_model(lambda m: m.device.type) == "cpu"
 
     run(tiny_checkpoint, load(tiny_checkpoint), scenario, awake=False)
 
@@ -358,14 +358,14 @@ def test_module_that_is_asleep_is_not_given_away(tiny_checkpoint: Path) -> None:
 def test_module_of_a_replica_that_failed_can_be_looked_at(tiny_checkpoint: Path) -> None:
     async def scenario(h: Harness) -> None:
         ids = h.runtime.codec.encode_prompt(SHORT)
-        before = await h.runtime.with_model(lambda m: log_likelihood(m, ids))
+        before = await h.worker.with_model(lambda m: log_likelihood(m, ids))
         await h.runtime.sleep(1)
-        image = h.runtime.memory.image
+        image = h.worker.memory.image
         assert image is not None
         payload = np.frombuffer(image.segment(0), np.uint8)
         ctypes.memset(payload.ctypes.data, 0, payload.nbytes)
         await h.runtime.wake()
-        after = await h.runtime.with_model(lambda m: log_likelihood(m, ids))
+        after = await h.worker.with_model(lambda m: log_likelihood(m, ids))
         with pytest.raises(WeightsCorrupted):
             h.runtime.check_health()
         assert after != before

@@ -56,7 +56,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def untouched(h: Harness) -> bool:
     """Nothing was ever written behind the first part of the cache."""
-    arena = h.runtime._engine.kv_arena
+    arena = h.worker._engine.kv_arena
     first = arena.spans[0].size
     return not arena.first_bytes(arena.size)[first:].any()
 
@@ -65,18 +65,18 @@ def test_answers_are_the_same_while_it_grows(tiny_checkpoint: Path, gate: Gate) 
     async def scenario(h: Harness) -> None:
         await h.runtime.settled()
         expected = await asyncio.gather(*(h.tokens(p) for p in PROMPTS))
-        parts = len(h.runtime._engine.kv_arena.spans) - 1
+        parts = len(h.worker._engine.kv_arena.spans) - 1
         assert parts > 3
         for _ in range(3):
             await h.runtime.sleep(1)
-            assert h.runtime.mapped_bytes == 0
+            assert h.worker.memory.mapped_bytes == 0
             gate.mapped = 0
             asked = [asyncio.create_task(h.tokens(p)) for p in PROMPTS]
             await h.runtime.wake()
             assert await asyncio.gather(*asked) == expected
             await h.runtime.settled()
             assert gate.mapped == parts
-            assert h.runtime.memory.wake_bytes == 0
+            assert h.worker.memory.wake_bytes == 0
             assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == expected
 
     run(tiny_checkpoint, load(tiny_checkpoint), scenario, LIMITS)
@@ -95,7 +95,7 @@ def test_more_than_the_first_part_holds_is_served_in_turns(
         gate.open.clear()
         await h.runtime.wake()
         assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == expected
-        longest = tuple(range(20, 20 + h.runtime.max_model_len - 20))
+        longest = tuple(range(20, 20 + h.worker._engine.max_model_len - 20))
         assert len(await h.tokens(longest)) == 20
         assert untouched(h)
         gate.open.set()
@@ -116,10 +116,10 @@ def test_sleep_need_not_wait_for_all_parts(tiny_checkpoint: Path, gate: Gate) ->
             gate.open.set()
             await sleep
             assert gate.mapped <= 1
-            assert h.runtime.mapped_bytes == 0
+            assert h.worker.memory.mapped_bytes == 0
             await h.runtime.wake()
             await h.runtime.settled()
-            assert h.runtime.memory.wake_bytes == 0
+            assert h.worker.memory.wake_bytes == 0
 
     run(tiny_checkpoint, load(tiny_checkpoint), scenario, LIMITS)
 
@@ -139,11 +139,11 @@ def test_memory_that_others_have_is_asked_for_again(
         gate.failure = DeviceMemoryShort("a neighbour has it")
         await h.runtime.wake()
         await h.runtime.settled()
-        assert h.runtime.memory.wake_bytes > 0
+        assert h.worker.memory.wake_bytes > 0
         assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == expected
         h.runtime.check_health()
         gate.failure = None
-        while h.runtime.memory.wake_bytes:
+        while h.worker.memory.wake_bytes:
             await asyncio.sleep(0.001)
 
     run(tiny_checkpoint, load(tiny_checkpoint), scenario, LIMITS)
@@ -158,7 +158,8 @@ def test_driver_that_refuses_fails_the_replica(tiny_checkpoint: Path, gate: Gate
         await h.runtime.sleep(1)
         gate.failure = DeviceMemoryError("the card fell off")
         await h.runtime.wake()
-        await h.runtime.settled()
+        with pytest.raises(ReplicaFailed, match="fell off"):
+            await h.runtime.settled()
         with pytest.raises(ReplicaFailed, match="fell off"):
             h.runtime.check_health()
 
@@ -169,6 +170,6 @@ def test_one_part_is_there_with_the_wake(tiny_checkpoint: Path) -> None:
     async def scenario(h: Harness) -> None:
         await h.runtime.sleep(1)
         await h.runtime.wake()
-        assert h.runtime.memory.wake_bytes == 0
+        assert h.worker.memory.wake_bytes == 0
 
     run(tiny_checkpoint, load(tiny_checkpoint), scenario)

@@ -112,7 +112,7 @@ def test_counts_are_exactly_what_was_done(tiny_checkpoint: Path) -> None:
             assert awake["vllm:request_prompt_tokens_sum"] == sum(prompts) + 3 * three
             # One for each token after the first: nothing was read twice, nothing left out.
             assert awake["vllm:inter_token_latency_seconds_count"] == sum(lengths) + 12 - 7
-            mapped = h.runtime.mapped_bytes
+            mapped = h.worker.memory.mapped_bytes
             assert awake["sleepserve_device_memory_bytes{kind=mapped}"] == mapped
             assert nonzero(awake, "sleepserve_device_saved", "vllm:engine") == {
                 "vllm:engine_sleep_state{sleep_state=awake}": 1
@@ -135,7 +135,7 @@ def test_counts_are_exactly_what_was_done(tiny_checkpoint: Path) -> None:
                 await replica.ask("aborted", max_tokens=100, ignore_eos=True)
 
             running = asyncio.create_task(aborted())
-            while not h.runtime.engine_stats().running:
+            while not h.worker.engine_stats().running:
                 await asyncio.sleep(0)
             await replica.lifecycle.sleep(SleepCommand(level=1, mode=SleepMode.ABORT))
             await running
@@ -162,7 +162,7 @@ def test_counts_are_exactly_what_was_done(tiny_checkpoint: Path) -> None:
                 for phase in ("image", "map", "copy", "check")
             }
             assert phases == {"image": 1, "map": 2, "copy": 2, "check": 2}
-            assert after["sleepserve_restored_bytes_total"] == 2 * h.runtime.weights_bytes
+            assert after["sleepserve_restored_bytes_total"] == 2 * h.worker.memory.weights_bytes
             saved = after["sleepserve_device_saved_byte_seconds_total"]
             assert 0 < saved < mapped * (woken_s - slept_s) + mapped * (time.monotonic() - woken_s)
             assert after["vllm:engine_sleep_state{sleep_state=weights_offloaded}"] == 1

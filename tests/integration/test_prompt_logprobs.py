@@ -139,7 +139,7 @@ def test_sleep_in_the_middle_takes_the_cache_and_changes_no_number(
             await pieces.until(count)
             await h.runtime.sleep(level)
             assert pieces.on_device == 0
-            assert h.runtime.mapped_bytes == 0
+            assert h.worker.memory.mapped_bytes == 0
             slept_at = pieces.begun
             await asyncio.sleep(0.05)
             assert not task.done()
@@ -209,9 +209,9 @@ def test_prompt_without_room_is_refused_with_the_longest_that_has(
         free_bytes = next(
             size
             for size in itertools.count(2**20, 2**16)
-            if longest_prompt(h.runtime._module, size) > len(LONG) // 2
+            if longest_prompt(h.worker._module, size) > len(LONG) // 2
         )
-        monkeypatch.setattr(h.runtime._scoring, "_spare_bytes", lambda: free_bytes)
+        monkeypatch.setattr(h.worker._scoring, "_spare_bytes", lambda: free_bytes)
         with pytest.raises(
             DeviceMemoryShort, match=r"1000 tokens \(echo\).*enough for \d+"
         ) as told:
@@ -248,9 +248,9 @@ def test_device_that_fails_fails_the_replica_and_everybody_on_it(
         if where == "a piece":
             pieces.before = explode
         elif where == "the pause before it":
-            monkeypatch.setattr(h.runtime._residency, "_pause", explode)
+            monkeypatch.setattr(h.worker._residency, "_pause", explode)
         else:
-            monkeypatch.setattr(h.runtime._scoring, "_spare_bytes", refuse)
+            monkeypatch.setattr(h.worker._scoring, "_spare_bytes", refuse)
         with pytest.raises(ReplicaFailed):
             await echo(h)
         with pytest.raises(ReplicaFailed):

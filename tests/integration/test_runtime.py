@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engine.engine import EngineOutput
+from actors.engine.outputs import EngineOutput
 from actors.errors import ContextLengthExceeded, Unavailable
 from actors.image.image import WeightImage
 from actors.memory.cpu import CpuDriver, CpuLink
@@ -62,10 +62,13 @@ def test_tokens_and_addresses_survive_sleep(
         before = [await h.tokens(p) for p in PROMPTS]
         for _ in range(3):
             slept = await h.runtime.sleep(level)
-            assert slept.mapped_after_bytes == h.runtime.mapped_bytes == 0
-            assert slept.mapped_before_bytes >= h.runtime.weights_bytes + h.runtime.kv_bytes
+            assert slept.mapped_after_bytes == h.worker.memory.mapped_bytes == 0
+            assert (
+                slept.mapped_before_bytes
+                >= h.worker.memory.weights_bytes + h.worker.memory.kv_bytes
+            )
             woke = await h.runtime.wake()
-            assert woke.copied_bytes == h.runtime.weights_bytes
+            assert woke.copied_bytes == h.worker.memory.weights_bytes
             assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == before
         assert h.asked == ["release", "reload"] * (3 if level == 2 else 0)
 
@@ -80,10 +83,10 @@ def test_requests_frozen_by_a_sleep_go_on_after_the_wake(
         expected = [await h.tokens(p, **sampled) for p in PROMPTS]
         tasks = [asyncio.create_task(h.tokens(p, **sampled)) for p in PROMPTS]
         for _ in range(4):  # each time somewhere in the middle
-            while not h.runtime.engine_stats().running and not all(t.done() for t in tasks):
+            while not h.worker.engine_stats().running and not all(t.done() for t in tasks):
                 await asyncio.sleep(0)
             await h.runtime.sleep(1)
-            assert h.runtime.engine_stats().kv_used_blocks == 0
+            assert h.worker.engine_stats().kv_used_blocks == 0
             await h.runtime.wake()
         assert await asyncio.gather(*tasks) == expected
         await h.until_free()
@@ -123,16 +126,16 @@ def test_kept_layers_stay_mapped_and_are_not_copied_again(
         for _ in range(3):
             slept = await h.runtime.sleep(1)
             assert slept.left is not None
-            assert slept.left.kept_layers == h.runtime.mapped_bytes >= kept_bytes
+            assert slept.left.kept_layers == h.worker.memory.mapped_bytes >= kept_bytes
             woke = await h.runtime.wake()
-            assert woke.copied_bytes == h.runtime.weights_bytes - kept_bytes
+            assert woke.copied_bytes == h.worker.memory.weights_bytes - kept_bytes
             await h.runtime.settled()
-            assert h.runtime.last_transfer is not None
-            moved = [copied.segment for copied in h.runtime.last_transfer.segments]
+            assert h.worker.last_transfer is not None
+            moved = [copied.segment for copied in h.worker.last_transfer.segments]
             assert moved == [i for i in range(len(image.layout.segments)) if i not in kept]
             assert await h.tokens(PROMPTS[0]) == before
         slept = await h.runtime.sleep(2)
-        assert h.runtime.mapped_bytes == 0  # level 2 keeps nothing
+        assert h.worker.memory.mapped_bytes == 0  # level 2 keeps nothing
         assert slept.left is not None
         assert slept.left.kept_layers == 0
         await h.runtime.wake()
@@ -165,9 +168,10 @@ def test_stream_that_is_closed_while_the_model_sleeps_waits_no_longer(
         for stream in streams:
             await anext(stream)
         await h.runtime.sleep(1)  # freezes them
-        assert h.runtime.engine_stats().waiting == 4
+        assert h.worker.engine_stats().waiting == 4
         await streams[0].aclose()  # type: ignore[attr-defined]
-        assert h.runtime.engine_stats().waiting == 2
+        await h.runtime.settled()  # behind the cancels
+        assert h.worker.engine_stats().waiting == 2
         await streams[1].aclose()  # type: ignore[attr-defined]
         await h.until_free()
         await h.runtime.wake()
@@ -234,7 +238,7 @@ def test_not_streamed_says_that_it_has_begun_and_gives_one_event_per_continuatio
         begun = await anext(events)
         assert (begun.text, begun.token_ids, begun.finish_reason) == ("", (), None)
         assert begun.prompt_tokens == len(prepared.prompt_ids)
-        assert h.runtime.engine_stats().running == 1, "not at the end"
+        assert h.worker.engine_stats().running == 1, "not at the end"
         (whole,) = [event async for event in events]
         assert whole.text == "".join(e.text for e in streamed)
         parts = [t for e in streamed for t in e.logprobs or ()]
@@ -377,7 +381,7 @@ def test_sequence_that_fills_the_context_to_the_last_token(
     tiny_checkpoint: Path, image: WeightImage
 ) -> None:
     async def scenario(h: Harness) -> None:
-        limit = h.runtime.max_model_len
+        limit = h.worker._engine.max_model_len
         assert limit == 320  # 20 blocks of 16: the cache is smaller than the checkpoint's limit
         prompt = tuple(range(10, 30))
         tokens = await h.tokens(prompt, max_tokens=limit - 20, ignore_eos=True)
@@ -416,10 +420,10 @@ def test_wake_reports_its_transfer_and_the_check_in_one_line(
             await h.runtime.wake()
             await h.runtime.settled()
         h.runtime.check_health()
-        report = h.runtime.memory.last_wake
+        report = h.worker.memory.last_wake
         assert report is not None
         assert report.intact
-        assert report.copied_bytes == report.checked_bytes == h.runtime.weights_bytes
+        assert report.copied_bytes == report.checked_bytes == h.worker.memory.weights_bytes
         assert report.checked_segments == len(image.layout.segments)
         assert report.link_s > 0
         assert report.check_s > 0
@@ -438,7 +442,7 @@ def test_what_a_sleep_gave_back_is_collected_before_the_next_wake_and_only_then(
     collected = threading.Event()
 
     def collect(driver: CpuDriver) -> None:
-        mapped.append(h.runtime.mapped_bytes)
+        mapped.append(h.worker.memory.mapped_bytes)
         collected.set()
 
     async def scenario(found: Harness) -> None:
@@ -449,7 +453,7 @@ def test_what_a_sleep_gave_back_is_collected_before_the_next_wake_and_only_then(
         assert await asyncio.to_thread(collected.wait, 10)
         assert mapped == [0]
         await h.runtime.wake()
-        h.runtime._residency.collect_cleared()  # a wake was faster than the timer
+        h.worker._residency.collect_cleared()  # a wake was faster than the timer
         assert mapped == [0]
 
     h: Harness

@@ -2,8 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -21,19 +20,24 @@ from tests.integration.runtime_harness import PROMPTS, Harness, run
 def test_nothing_is_compiled_or_captured_while_somebody_is_served(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lull = Lull(quiet_s=0.0, latest_s=600.0)
+    is_starting = True
     compiling, may_end, captured = (threading.Event() for _ in range(3))
 
     def compile_slowly(engine: TransformersEngine) -> None:
         compiling.set()
         may_end.wait()
 
-    monkeypatch.setattr("actors.worker.compilation.Lull", lambda: lull)
+    def lull(is_busy: Callable[[], bool]) -> Lull:
+        return Lull(lambda: is_starting or is_busy(), quiet_s=0.0, latest_s=600.0)
+
+    monkeypatch.setattr("actors.worker.compilation.Lull", lull)
     monkeypatch.setattr(TransformersEngine, "compiles", True)
     monkeypatch.setattr(TransformersEngine, "compile", compile_slowly)
     monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: captured.set())
 
     async def scenario(h: Harness) -> None:
+        nonlocal is_starting
+
         async def first_event() -> AsyncIterator[TokenEvent]:
             stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=400, ignore_eos=True))
             await anext(stream)
@@ -43,7 +47,7 @@ def test_nothing_is_compiled_or_captured_while_somebody_is_served(
             return not await asyncio.to_thread(event.wait, 0.2)
 
         stream = await first_event()
-        since_start.close()
+        is_starting = False
         assert await stays_unset(compiling)
         await stream.aclose()
         assert await asyncio.to_thread(compiling.wait, 20)
@@ -54,9 +58,7 @@ def test_nothing_is_compiled_or_captured_while_somebody_is_served(
         await h.runtime.compiled()
         assert captured.is_set()
 
-    with ExitStack() as since_start:
-        since_start.enter_context(lull.interrupted())
-        run(tiny_checkpoint, image, scenario)
+    run(tiny_checkpoint, image, scenario)
 
 
 def test_graphs_that_find_no_memory_are_for_another_time(
@@ -80,7 +82,7 @@ def test_graphs_that_find_no_memory_are_for_another_time(
         tokens = await h.tokens(PROMPTS[0])
         for _ in range(2):
             await h.runtime.sleep(1)
-            assert h.runtime.mapped_bytes == 0
+            assert h.worker.memory.mapped_bytes == 0
             await h.runtime.wake()
             assert await h.tokens(PROMPTS[0]) == tokens
         h.runtime.check_health()
@@ -131,11 +133,11 @@ def test_sleeping_model_takes_no_memory_for_what_was_compiled(
 
     async def scenario(h: Harness) -> None:
         def use(engine: TransformersEngine) -> None:
-            captured.append(h.runtime.memory.wake_bytes)
+            captured.append(h.worker.memory.wake_bytes)
 
         monkeypatch.setattr(TransformersEngine, "use_compiled", use)
-        map_all, mapped = h.runtime.memory.map, []
-        monkeypatch.setattr(h.runtime.memory, "map", lambda: (mapped.append(1), map_all()))
+        map_all, mapped = h.worker.memory.map, []
+        monkeypatch.setattr(h.worker.memory, "map", lambda: (mapped.append(1), map_all()))
         may_compile.set()
         await h.runtime.compiled()
         assert (mapped, captured) == ([], [])
@@ -143,7 +145,7 @@ def test_sleeping_model_takes_no_memory_for_what_was_compiled(
         tokens = await h.tokens(PROMPTS[0])
         await h.runtime.sleep(1)
         assert captured == [0], "with everything mapped"
-        assert h.runtime.mapped_bytes == 0
+        assert h.worker.memory.mapped_bytes == 0
         await h.runtime.wake()
         assert await h.tokens(PROMPTS[0]) == tokens
 
@@ -243,7 +245,8 @@ def test_capture_that_fails_in_the_background_fails_the_replica(
         pending = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
         await anext(pending)
         may_compile.set()
-        await h.runtime.compiled()
+        with pytest.raises(ReplicaFailed, match="capturing the compiled layers"):
+            await h.runtime.compiled()
         with pytest.raises(ReplicaFailed, match="capturing the compiled layers"):
             h.runtime.check_health()
         with pytest.raises(ReplicaFailed, match="capturing"):

@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.transfer import Transfer
 from actors.protocol import FinishReason, ReplicaState, SleepCommand, SleepMode, TokenEvent
 from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.runtime import ModelRuntime
 from actors.worker.lull import Lull
 from actors.worker.watchdog import WatchdogConfig
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, load, run
@@ -70,7 +70,7 @@ def test_bad_request_is_refused_before_it_enters(
     async def scenario(h: Harness) -> None:
         with pytest.raises(error, match=message):
             h.prepare(prompt, **sampling)
-        assert h.runtime.mapped_bytes == 0  # refusing needed no weights
+        assert h.worker.memory.mapped_bytes == 0  # refusing needed no weights
         await h.runtime.wake()
         assert await h.tokens("good")
 
@@ -82,7 +82,7 @@ def test_sequence_that_was_put_off_goes_on_when_the_other_is_cancelled(
     tiny_checkpoint: Path, image: WeightImage, how: str
 ) -> None:
     async def scenario(h: Harness) -> None:
-        scheduler = h.runtime._engine._processor.scheduler  # type: ignore[attr-defined]
+        scheduler = h.worker._engine._processor.scheduler  # type: ignore[attr-defined]
         first, second = (5,) * 20, (6,) * 20
         text = "".join(e.text for e in await h.events(first, max_tokens=100, ignore_eos=True))
         parts = (
@@ -148,7 +148,7 @@ def test_wake_that_fails_half_way_leaves_nothing_mapped(
             patch.setattr(CpuLink, "copy", fail_third)
             with pytest.raises(DeviceMemoryError, match="copy failed"):
                 await h.runtime.wake()
-        assert h.runtime.mapped_bytes == 0
+        assert h.worker.memory.mapped_bytes == 0
         await h.runtime.wake()
         assert await h.tokens(PROMPTS[0]) == expected
 
@@ -237,7 +237,7 @@ def test_byte_that_changed_on_the_way_fails_the_replica_and_its_requests(
             h.runtime.check_health()
         with pytest.raises(WeightsCorrupted):
             await h.tokens(PROMPTS[0])
-        report = h.runtime.memory.last_wake
+        report = h.worker.memory.last_wake
         assert report is not None
         assert not report.intact
 
@@ -313,9 +313,9 @@ def test_paused_engine_that_is_stopped_computes_nothing(
         await h.runtime.sleep(1)
         await streams[0].aclose()  # type: ignore[attr-defined]
         forwards = []
-        model = h.runtime._engine._model  # type: ignore[attr-defined]
+        model = h.worker._engine._model  # type: ignore[attr-defined]
         model.register_forward_pre_hook(lambda *_: forwards.append(1))
-        await h.runtime._on_control(h.runtime._engine.stop)
+        await h.worker._on_control(h.worker._engine.stop)
         assert forwards == []
         with pytest.raises(EngineDied):
             async for _ in streams[1]:
@@ -328,19 +328,32 @@ def test_pages_are_unpinned_though_the_engine_does_not_stop(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(h: Harness) -> None:
-        stop = h.runtime._engine.stop
+        stop = h.worker._engine.stop
 
         def stop_and_fail() -> None:
             stop()
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        monkeypatch.setattr(h.runtime._engine, "stop", stop_and_fail)
+        monkeypatch.setattr(h.worker._engine, "stop", stop_and_fail)
         with pytest.raises(RuntimeError, match="illegal"):
-            await h.runtime.close()
-        assert h.runtime.memory._link is None
+            await h.worker.close()
+        assert h.worker.memory._link is None
         monkeypatch.undo()
 
     run(tiny_checkpoint, image, scenario)
+
+
+class LastWorker:
+    """Effects by the worker of a runtime, which no other one follows."""
+
+    def __init__(self, runtime: ModelRuntime) -> None:
+        self._runtime = runtime
+        self.wake, self.sleep = runtime.wake, runtime.sleep
+        self.abort_in_flight = runtime.abort_in_flight
+        self.fail_in_flight = runtime.fail_in_flight
+
+    async def restart(self) -> None:
+        raise self._runtime.worker.failed.result()
 
 
 HASTY = WatchdogConfig(step_timeout_s=0.3, copy_timeout_s=0.3, memory_timeout_s=0.3)
@@ -384,14 +397,14 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
         monkeypatch.setattr(TransformersEngine, "compile", compiling)
 
     async def scenario(h: Harness) -> None:
-        lifecycle = Lifecycle(h.runtime, SleepConfig(), time.monotonic)
-        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        lifecycle = Lifecycle(LastWorker(h.runtime), SleepConfig(), time.monotonic)
+        told = asyncio.Event()
 
-        def tell(failed: Future[ReplicaFailed]) -> None:
-            loop.call_soon_threadsafe(lifecycle.fail, failed.result())
-            loop.call_soon_threadsafe(told.set)
+        def tell(failed: asyncio.Future[ReplicaFailed]) -> None:
+            lifecycle.restart(failed.result())
+            told.set()
 
-        h.runtime.failed.add_done_callback(tell)
+        h.runtime.worker.failed.add_done_callback(tell)
 
         async def ask(**sampling: object) -> None:
             async with lifecycle.serving("r"):
@@ -406,22 +419,22 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
         if where in ("map", "copy"):
             await lifecycle.sleep(SleepCommand())
         targets: dict[str, tuple[object, str]] = {
-            "step": (h.runtime._engine._processor, "_generation_step"),
-            "prepare": (h.runtime._engine._processor, "prepare_next_batch"),
-            "room": (h.runtime._scoring, "_spare_bytes"),
+            "step": (h.worker._engine._processor, "_generation_step"),
+            "prepare": (h.worker._engine._processor, "prepare_next_batch"),
+            "room": (h.worker._scoring, "_spare_bytes"),
             "map": (CpuDriver, "map"),
             "copy": (Transfer, "finish"),
             "unmap": (CpuDriver, "unmap"),
             "unpin": (CpuLink, "close"),
             "collect": (CpuDriver, "collect_cleared"),
-            "pause": (h.runtime._engine, "pause"),
-            "drop": (h.runtime._engine, "drop_kv"),
+            "pause": (h.worker._engine, "pause"),
+            "drop": (h.worker._engine, "drop_kv"),
             "capture": (TransformersEngine, "use_compiled"),
             "resume after capture": (TransformersEngine, "prepare_wake"),
         }
         if where in targets:
             monkeypatch.setattr(*targets[where], hang)
-        for watch in h.runtime._watchdog._watches:
+        for watch in h.worker._watchdog._watches:
             watch.limit_s = 0.3  # also what a start needs more for
         may_compile.set()
         if where == "collect":
@@ -434,15 +447,14 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
             asking = {"echo": True, "logprobs": 1} if where in ("room", "compile") else {}
             with pytest.raises(ReplicaFailed, match=what):
                 await ask(max_tokens=900, ignore_eos=True, **asking)
-        assert lifecycle.state is ReplicaState.FAILED
-        assert h.runtime.hung.done(), "its process ends, if nobody else ends it"
         with pytest.raises(EngineDied, match=f"{what} .* s .its limit is 0.3 s"):
             h.runtime.check_health()
         with pytest.raises(ReplicaFailed):
             await ask()
+        assert lifecycle.state is ReplicaState.FAILED
         with pytest.raises(ReplicaFailed, match=what):
             await healthy_once_settled()
-        await h.runtime.close()  # likewise
+        await h.worker.close()  # likewise
         monkeypatch.undo()
         released.set()
 
@@ -454,7 +466,7 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
 
 def test_idle_or_sleeping_engine_is_no_hang(tiny_checkpoint: Path, image: WeightImage) -> None:
     async def scenario(h: Harness) -> None:
-        for watch in h.runtime._watchdog._watches:
+        for watch in h.worker._watchdog._watches:
             watch.limit_s = 0.3
         for is_asleep in (False, True):
             assert await h.tokens(PROMPTS[0])
@@ -490,14 +502,14 @@ def test_close_behind_a_hung_control_thread_is_bounded(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr("actors.replica.runtime._CLOSE_TIMEOUT_S", 30.0 if noticed else 0.3)
+    monkeypatch.setattr("actors.worker.model_worker._CLOSE_TIMEOUT_S", 30.0 if noticed else 0.3)
 
     async def scenario(h: Harness) -> None:
         if noticed:
-            h.runtime._watchdog.control.limit_s = 0.3
-        h.runtime._control.submit(released.wait)
+            h.worker._watchdog.control.limit_s = 0.3
+        h.worker._control.submit(released.wait)
         if noticed:
-            await asyncio.to_thread(h.runtime.hung.result, 20)
+            await h.runtime.worker.failed
         async with asyncio.timeout(5):
             await h.runtime.close()
         released.set()
@@ -517,9 +529,9 @@ def test_device_that_fails_after_a_sleep_fails_the_replica(
 
         monkeypatch.setattr(CpuDriver, "collect_cleared", refuse)
         await h.runtime.sleep(1)
-        h.runtime._residency.collect_cleared()
+        h.worker._residency.collect_cleared()
         with pytest.raises(ReplicaFailed, match="cuMemCreate failed"):
-            h.runtime.check_health()
+            await h.runtime.settled()
 
     run(tiny_checkpoint, image, scenario)
 
@@ -534,7 +546,7 @@ def test_checkpoint_that_changed_during_a_level_2_sleep_is_refused(
         write_checkpoint(checkpoint, "tiny", seed=1, force=True)
         with pytest.raises(LayoutMismatch, match="changed"):
             await h.runtime.wake()
-        assert h.runtime.image_origin == ""
+        assert h.runtime.worker.state.image_origin == ""
 
     run(checkpoint, load(checkpoint), scenario)
 
@@ -548,7 +560,7 @@ def memory_missing_at(h: Harness, *steps: int) -> Iterator[None]:
         if next(count) in steps:
             raise torch.OutOfMemoryError("another process has it all")
 
-    handle = h.runtime._engine._model.register_forward_pre_hook(fail)
+    handle = h.worker._engine._model.register_forward_pre_hook(fail)
     try:
         yield
     finally:
@@ -611,7 +623,7 @@ def test_engine_that_dies_fails_its_requests_and_the_health_check(
 
         stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
         await anext(stream)
-        monkeypatch.setattr(h.runtime._engine._processor, "_generation_step", explode)
+        monkeypatch.setattr(h.worker._engine._processor, "_generation_step", explode)
         with pytest.raises(EngineDied, match="RuntimeError"):
             async for _ in stream:
                 pass

@@ -137,8 +137,8 @@ def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
                 found.append((whole, len(prompt), told, [e.logprob for e in sampled.logprobs]))
                 assert await answers(h) == expected
                 await h.runtime.sleep(1)
-                assert h.runtime.memory.sleep_residue is not None
-                left.append(h.runtime.memory.sleep_residue.total)
+                assert h.worker.memory.sleep_residue is not None
+                left.append(h.worker.memory.sleep_residue.total)
                 await h.runtime.wake()
             if device == "cuda":  # the first forward of a length loads kernels, which stay
                 assert max(left[len(PROMPTS) :]) <= left[len(PROMPTS) - 1] + 16 * MIB
@@ -170,17 +170,20 @@ def sleep_and_account(device: str, checkpoint: Path, level: int) -> None:
     async def scenario() -> None:
         async with harness(checkpoint, load(checkpoint), ENGINES[device]) as h:
             expected = await answers(h)
-            memory = h.runtime.memory
+            memory = h.worker.memory
             for _ in range(3):
                 await settled(h)
                 assert memory.sleep_residue is None
                 slept = await h.runtime.sleep(level)
                 assert slept.released_bytes is not None
                 if device == "cpu":  # of the KV cache only what was written ever was resident
-                    released = 0.95 * h.runtime.weights_bytes
+                    released = 0.95 * h.worker.memory.weights_bytes
                 else:
                     released = 0.95 * slept.mapped_before_bytes
-                assert slept.mapped_before_bytes >= h.runtime.weights_bytes + h.runtime.kv_bytes
+                assert (
+                    slept.mapped_before_bytes
+                    >= h.worker.memory.weights_bytes + h.worker.memory.kv_bytes
+                )
                 assert slept.released_bytes >= released
                 if slept.own_released_bytes is not None:  # NVML can be blind in a container
                     assert slept.own_released_bytes >= released
@@ -235,7 +238,7 @@ def test_lifecycle_keeps_and_logs_the_figures_of_a_sleep(
             slept = lifecycle.last_sleep
             assert slept is not None
             assert slept.released_bytes is not None
-            assert slept.released_bytes >= 0.95 * h.runtime.weights_bytes
+            assert slept.released_bytes >= 0.95 * h.worker.memory.weights_bytes
             assert f"the device got {slept.released_bytes}" in caplog.messages[-1]
             assert "left are" in caplog.messages[-1]
 
@@ -268,10 +271,10 @@ def test_kept_layers_are_neither_unmapped_nor_moved(
                 if device == "cuda":
                     assert slept.released_bytes >= 0.95 * gone
                 woke = await h.runtime.wake()
-                assert woke.copied_bytes == h.runtime.weights_bytes - payload
+                assert woke.copied_bytes == h.worker.memory.weights_bytes - payload
                 assert await answers(h) == expected
                 await settled(h)
-                report, transfer = h.runtime.memory.last_wake, h.runtime.last_transfer
+                report, transfer = h.worker.memory.last_wake, h.worker.last_transfer
                 assert report is not None
                 assert transfer is not None
                 assert report.copied_bytes == report.checked_bytes == woke.copied_bytes
@@ -328,7 +331,7 @@ def test_compiled_layers_take_over_in_any_state(
             monkeypatch.setattr(ModelMemory, "map", map_all)
             assert len(captures) == (state == "generating")
             if state == "asleep":
-                assert h.runtime.mapped_bytes == 0, "it takes nothing from its neighbours"
+                assert h.worker.memory.mapped_bytes == 0, "it takes nothing from its neighbours"
                 await h.runtime.wake()
             found = [await answers(h)]
             for _ in range(3):
@@ -389,12 +392,11 @@ def test_byte_that_changed_in_the_image_fails_the_replica(
             await h.runtime.sleep(1)
             flip_bit(image, index, image.layout.segments[index].size - 3)
             await h.runtime.wake()
-            await h.runtime.settled()
             with pytest.raises(WeightsCorrupted, match=image.layout.segments[index].name):
-                h.runtime.check_health()
+                await h.runtime.settled()
             with pytest.raises(WeightsCorrupted):
                 await h.tokens(PROMPTS[0])
-            report = h.runtime.memory.last_wake
+            report = h.worker.memory.last_wake
             assert report is not None
             assert not report.intact
 
@@ -416,7 +418,7 @@ def test_two_models_on_one_device_wake_at_the_same_time(device: str, checkpoint:
             for level in (1, 1, 2):
                 await asyncio.gather(*(settled(h) for h in both))
                 await asyncio.gather(*(h.runtime.sleep(level) for h in both))
-                assert [h.runtime.mapped_bytes for h in both] == [0, 0]
+                assert [h.worker.memory.mapped_bytes for h in both] == [0, 0]
                 await asyncio.gather(*(h.runtime.wake() for h in both))
                 assert await asyncio.gather(*(answers(h) for h in both)) == [expected] * 2
                 await asyncio.gather(*(settled(h) for h in both))
@@ -464,7 +466,7 @@ def test_wake_without_room_is_refused_and_works_once_there_is_some(
                     with pytest.raises(Unavailable, match="do not fit on cpu"):
                         await lifecycle.wake_up()
                     assert lifecycle.state is ReplicaState.ASLEEP
-                    assert h.runtime.mapped_bytes == 0
+                    assert h.worker.memory.mapped_bytes == 0
             await lifecycle.wake_up()
             assert len(await h.tokens(PROMPTS[0], ignore_eos=True)) == 20
 
@@ -495,7 +497,7 @@ def test_kv_cache_in_parts(
         async with harness(checkpoint, load(checkpoint), limits) as h:
             await settled(h)
             expected = await answers(h)
-            assert len(h.runtime._engine.kv_arena.spans) > 2  # type: ignore[attr-defined]
+            assert len(h.worker._engine.kv_arena.spans) > 2  # type: ignore[attr-defined]
             if others_have_the_rest:
                 monkeypatch.setattr(DeviceArena, "map", map_first)
             for _ in range(3):
@@ -507,7 +509,7 @@ def test_kv_cache_in_parts(
                 asked = (h.tokens(prompt, max_tokens=40, ignore_eos=True) for prompt in crowd)
                 assert [len(answer) for answer in await asyncio.gather(*asked)] == [40] * 12
                 await settled(h)
-                assert bool(h.runtime.memory.wake_bytes) == others_have_the_rest
+                assert bool(h.worker.memory.wake_bytes) == others_have_the_rest
 
     run(scenario)
 
@@ -527,9 +529,9 @@ def test_wake_on_a_full_card_is_refused_and_works_once_the_other_process_is_gone
             expected = await answers(h)
             await settled(h)
             await lifecycle.sleep(SleepCommand())
-            kept = h.runtime.mapped_bytes
+            kept = h.worker.memory.mapped_bytes
             assert (kept > 0) == (keep_layers > 0)
-            needed = h.runtime.weights_bytes + h.runtime.kv_bytes - kept
+            needed = h.worker.memory.weights_bytes + h.worker.memory.kv_bytes - kept
             with full_card(spare_bytes=needed // 2) as free:
                 assert free < needed, "the other process did not fill the card"
                 for _ in range(2):
@@ -539,9 +541,9 @@ def test_wake_on_a_full_card_is_refused_and_works_once_the_other_process_is_gone
                     assert caught.value.retry_after_s > 0
                     assert "do not fit on cuda:0" in str(caught.value)
                     assert lifecycle.state is ReplicaState.ASLEEP
-                    assert h.runtime.mapped_bytes == kept
+                    assert h.worker.memory.mapped_bytes == kept
             # The other process is dead; its memory comes back when the driver has cleaned up.
-            while h.runtime.memory._driver.memory().free < needed + 256 * MIB:
+            while h.worker.memory._driver.memory().free < needed + 256 * MIB:
                 await asyncio.sleep(0.01)
             await lifecycle.wake_up()
             assert await answers(h) == expected

@@ -131,7 +131,7 @@ def test_sleep_and_eviction_in_the_middle_change_nothing(
         expected = await answers()
         task = asyncio.create_task(answers())
         for _ in range(3):
-            while not h.runtime.engine_stats().running and not task.done():
+            while not h.worker.engine_stats().running and not task.done():
                 await asyncio.sleep(0)
             await h.runtime.sleep(1)
             await h.runtime.wake()
@@ -187,10 +187,10 @@ def test_bad_grammar_wakes_nobody(tiny_checkpoint: Path, image: WeightImage) -> 
             (regex("a" * 70_000), UnsupportedParameter, "guided_regex has 70000 characters"),
         ):
             with pytest.raises(error, match=message) as caught:
-                h.prepare("hi", grammar=grammar)
+                await h.runtime.check_grammar(h.prepare("hi", grammar=grammar))
             assert caught.value.param == grammar.param
-        h.prepare("hi", grammar=schema())
-        assert h.runtime.mapped_bytes == 0
+        await h.runtime.check_grammar(h.prepare("hi", grammar=schema()))
+        assert h.worker.memory.mapped_bytes == 0
 
     run(tiny_checkpoint, image, scenario, awake=False)
 

@@ -8,7 +8,7 @@ import pytest
 
 from actors.errors import ContextLengthExceeded
 from actors.image.image import WeightImage
-from actors.protocol import FinishReason, SamplingParams
+from actors.protocol import FinishReason
 from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
 from tests.integration.runtime_harness import ENGINE, Harness, run
 
@@ -71,9 +71,8 @@ def test_everything_behind_prepare_sees_resolved_values(
         expected = ResolvedSampling(
             max_tokens=20, temperature=0.6, top_p=0.5, repetition_penalty=1.1
         )
-        assert prepared.request.sampling == expected
-        assert [sequence.params for sequence in prepared.sequences] == [expected] * 2
-        assert type(prepared.request.sampling) is not SamplingParams
+        assert prepared.params == expected
+        assert len(set(prepared.seeds)) == 2
 
     run(checkpoint, image, scenario, awake=False, defaults=defaults)
 
@@ -98,10 +97,10 @@ def test_max_new_tokens_beyond_the_context_fails_no_request(
 
     async def scenario(h: Harness) -> None:
         prompt = tuple(range(10, 30))
-        left = h.runtime.max_model_len - len(prompt)
+        left = h.worker._engine.max_model_len - len(prompt)
         tokens = await h.tokens(prompt, temperature=0.0, max_tokens=None, ignore_eos=True)
         assert len(tokens) == left
-        with pytest.raises(ContextLengthExceeded, match=str(h.runtime.max_model_len)):
+        with pytest.raises(ContextLengthExceeded, match=str(h.worker._engine.max_model_len)):
             h.prepare(tuple([5] * 5000), max_tokens=None)
 
     few = ENGINE.model_copy(update={"num_blocks": 20})

@@ -1,24 +1,51 @@
 """What of a replica can be had without Serve."""
 
 import asyncio
+import logging
 import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors.errors import (
+    DeviceMemoryShort,
+    EngineDied,
+    InvalidRequest,
+    ReplicaFailed,
+    WorkerLost,
+)
 from actors.observer import GuardedObserver, Observer
-from actors.protocol import ChatPrompt, DeviceNow, GenerateRequest, Prompt, SamplingParams
+from actors.protocol import (
+    ChatPrompt,
+    DeviceNow,
+    GenerateRequest,
+    Prompt,
+    ReplicaState,
+    SamplingParams,
+    TokenEvent,
+)
+from serve_app.process.logs import log_to
+from serve_app.replica import device_reading
 from serve_app.replica import replica as deployment
 from serve_app.replica.device_reading import DeviceReading
 from serve_app.replica.replica import ModelReplica, kept_running
+from serve_app.replica.worker_process import bundles
 
 
 class Runtime:
+    def __init__(self) -> None:
+        self.checked: list[Any] = []
+
     def prepare(self, request: GenerateRequest) -> Any:
         return threading.current_thread().name
+
+    async def check_grammar(self, prepared: Any) -> None:
+        self.checked.append(prepared)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +62,12 @@ class Runtime:
 )
 def test_long_prompts_are_read_beside_the_event_loop(prompt: Prompt, thread: str) -> None:
     reading = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
-    replica: Any = SimpleNamespace(_runtime=Runtime(), _reading=reading)
+    runtime = Runtime()
+    replica: Any = SimpleNamespace(_supervisor=SimpleNamespace(runtime=runtime), _reading=reading)
     request = GenerateRequest("r", prompt, SamplingParams())
-    assert str(asyncio.run(ModelReplica._prepare(replica, request))).startswith(thread)
+    prepared = asyncio.run(ModelReplica._prepare(replica, request))
+    assert str(prepared).startswith(thread)
+    assert runtime.checked == [prepared]
 
 
 def test_watch_that_fails_is_told_and_begins_again(
@@ -101,54 +131,263 @@ def test_guard_hands_on_everything_that_there_is_to_tell() -> None:
     assert all(each[1:] == tuple(range(len(each) - 1)) for each in told)
 
 
-DEVICE = DeviceNow("GPU-1", "card", 100, 60, 40)
+# --- a worker that fails under a request ---
+
+BEGUN = TokenEvent(0, "", (), 3)
+TOKEN = TokenEvent(0, "", (5,), 3)
+TEXT = TokenEvent(0, "text", (), 3)
+LOST = WorkerLost("the process that computes for this replica has ended")
+Course = list[TokenEvent | Exception]
 
 
-def test_device_is_read_beside_the_event_loop() -> None:
+def answered(*courses: Course, state: ReplicaState = ReplicaState.RESTARTING) -> Course:
+    """What a request gets whose attempts, one per worker, go like that."""
+    left = list(courses)
+    serving = 0
+
+    @asynccontextmanager
+    async def hold_awake(request_id: str) -> AsyncIterator[None]:
+        nonlocal serving
+        serving += 1
+        try:
+            yield
+        finally:
+            serving -= 1
+
+    async def generate(prepared: Any) -> AsyncIterator[TokenEvent]:
+        assert serving == 1
+        for each in left.pop(0):
+            if isinstance(each, Exception):
+                raise each
+            yield each
+
+    replica: Any = SimpleNamespace(
+        _lifecycle=SimpleNamespace(serving=hold_awake, state=state),
+        _supervisor=SimpleNamespace(runtime=SimpleNamespace(generate=generate)),
+    )
+    prepared: Any = SimpleNamespace(request=GenerateRequest("r", "x", SamplingParams()))
+
+    async def scenario() -> Course:
+        got: Course = []
+        try:
+            async for event in ModelReplica._generate(replica, prepared):
+                got.append(event)
+        except ReplicaFailed as failure:
+            got.append(failure)
+        return got
+
+    got = asyncio.run(scenario())
+    assert left == []
+    return got
+
+
+@pytest.mark.parametrize("begun", [[], [BEGUN]])
+def test_request_begins_again_if_nothing_of_its_answer_was_sent(begun: Course) -> None:
+    assert answered([*begun, LOST], [TOKEN, TEXT]) == [*begun, TOKEN, TEXT]
+
+
+@pytest.mark.parametrize("event", [TOKEN, TEXT])
+def test_request_whose_answer_has_begun_fails_with_its_worker(event: TokenEvent) -> None:
+    assert answered([event, LOST]) == [event, LOST]
+
+
+def test_request_that_fails_with_two_workers_is_not_tried_again() -> None:
+    again = EngineDied("again")
+    assert answered([LOST], [BEGUN, again]) == [BEGUN, again]
+
+
+def test_request_fails_with_the_replica() -> None:
+    assert answered([LOST], state=ReplicaState.FAILED) == [LOST]
+
+
+@pytest.mark.parametrize("refusal", [DeviceMemoryShort("no room", 1.0), InvalidRequest("no")])
+def test_request_that_is_refused_is_not_tried_again(refusal: Exception) -> None:
+    with pytest.raises(type(refusal)):
+        answered([refusal])
+
+
+# --- where a worker is placed ---
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_gpus", "replica", "worker"),
+    [
+        (4, 1, {"CPU": 4}, {"GPU": 1}),
+        (1, 0.5, {"CPU": 1}, {"GPU": 0.5}),
+        (0, 1, {"CPU": 0.001}, {"GPU": 1}),
+        (2, 0, {"CPU": 0.001}, {"CPU": 2}),
+        (0, 0, {"CPU": 0.001}, {"CPU": 0.001}),
+    ],
+)
+def test_cores_are_the_replica_s_beside_a_card_and_else_the_worker_s(
+    num_cpus: float, num_gpus: float, replica: dict[str, float], worker: dict[str, float]
+) -> None:
+    assert bundles(num_cpus, num_gpus) == [replica, worker]
+    assert all(amount > 0 for bundle in bundles(num_cpus, num_gpus) for amount in bundle.values())
+
+
+# --- its log ---
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """As they were, afterwards."""
+    names = ("serve_app", "actors", "ContinuousBatchingLogger")
+    before = [
+        (logger, logger.handlers, logger.level, logger.propagate)
+        for logger in map(logging.getLogger, names)
+    ]
+    yield
+    for logger, handlers, level, propagate in before:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("loggers")
+def test_lines_of_both_packages_are_sent_with_their_tracebacks() -> None:
+    sent: list[tuple[int, str, str]] = []
+    log_to(lambda *line: sent.append(line))
+    log_to(lambda *line: sent.append(line))  # instead of the first, not beside it
+    logging.getLogger("actors.worker.residency").info("%d %% of %s", 90, "it")
+    logging.getLogger("serve_app.weights").warning("zwei\nZeilen")
+    logging.getLogger("actors.engine").debug("every token")
+    logging.getLogger("ray.serve").error("not ours")
+    logging.getLogger("ContinuousBatchingLogger").info("a dozen of them")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logging.getLogger("actors").exception("it failed")
+    assert sent[:2] == [
+        (logging.INFO, "actors.worker.residency", "90 % of it"),
+        (logging.WARNING, "serve_app.weights", "zwei\nZeilen"),
+    ]
+    (level, name, text), *rest = sent[2:]
+    assert (level, name, rest) == (logging.ERROR, "actors", [])
+    assert text.startswith("it failed\nTraceback")
+    assert text.endswith("ValueError: why")
+
+
+@pytest.mark.usefixtures("loggers")
+def test_lines_are_sent_from_the_thread_that_writes_them_and_to_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     threads = []
+    log_to(lambda *_: threads.append(threading.current_thread().name))
+    thread = threading.Thread(target=logging.getLogger("actors").info, args=("x",), name="engine")
+    thread.start()
+    thread.join()
+    assert threads == ["engine"]
+    assert caplog.records == []
 
-    def read() -> DeviceNow:
-        threads.append(threading.current_thread().name)
-        return DEVICE
 
-    async def scenario() -> None:
-        reading = await asyncio.to_thread(DeviceReading, read)
+# --- readings of the device ---
+
+DEVICE = DeviceNow("GPU-1", "card", 100, 60, 40)
+LATER = replace(DEVICE, free=10)
+
+
+class Driver:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.answer: asyncio.Future[DeviceNow] = asyncio.get_running_loop().create_future()
+
+    async def read(self) -> DeviceNow:
+        self.asked += 1
+        return await self.answer
+
+    def forget(self) -> None:
+        self.answer = asyncio.get_running_loop().create_future()
+
+
+def read(scenario: Callable[[Driver, DeviceReading], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        driver = Driver()
+        async with asyncio.timeout(20):
+            await scenario(driver, DeviceReading(driver.read, DEVICE))
+
+    asyncio.run(bounded())
+
+
+def test_device_is_asked_each_time_and_not_before() -> None:
+    async def scenario(driver: Driver, reading: DeviceReading) -> None:
+        assert driver.asked == 0
+        for asked, answer in enumerate((LATER, DEVICE, LATER), 1):
+            driver.forget()
+            driver.answer.set_result(answer)
+            assert await reading.now() == answer
+            assert driver.asked == asked
+
+    read(scenario)
+
+
+def test_who_asks_at_the_same_time_shares_the_answer() -> None:
+    async def scenario(driver: Driver, reading: DeviceReading) -> None:
+        asking = [asyncio.create_task(reading.now()) for _ in range(5)]
+        await asyncio.sleep(0)
+        driver.answer.set_result(LATER)
+        assert await asyncio.gather(*asking) == [LATER] * 5
+        assert driver.asked == 1
+
+    read(scenario)
+
+
+def test_driver_that_hangs_is_asked_once_and_the_last_answer_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_reading, "_PATIENCE_S", 0.01)
+
+    async def scenario(driver: Driver, reading: DeviceReading) -> None:
+        for _ in range(3):
+            assert await asyncio.gather(*(reading.now() for _ in range(5))) == [DEVICE] * 5
+        assert driver.asked == 1
+        driver.answer.set_result(LATER)
+        assert await reading.now() == LATER  # of the question that was asked then
+        assert driver.asked == 1
+        driver.forget()
+        assert await reading.now() == LATER  # the last, while it hangs once more
+        assert driver.asked == 2
+
+    read(scenario)
+
+
+def test_caller_that_leaves_takes_the_question_from_nobody() -> None:
+    async def scenario(driver: Driver, reading: DeviceReading) -> None:
+        leaver, stayer = (asyncio.create_task(reading.now()) for _ in range(2))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        await asyncio.wait([leaver])
+        driver.answer.set_result(LATER)
+        assert await stayer == LATER
+        assert driver.asked == 1
+
+    read(scenario)
+
+
+@pytest.mark.parametrize("failure", [LOST, EngineDied("hung")])
+def test_without_a_worker_there_is_the_last_answer_and_the_next_one_is_asked(
+    failure: Exception,
+) -> None:
+    async def scenario(driver: Driver, reading: DeviceReading) -> None:
+        driver.answer.set_exception(failure)
+        assert await asyncio.gather(*(reading.now() for _ in range(3))) == [DEVICE] * 3
         assert await reading.now() == DEVICE
+        assert driver.asked == 2
+        driver.forget()
+        driver.answer.set_result(LATER)
+        assert await reading.now() == LATER
 
-    asyncio.run(scenario())
-    assert len(threads) == 2
-    assert threads[1].startswith("device-reader")
-
-
-def test_driver_that_hangs_is_asked_once_and_the_last_answer_given() -> None:
-    goes_on, asked = threading.Event(), []
-    after = replace(DEVICE, free=10)
-
-    def read() -> DeviceNow:
-        asked.append(1)
-        if len(asked) == 2:
-            goes_on.wait()
-        return DEVICE if len(asked) == 1 else after
-
-    async def scenario() -> None:
-        reading = DeviceReading(read)
-        assert await asyncio.gather(*(reading.now() for _ in range(5))) == [DEVICE] * 5
-        assert len(asked) == 2
-        goes_on.set()
-        while await reading.now() != after:  # as soon as the driver has answered
-            assert len(asked) == 2
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    read(scenario)
 
 
 def test_driver_that_raises_is_heard_of() -> None:
-    answers: list[DeviceNow] = [DEVICE]
-
-    async def scenario() -> None:
-        reading = DeviceReading(answers.pop)
-        with pytest.raises(IndexError):
+    async def scenario(driver: Driver, reading: DeviceReading) -> None:
+        driver.answer.set_exception(OSError("driver/library version mismatch"))
+        with pytest.raises(OSError, match="mismatch"):
             await reading.now()
-        answers.append(DEVICE)
-        assert await reading.now() == DEVICE
+        driver.forget()
+        driver.answer.set_result(LATER)
+        assert await reading.now() == LATER
 
-    asyncio.run(scenario())
+    read(scenario)

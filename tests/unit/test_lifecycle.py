@@ -18,26 +18,43 @@ from actors.errors import (
     Unavailable,
     WakeTimeout,
 )
+from actors.observer import Observer, WakeCause, WakeResult
 from actors.protocol import MemoryChange, MemoryLeft, ReplicaState, SleepCommand, SleepMode
 from actors.replica.idle import IdleClock
 from actors.replica.lifecycle import Lifecycle, SleepConfig
 
 AWAKE, DRAINING, ASLEEP = ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.ASLEEP
 WAKING, FAILED = ReplicaState.WAKING, ReplicaState.FAILED
+RESTARTING = ReplicaState.RESTARTING
 NOTHING = MemoryChange(0, 0, 0)
 
 
 class GatedEffects:
-    """Effects that record their calls, wait at a gate, and fail on demand."""
+    """Effects that record their calls, wait at a gate, and fail on demand.
+
+    Attributes:
+        gate: of the worker that there is.
+        next_gate: that of the next worker.
+        failure: what the worker that there is raises; the next one does so only if `all_fail`.
+        at_end: called by an effect that is about to end.
+        restart_gate: how long the next worker takes to start.
+        restart_failure: why none does.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
+        self.gate = opened()
+        self.next_gate = opened()
         self.failure: Exception | None = None
+        self.all_fail = False
+        self.at_end: Callable[[], object] = lambda: None
+        self.restart_gate = opened()
+        self.restart_failure: Exception | None = None
         self.change = NOTHING
         self.on_abort: Callable[[], None] = lambda: None
         self.ended_with: list[Exception] = []
+        self.has_ended = asyncio.Event()
+        self._acts = False
 
     async def wake(self) -> MemoryChange:
         return await self._act("wake")
@@ -51,13 +68,38 @@ class GatedEffects:
 
     def fail_in_flight(self, error: Exception) -> None:
         self.ended_with.append(error)
+        self.has_ended.set()
+
+    async def restart(self) -> None:
+        await self._enter("restart", self.restart_gate)
+        if self.restart_failure is not None:
+            raise self.restart_failure
+        self.gate = self.next_gate
+        if not self.all_fail:
+            self.failure = None
 
     async def _act(self, call: str) -> MemoryChange:
-        self.calls.append(call)
-        await self.gate.wait()
+        await self._enter(call, self.gate)
+        self.at_end()
         if self.failure is not None:
             raise self.failure
         return self.change
+
+    async def _enter(self, call: str, gate: asyncio.Event) -> None:
+        assert not self._acts, "never two of them at once"
+        self.calls.append(call)
+        self._acts = True
+        try:
+            await asyncio.sleep(0)  # no effect is over in the turn of the loop in which it begins
+            await gate.wait()
+        finally:
+            self._acts = False
+
+
+def opened() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate
 
 
 class Clock:
@@ -97,6 +139,12 @@ class Bench:
             if until is not None:
                 await until.wait()
         return "served"
+
+    async def generating(self) -> None:
+        """A request that ends when the effects end it, and with what they say."""
+        async with self.lifecycle.serving("generating"):
+            await self.effects.has_ended.wait()
+            raise self.effects.ended_with[0]
 
     async def in_flight(self) -> tuple[asyncio.Task[str], asyncio.Event]:
         """A request that has begun, and what ends it."""
@@ -388,34 +436,6 @@ def test_sleep_asked_for_during_a_wake_follows_it() -> None:
     run(scenario)
 
 
-def test_failed_wake_fails_its_waiters_and_settles() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        bench.effects.failure = DeviceMemoryError("cuMemCreate of 5 bytes: out of memory")
-        outcomes = await asyncio.gather(
-            *(bench.request() for _ in range(3)), return_exceptions=True
-        )
-        assert [type(outcome) for outcome in outcomes] == [DeviceMemoryError] * 3
-        assert bench.lifecycle.state is FAILED
-        with pytest.raises(ReplicaFailed, match="out of memory"):
-            await bench.request()
-        with pytest.raises(ReplicaFailed):
-            await bench.lifecycle.sleep(SleepCommand())
-
-    run(scenario)
-
-
-def test_unexpected_error_in_a_wake_becomes_replica_failed() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        bench.effects.failure = TimeoutError("of the effect itself, not of the waiter")
-        with pytest.raises(ReplicaFailed):
-            await bench.request()
-        assert bench.lifecycle.state is FAILED
-
-    run(scenario)
-
-
 def test_wake_that_is_not_possible_now_leaves_it_asleep() -> None:
     async def scenario() -> None:
         bench = Bench()
@@ -425,73 +445,6 @@ def test_wake_that_is_not_possible_now_leaves_it_asleep() -> None:
         assert bench.lifecycle.state is ASLEEP
         bench.effects.failure = None
         assert await bench.request() == "served"
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("state", [ASLEEP, WAKING, AWAKE, DRAINING])
-def test_replica_can_fail_in_any_state_and_nobody_waits_any_more(state: ReplicaState) -> None:
-    """Also behind an effect that never returns."""
-
-    async def scenario() -> None:
-        bench = Bench()
-        waiting = []
-        if state in (AWAKE, DRAINING):
-            await bench.awake()
-        bench.effects.gate.clear()
-        if state is DRAINING:
-            waiting.append(asyncio.create_task(bench.lifecycle.sleep(SleepCommand())))
-            await until(lambda: bench.effects.calls == ["sleep 1"])
-        if state in (WAKING, DRAINING):
-            waiting += [asyncio.create_task(bench.request()) for _ in range(2)]
-            await until(lambda: bench.lifecycle.waiting_for_wake == 2)
-        assert bench.lifecycle.state is state
-        failure = EngineDied("the generation loop ended")
-        bench.lifecycle.fail(failure)
-        assert bench.lifecycle.state is FAILED  # at once, before anybody else has run
-        bench.lifecycle.fail(ReplicaFailed("another one, later"))
-        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [ReplicaFailed] * len(waiting)
-        assert bench.effects.ended_with == [failure]
-        bench.effects.gate.set()
-        for order in (
-            bench.request(),
-            bench.lifecycle.wake_up(),
-            bench.lifecycle.sleep(SleepCommand()),
-        ):
-            with pytest.raises(ReplicaFailed, match="the generation loop ended"):
-                await order
-        assert bench.states.count(FAILED) == 1
-        assert bench.lifecycle.state is FAILED
-
-    run(scenario)
-
-
-def test_failure_in_the_moment_before_a_transition_runs_leaves_its_effect_undone() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        waking = asyncio.create_task(bench.lifecycle.wake_up())
-        await until(lambda: bench.lifecycle.state is WAKING)
-        bench.lifecycle.fail(ReplicaFailed("just now"))
-        with pytest.raises(ReplicaFailed, match="just now"):
-            await waking
-        assert bench.states == [WAKING, FAILED]
-
-    run(scenario)
-
-
-def test_failed_effect_ends_the_requests_that_a_sleep_froze() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        await bench.awake()
-        frozen, ends = await bench.in_flight()
-        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
-        bench.effects.failure = DeviceMemoryError("cuMemMap: invalid value")
-        with pytest.raises(DeviceMemoryError):
-            await bench.lifecycle.wake_up()
-        assert bench.effects.ended_with == [bench.effects.failure]
-        ends.set()
-        await frozen
 
     run(scenario)
 
@@ -566,18 +519,6 @@ def test_sleep_logs_what_the_device_got_back_and_what_is_left(
             "884 bytes (context 600, graphs 200, kept layers 50, torch's reserve 30, other 4)"
         )
         assert sum("draining -> asleep" in message for message in caplog.messages) == 1
-
-    run(scenario)
-
-
-def test_failed_sleep_fails_the_replica() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        await bench.awake()
-        bench.effects.failure = DeviceMemoryError("cuMemUnmap: invalid value")
-        with pytest.raises(DeviceMemoryError):
-            await bench.lifecycle.sleep(SleepCommand())
-        assert bench.lifecycle.state is FAILED
 
     run(scenario)
 
@@ -658,18 +599,6 @@ def test_idle_replica_sleeps_when_its_time_is_over_not_at_the_next_look() -> Non
     run(scenario)
 
 
-def test_sleep_that_is_refused_halfway_is_no_state_to_stay_in() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        await bench.awake()
-        bench.effects.failure = Unavailable("no memory", 1)
-        with pytest.raises(ReplicaFailed, match="could not sleep: no memory"):
-            await bench.lifecycle.sleep(SleepCommand())
-        assert bench.lifecycle.state is FAILED
-
-    run(scenario)
-
-
 def test_image_of_a_refused_wake_can_be_dropped_again() -> None:
     async def scenario() -> None:
         bench = Bench()
@@ -738,3 +667,639 @@ def test_whoever_is_told_of_changes_cannot_fail_one(caplog: pytest.LogCaptureFix
 
     asyncio.run(scenario())
     assert "not everybody was told that it is awake" in caplog.text
+
+
+# --- a worker fails, and another one takes its place ---
+
+LOST = EngineDied("the generation loop ended")
+
+# How a replica got where its worker fails, what it has done until then, and what it does because of it.
+# "unmapping" is a drain that is over, so that the sleep itself is cut.
+COURSES = {
+    "asleep": ([], [], [RESTARTING, ASLEEP], ["restart"]),
+    "waking": ([WAKING], ["wake"], [RESTARTING, ASLEEP, WAKING, AWAKE], ["restart", "wake"]),
+    "awake": ([], [], [RESTARTING, ASLEEP, WAKING, AWAKE], ["restart", "wake"]),
+    "draining": ([DRAINING], [], [RESTARTING, ASLEEP], ["restart"]),
+    "unmapping": ([DRAINING], ["sleep 1"], [RESTARTING, ASLEEP], ["restart"]),
+}
+
+
+async def brought(bench: Bench, place: str) -> list[asyncio.Task[None]]:
+    """Bring a replica there, its effect, if any, in the middle; who has asked for that and waits."""
+    if place == "asleep":
+        return []
+    if place == "waking":
+        bench.effects.gate.clear()
+        waiting = [asyncio.create_task(bench.lifecycle.wake_up()) for _ in range(2)]
+        await until(lambda: bench.effects.calls == ["wake"])
+        return waiting
+    await bench.awake()
+    if place == "awake":
+        return []
+    if place == "draining":
+        request = asyncio.create_task(bench.generating())
+        request.add_done_callback(lambda done: done.exception())
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+    else:
+        bench.effects.gate.clear()
+    sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand()))
+    await until(lambda: bench.lifecycle.state is DRAINING)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return [sleeping]
+
+
+async def settled(bench: Bench) -> None:
+    await until(lambda: bench.lifecycle._transition is None)
+
+
+@pytest.mark.parametrize("place", COURSES)
+def test_worker_can_fail_in_any_state_and_the_next_takes_its_place(place: str) -> None:
+    """Also behind an effect that never returns."""
+    states, calls, states_after, calls_after = COURSES[place]
+
+    async def scenario() -> None:
+        bench = Bench()
+        waiting = await brought(bench, place)
+        assert (bench.states, bench.effects.calls) == (states, calls)
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        assert bench.lifecycle.state is RESTARTING  # at once, before anybody else has run
+        assert bench.lifecycle.reason == "EngineDied: the generation loop ended"
+        assert bench.effects.ended_with == [LOST]
+        await until(lambda: bench.effects.calls == [*calls, "restart"])
+        assert not any(each.done() for each in waiting)
+        bench.effects.restart_gate.set()
+        await asyncio.gather(*waiting)
+        await settled(bench)
+        assert bench.states == states + states_after
+        assert bench.effects.calls == calls + calls_after
+        assert bench.effects.ended_with == [LOST]
+        assert bench.lifecycle.level == (1 if states_after[-1] is ASLEEP else 0)
+        assert await bench.request() == "served"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("place", COURSES)
+def test_everybody_is_released_if_no_worker_lives(place: str) -> None:
+    states, _, _, _ = COURSES[place]
+
+    async def scenario() -> None:
+        bench = Bench()
+        waiting = await brought(bench, place)
+        bench.effects.restart_gate.clear()
+        bench.effects.restart_failure = gone = ReplicaFailed("5 workers in a row have failed")
+        bench.lifecycle.restart(LOST)
+        late = [asyncio.create_task(bench.request()) for _ in range(2)]
+        late.append(asyncio.create_task(bench.lifecycle.wake_up()))  # type: ignore[arg-type]
+        late.append(asyncio.create_task(bench.lifecycle.sleep(SleepCommand())))  # type: ignore[arg-type]
+        await until(lambda: bench.lifecycle.waiting_for_wake == 2)
+        bench.effects.restart_gate.set()
+        outcomes = await asyncio.gather(*waiting, *late, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [ReplicaFailed] * len(outcomes)
+        assert {str(outcome).partition("has failed: ")[2] for outcome in outcomes} == {
+            f"ReplicaFailed: {gone}"
+        }
+        assert bench.states == [*states, RESTARTING, FAILED]
+        assert bench.effects.ended_with == [LOST, gone]
+        assert bench.lifecycle.waiting_for_wake == 0
+        calls = list(bench.effects.calls)
+        bench.lifecycle.restart(EngineDied("once more, later"))
+        for order in (
+            bench.request(),
+            bench.lifecycle.wake_up(),
+            bench.lifecycle.sleep(SleepCommand()),
+        ):
+            with pytest.raises(ReplicaFailed, match="5 workers in a row have failed"):
+                await order
+        assert bench.lifecycle.state is FAILED
+        assert bench.effects.calls == calls, "nothing is done any more"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("place", COURSES)
+def test_requests_during_a_restart_are_served_by_the_next_worker(place: str) -> None:
+    states, calls, _, _ = COURSES[place]
+
+    async def scenario() -> None:
+        bench = Bench()
+        waiting = await brought(bench, place)
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        requests = [asyncio.create_task(bench.request()) for _ in range(16)]
+        waking = asyncio.create_task(bench.lifecycle.wake_up())
+        await until(lambda: bench.lifecycle.waiting_for_wake == 16)
+        bench.effects.restart_gate.set()
+        assert await asyncio.gather(*requests) == ["served"] * 16
+        await asyncio.gather(waking, *waiting)
+        assert bench.lifecycle.state is AWAKE
+        assert bench.states == [*states, RESTARTING, ASLEEP, WAKING, AWAKE]
+        assert bench.effects.calls == [*calls, "restart", "wake"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("mode", SleepMode)
+def test_requests_in_flight_get_the_failure_also_those_that_a_drain_waits_for(
+    mode: SleepMode,
+) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        requests = [asyncio.create_task(bench.generating()) for _ in range(3)]
+        await until(lambda: bench.lifecycle.idle.in_flight == 3)
+        bench.effects.gate.clear()
+        sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(mode=mode)))
+        await until(lambda: bench.lifecycle.state is DRAINING)
+        bench.lifecycle.restart(LOST)
+        assert await asyncio.gather(*requests, return_exceptions=True) == [LOST] * 3
+        await sleeping
+        assert bench.states == [DRAINING, RESTARTING, ASLEEP]
+        assert bench.lifecycle.idle.in_flight == 0
+
+    run(scenario)
+
+
+def test_awake_requests_in_flight_get_the_failure_and_nothing_of_them_is_left() -> None:
+    async def scenario() -> None:
+        bench = Bench(drain_timeout_s=1000)
+        await bench.awake()
+        requests = [asyncio.create_task(bench.generating()) for _ in range(3)]
+        await until(lambda: bench.lifecycle.idle.in_flight == 3)
+        bench.lifecycle.restart(LOST)
+        assert await asyncio.gather(*requests, return_exceptions=True) == [LOST] * 3
+        await until(lambda: bench.lifecycle.state is AWAKE)
+        await bench.lifecycle.sleep(SleepCommand())  # no drain waits for them
+        assert bench.effects.calls == ["restart", "wake", "sleep 1"]
+
+    run(scenario)
+
+
+def test_failed_wake_restarts_and_its_waiters_are_served() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.failure = failure = DeviceMemoryError("cuMemCreate of 5 bytes: out of memory")
+        reasons = []
+        enter = bench.lifecycle._enter
+
+        def note(state: ReplicaState, reason: str, *rest: object) -> None:
+            enter(state, reason, *rest)  # type: ignore[arg-type]
+            reasons.append(reason)
+
+        bench.lifecycle._enter = note  # type: ignore[assignment,method-assign]
+        assert await asyncio.gather(*(bench.request() for _ in range(3))) == ["served"] * 3
+        assert bench.states == [WAKING, RESTARTING, ASLEEP, WAKING, AWAKE]
+        assert bench.effects.calls == ["wake", "restart", "wake"]
+        assert bench.effects.ended_with == [failure]
+        assert reasons[1] == "DeviceMemoryError: cuMemCreate of 5 bytes: out of memory"
+        assert bench.lifecycle.wakes == 1
+
+    run(scenario)
+
+
+def test_wakes_fail_with_every_worker_until_there_is_none() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.failure = DeviceMemoryError("cuMemCreate of 5 bytes: out of memory")
+        bench.effects.all_fail = True
+
+        def give_up() -> None:
+            if bench.effects.calls.count("wake") == 3:
+                bench.effects.restart_failure = ReplicaFailed("too many have failed")
+
+        bench.effects.at_end = give_up
+        outcomes = await asyncio.gather(
+            *(bench.request() for _ in range(3)), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes] == [ReplicaFailed] * 3
+        assert bench.effects.calls == ["wake", "restart"] * 3
+        again = [RESTARTING, ASLEEP, WAKING]
+        assert bench.states == [WAKING, *again, *again, RESTARTING, FAILED]
+        with pytest.raises(ReplicaFailed, match="too many have failed"):
+            await bench.lifecycle.sleep(SleepCommand())
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("verb", ["wake", "sleep", "restart"])
+def test_unexpected_error_in_an_effect_becomes_replica_failed(verb: str) -> None:
+    """Of which a client learns the kind and no more."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        unexpected = TimeoutError("of the effect itself, not of the waiter")
+        if verb != "wake":
+            await bench.awake()
+        if verb == "restart":
+            bench.effects.restart_failure = unexpected
+            bench.lifecycle.restart(LOST)
+            with pytest.raises(ReplicaFailed, match=r"^test failed: TimeoutError$"):
+                await asyncio.shield(bench.lifecycle._transition or asyncio.Future())
+            assert bench.states == [RESTARTING, FAILED]
+        else:
+            bench.effects.failure = unexpected
+            if verb == "sleep":
+                await bench.lifecycle.sleep(SleepCommand())
+            assert await bench.request() == "served"
+            assert bench.states[:3] == [WAKING if verb == "wake" else DRAINING, RESTARTING, ASLEEP]
+        assert type(bench.effects.ended_with[-1]) is ReplicaFailed
+        assert str(bench.effects.ended_with[-1]) == "test failed: TimeoutError"
+
+    run(scenario)
+
+
+def test_wakes_of_both_workers_are_counted() -> None:
+    async def scenario() -> None:
+        told: list[tuple[WakeCause, WakeResult]] = []
+
+        class Counter(Observer):
+            def woke(self, cause: WakeCause, result: WakeResult, seconds: float) -> None:
+                told.append((cause, result))
+
+        effects = GatedEffects()
+        effects.failure = LOST
+        lifecycle = Lifecycle(effects, SleepConfig(), Clock(), "test", observer=Counter())
+        await lifecycle.wake_up()
+        assert told == [
+            (WakeCause.COMMAND, WakeResult.FAILED),
+            (WakeCause.START, WakeResult.OK),
+        ]
+
+    run(scenario)
+
+
+def test_failure_in_the_moment_before_a_transition_runs_leaves_its_effect_undone() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        waking = asyncio.create_task(bench.lifecycle.wake_up())
+        await until(lambda: bench.lifecycle.state is WAKING)
+        bench.lifecycle.restart(ReplicaFailed("just now"))
+        await waking
+        assert bench.states == [WAKING, RESTARTING, ASLEEP, WAKING, AWAKE]
+        assert bench.effects.calls == ["restart", "wake"], "one wake, by the next worker"
+
+    run(scenario)
+
+
+def test_failure_that_an_effect_and_the_worker_tell_at_once_is_one() -> None:
+    """The restart is entered after the effect has raised, and before its transition knows."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        loop = asyncio.get_running_loop()
+        bench.effects.failure = LOST
+
+        def tell_too() -> None:
+            bench.effects.at_end = lambda: None
+            loop.call_soon(bench.lifecycle.restart, LOST)
+
+        bench.effects.at_end = tell_too
+        assert await bench.request() == "served"
+        assert bench.states == [WAKING, RESTARTING, ASLEEP, WAKING, AWAKE]
+        assert bench.effects.ended_with == [LOST]
+
+    run(scenario)
+
+
+def test_wake_up_waits_for_the_next_worker_if_the_first_fails_right_behind_the_wake() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        loop = asyncio.get_running_loop()
+
+        def fail_next() -> None:
+            bench.effects.at_end = lambda: None
+            loop.call_soon(bench.lifecycle.restart, LOST)
+
+        bench.effects.at_end = fail_next
+        await bench.lifecycle.wake_up()
+        assert bench.lifecycle.state is AWAKE
+        assert bench.states == [WAKING, AWAKE, RESTARTING, ASLEEP, WAKING, AWAKE]
+
+    run(scenario)
+
+
+def test_wake_up_in_the_moment_a_sleep_has_settled_wakes() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        loop = asyncio.get_running_loop()
+        wakings: list[asyncio.Task[None]] = []
+
+        def ask() -> None:
+            bench.effects.at_end = lambda: None
+            wakings.append(loop.create_task(bench.lifecycle.wake_up()))
+
+        bench.effects.at_end = ask
+        await bench.lifecycle.sleep(SleepCommand())
+        await wakings[0]
+        assert bench.lifecycle.state is AWAKE
+        assert bench.states == [DRAINING, ASLEEP, WAKING, AWAKE]
+
+    run(scenario)
+
+
+def test_failed_effect_ends_the_requests_that_a_sleep_froze() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        frozen = asyncio.create_task(bench.generating())
+        await until(lambda: bench.lifecycle.idle.in_flight == 1)
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        bench.effects.failure = failure = DeviceMemoryError("cuMemMap: invalid value")
+        await bench.lifecycle.wake_up()
+        assert bench.lifecycle.state is AWAKE
+        assert bench.effects.ended_with == [failure]
+        with pytest.raises(DeviceMemoryError):
+            await frozen
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("how", ["worker fails", "effect fails", "refused halfway"])
+@pytest.mark.parametrize("hold", [False, True])
+def test_sleep_that_is_cut_by_a_restart_is_carried_out_afterwards(
+    how: str, level: int, hold: bool
+) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.gate.clear()
+        command = SleepCommand(level=level, hold=hold)
+        sleeping = asyncio.create_task(bench.lifecycle.sleep(command))
+        await until(lambda: bench.effects.calls == [f"sleep {level}"])
+        told = "the generation loop ended"
+        if how == "worker fails":
+            bench.lifecycle.restart(LOST)
+        else:
+            told = "could not sleep: no memory" if how == "refused halfway" else "invalid value"
+            bench.effects.failure = (
+                Unavailable("no memory", 1)
+                if how == "refused halfway"
+                else DeviceMemoryError("cuMemUnmap: invalid value")
+            )
+            bench.effects.gate.set()
+        await sleeping
+        deeper = level == 2  # the next worker starts at level 1
+        assert bench.states == [DRAINING, RESTARTING, ASLEEP] + [DRAINING, ASLEEP] * deeper
+        assert bench.effects.calls == [f"sleep {level}", "restart"] + ["sleep 2"] * deeper
+        assert bench.lifecycle.level == level
+        assert bench.lifecycle.held == hold
+        assert [type(error) for error in bench.effects.ended_with] != [Unavailable]
+        assert told in str(bench.effects.ended_with[0])
+        if hold:
+            with pytest.raises(HeldAsleep):
+                await bench.request()
+            await bench.lifecycle.wake_up()
+        assert await bench.request() == "served"
+
+    run(scenario)
+
+
+def test_deep_sleep_stays_one_if_its_worker_fails_right_behind_it() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        loop = asyncio.get_running_loop()
+
+        def fail_next() -> None:
+            bench.effects.at_end = lambda: None
+            loop.call_soon(bench.lifecycle.restart, LOST)
+
+        bench.effects.at_end = fail_next
+        await bench.lifecycle.sleep(SleepCommand(level=2))
+        assert bench.states == [DRAINING, ASLEEP, RESTARTING, ASLEEP, DRAINING, ASLEEP]
+        assert bench.lifecycle.level == 2
+
+    run(scenario)
+
+
+def test_sleep_asked_for_during_a_restart_follows_it() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(level=2)))
+        await until(lambda: bench.effects.calls == ["restart"])
+        bench.effects.restart_gate.set()
+        await sleeping
+        assert bench.effects.calls == ["restart", "wake", "sleep 2"]
+        assert bench.states == [RESTARTING, ASLEEP, WAKING, AWAKE, DRAINING, ASLEEP]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_restart_keeps_a_hold_and_wakes_nobody(when: str) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        if when == "before":
+            await bench.lifecycle.sleep(SleepCommand(hold=True))
+        bench.states.clear()
+        bench.effects.calls.clear()
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        if when == "meanwhile":  # an awake one would be woken again
+            holding = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True)))
+            await until(lambda: bench.lifecycle.held)
+        with pytest.raises(HeldAsleep):
+            await bench.request()
+        bench.effects.restart_gate.set()
+        if when == "meanwhile":
+            await holding
+        await settled(bench)
+        assert bench.states == [RESTARTING, ASLEEP]
+        assert bench.effects.calls == ["restart"]
+        assert bench.lifecycle.held
+        with pytest.raises(HeldAsleep):
+            await bench.request()
+        await bench.lifecycle.wake_up()
+        assert await bench.request() == "served"
+
+    run(scenario)
+
+
+def test_wake_up_during_a_restart_waits_and_ends_the_hold() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.lifecycle.sleep(SleepCommand(hold=True))
+        bench.effects.calls.clear()
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        waking = asyncio.create_task(bench.lifecycle.wake_up())
+        await until(lambda: not bench.lifecycle.held)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert bench.lifecycle.state is RESTARTING
+        assert not waking.done()
+        bench.effects.restart_gate.set()
+        await waking
+        assert bench.lifecycle.state is AWAKE
+        assert bench.effects.calls == ["restart", "wake"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("mode", SleepMode)
+def test_request_that_came_behind_a_sleep_that_a_restart_cut_is_served_and_not_put_to_sleep(
+    mode: SleepMode,
+) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.gate.clear()
+        sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(mode=mode)))
+        await until(lambda: bench.effects.calls[-1:] == ["sleep 1"])
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        request, ends = asyncio.Event(), asyncio.Event()
+
+        async def serve() -> None:
+            async with bench.lifecycle.serving("late"):
+                request.set()
+                await ends.wait()
+
+        late = asyncio.create_task(serve())
+        await until(lambda: bench.lifecycle.waiting_for_wake == 1)
+        for _ in range(20):  # until both wait for the restart, the request first
+            await asyncio.sleep(0)
+        bench.effects.restart_gate.set()
+        await asyncio.gather(request.wait(), sleeping)
+        await settled(bench)
+        assert bench.lifecycle.state is AWAKE
+        assert bench.states == [DRAINING, RESTARTING, ASLEEP, WAKING, AWAKE]
+        assert bench.effects.calls.count("abort") == (mode is SleepMode.ABORT)
+        ends.set()
+        await late
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_wake_up_ends_the_hold_of_a_sleep_that_a_restart_has_just_cut(level: int) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.gate.clear()
+        command = SleepCommand(level=level, hold=True)
+        sleeping = asyncio.create_task(bench.lifecycle.sleep(command))
+        await until(lambda: bench.effects.calls == [f"sleep {level}"])
+        bench.lifecycle.restart(LOST)
+        await asyncio.gather(bench.lifecycle.wake_up(), sleeping)
+        assert not bench.lifecycle.held
+        assert await bench.request() == "served"
+
+    run(scenario)
+
+
+def test_second_failure_during_a_restart_changes_nothing() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        await until(lambda: bench.effects.calls == ["restart"])
+        bench.lifecycle.restart(EngineDied("another one"))
+        bench.effects.restart_gate.set()
+        await until(lambda: bench.lifecycle.state is AWAKE)
+        await settled(bench)
+        assert bench.effects.calls == ["restart", "wake"]
+        assert bench.effects.ended_with == [LOST]
+        assert bench.states == [RESTARTING, ASLEEP, WAKING, AWAKE]
+
+    run(scenario)
+
+
+def test_worker_that_fails_in_its_first_wake_is_replaced_as_well() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.next_gate.clear()
+        bench.lifecycle.restart(LOST)
+        waiting = asyncio.create_task(bench.request())
+        await until(lambda: bench.effects.calls == ["restart", "wake"])
+        bench.effects.next_gate = opened()
+        second = EngineDied("the second")
+        bench.lifecycle.restart(second)
+        assert await waiting == "served"
+        again = [RESTARTING, ASLEEP, WAKING]
+        assert bench.states == [*again, *again, AWAKE]
+        assert bench.effects.ended_with == [LOST, second]
+
+    run(scenario)
+
+
+def test_next_worker_that_cannot_wake_now_stays_asleep() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.failure = Unavailable("another process holds the card", 7)
+        bench.effects.all_fail = True
+        bench.lifecycle.restart(LOST)
+        with pytest.raises(Unavailable, match="another process"):
+            await bench.request()
+        await settled(bench)
+        assert bench.lifecycle.state is ASLEEP
+        assert FAILED not in bench.states
+        bench.effects.failure = None
+        assert await bench.request() == "served"
+        assert bench.effects.calls.count("restart") == 1
+
+    run(scenario)
+
+
+def test_client_that_leaves_during_a_restart_cancels_only_its_wait() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        leaver, stayer = (asyncio.create_task(bench.request()) for _ in range(2))
+        await until(lambda: bench.lifecycle.waiting_for_wake == 2)
+        leaver.cancel()
+        with suppress(asyncio.CancelledError):
+            await leaver
+        bench.effects.restart_gate.set()
+        assert await stayer == "served"
+        assert bench.effects.calls == ["restart", "wake"]
+
+    run(scenario)
+
+
+def test_restart_slower_than_a_request_s_patience() -> None:
+    async def scenario() -> None:
+        bench = Bench(wake_timeout_s=0.01)
+        await bench.awake()
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        with pytest.raises(WakeTimeout, match=r"0\.01 s"):
+            await bench.request()
+        assert bench.lifecycle.state is RESTARTING
+        bench.effects.restart_gate.set()
+        await until(lambda: bench.lifecycle.state is AWAKE)
+        assert await bench.request() == "served"
+
+    run(scenario)
+
+
+def test_idle_watch_outlives_a_restart_in_the_middle_of_its_sleep() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        watch = asyncio.create_task(bench.lifecycle.sleep_when_idle())
+        for sleep in range(2):
+            await bench.lifecycle.wake_up()
+            bench.effects.calls.clear()
+            if sleep == 0:
+                bench.effects.gate.clear()
+            bench.clock.now_s += 10
+            await until(lambda: bench.effects.calls == ["sleep 1"])
+            if sleep == 0:
+                bench.lifecycle.restart(LOST)
+            await until(lambda: bench.lifecycle.state is ASLEEP)
+        assert not watch.done()
+        watch.cancel()
+
+    run(scenario)

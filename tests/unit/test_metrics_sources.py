@@ -11,7 +11,7 @@ from ray.dashboard.modules.metrics.dashboards import serve_llm_dashboard_panels
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from actors.engine.engine import EngineOutput
+from actors.engine.outputs import EngineOutput
 from actors.observer import Course, Ending, EngineMeter, Observer
 from actors.protocol import FinishReason, ReplicaState
 from serve_app.metrics import catalogue as metrics

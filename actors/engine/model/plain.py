@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
-from actors.engine.sampling.sampler import RawLogprob
+from actors.engine.outputs import RawLogprob
 
 _ROWS = 64  # tokens of a forward; their logits in float32 and 152064 columns take 39 MB
 

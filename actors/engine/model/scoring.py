@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engine.model.plain import PromptLogprobs, longest_prompt
-from actors.engine.sampling.sampler import RawLogprob
+from actors.engine.outputs import RawLogprob
 from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed, Unavailable
 from actors.memory.driver import gib
 from actors.threads import submit_unless_closed

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -228,10 +228,20 @@ class GrammarCompiler:
     One grammar is compiled at a time, so that the other cores stay with those who are served.
     """
 
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
+    def __init__(self, load_codec: Callable[[], TextCodec]) -> None:
+        """Make one; the tokenizer is loaded for the first grammar, on this compiler's thread."""
+        self._load_codec = load_codec
         self._memory = _Memory()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+
+    def find(self, grammar: Grammar) -> SequenceGrammar | None:
+        """A grammar at its beginning, if it is compiled already. Does not block."""
+        key = grammar.kind, grammar.text
+        compiled = self._memory.take(key)
+        if compiled is None:
+            return None
+        self._memory.keep(key, compiled)
+        return SequenceGrammar(compiled, grammar.param)
 
     def compile(self, grammar: Grammar) -> SequenceGrammar:
         """A grammar at its beginning. Blocks, for milliseconds as a rule.
@@ -241,12 +251,12 @@ class GrammarCompiler:
             UnsupportedParameter: this model's tokenizer knows no grammars.
             Unavailable: other grammars took too long, or take too much memory.
         """
-        key = grammar.kind, grammar.text
-        compiled = self._memory.take(key)
-        if compiled is None:
-            self._memory.check_room()
-            compiled = self._on_worker(grammar)
-        self._memory.keep(key, compiled)
+        found = self.find(grammar)
+        if found is not None:
+            return found
+        self._memory.check_room()
+        compiled = self._on_worker(grammar)
+        self._memory.keep((grammar.kind, grammar.text), compiled)
         return SequenceGrammar(compiled, grammar.param)
 
     def close(self) -> None:
@@ -294,6 +304,11 @@ class GrammarCompiler:
             raise _invalid(grammar, matcher.get_error())
         size = max(_allocated_bytes() - before, len(source))
         return _Compiled(matcher, self._codec.eos_ids, size, self._memory)
+
+    @cached_property
+    def _codec(self) -> TextCodec:
+        """On the worker only."""
+        return self._load_codec()
 
     @cached_property
     def _tokenizer(self) -> "LLTokenizer | str":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
+from actors.engine.outputs import RawLogprob
 from actors.engine.sampling import logits as on_cpu
 from actors.engine.sampling.adjustments import BiasTable, CountTable, Place
 from actors.engine.sampling.grammar import SequenceGrammar, allowed_tokens
@@ -25,15 +26,6 @@ from actors.text.sampling_defaults import ResolvedSampling
 from actors.text.validation import MAX_LOGPROBS
 
 _INT32_MAX = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class RawLogprob:
-    """A token's log-probability before anything has turned ids into text."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # likeliest first
 
 
 @dataclass(eq=False)

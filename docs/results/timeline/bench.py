@@ -40,8 +40,8 @@ class TimelineBench(LocalBench[Plan]):
         model = await build_model(self._subject, load_of(self._subject, HolderActor()))
         try:
             progress("warm-up", 0, 0)
-            found["weights_bytes"] = model.runtime.weights_bytes
-            found["kv_bytes"] = model.runtime.kv_bytes
+            found["weights_bytes"] = model.worker.memory.weights_bytes
+            found["kv_bytes"] = model.worker.memory.kv_bytes
             await model.runtime.wake()
             await model.warm()
             prompt = model.prompt(0, plan.prompt_tokens)

@@ -95,8 +95,7 @@ async def watch_wake(model: LocalModel, prompt: Prompt, pause_s: float) -> dict[
     Copies and forwards are timed by the device's clock, marks by the host's. The device's zero is a
     mark on the idle link that was waited for, so that the two agree to some 0.1 ms.
     """
-    runtime = model.runtime
-    memory = runtime.memory
+    runtime, memory = model.runtime, model.worker.memory
     memory.kept = frozenset()
     await runtime.sleep(1)
     await asyncio.sleep(pause_s)
@@ -114,7 +113,7 @@ async def watch_wake(model: LocalModel, prompt: Prompt, pause_s: float) -> dict[
         answer = await model.ask(prompt, 1)
         answered_s = time.perf_counter() - started_s
     await model.settled()
-    stats = runtime.last_transfer
+    stats = model.worker.last_transfer
     assert stats is not None
     assert link.first is not None
     computed = []
@@ -232,7 +231,7 @@ async def watch_memory(
         meter: whose `used` is asked for: of a card by everybody, of a CPU by this process.
     """
     runtime = model.runtime
-    runtime.memory.kept = frozenset()
+    model.worker.memory.kept = frozenset()
     marks: dict[str, float] = {}
     with MemorySampler(lambda: meter.memory().used) as sampler:
         await asyncio.sleep(_AWAKE_S)
@@ -248,7 +247,7 @@ async def watch_memory(
         await asyncio.sleep(_AWAKE_S)
     samples = thinned(sampler.samples)
     return {
-        "of": "process" if runtime.memory.device.type == "cpu" else "card",
+        "of": "process" if model.worker.memory.device.type == "cpu" else "card",
         "marks_s": marks,
         "at_s": [at_s for at_s, _ in samples],
         "used_bytes": [used for _, used in samples],

@@ -30,14 +30,15 @@ from serve_app.bench.eval.verdict import (
 from serve_app.config.files import ModelConfig
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
-    from actors.replica.runtime import ModelRuntime
+    from actors.replica.in_process import InProcessModel
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    runtime: "ModelRuntime"
+    halves: "InProcessModel"
     image_s: float
     engine_s: float
 
@@ -54,12 +55,11 @@ async def in_process(
     loaded = await _load(config, on_progress)
     try:
         on_progress("waking for the first time", 0, 0)
-        await loaded.runtime.wake()
-        await loaded.runtime.settled()
-        loaded.runtime.check_health()
+        await loaded.halves.runtime.wake()
+        await loaded.halves.runtime.settled()
         yield InProcessTarget(config, loaded)
     finally:
-        await loaded.runtime.close()
+        await loaded.halves.close()
 
 
 async def _load(config: ModelConfig, on_progress: Progress) -> _Loaded:
@@ -67,7 +67,8 @@ async def _load(config: ModelConfig, on_progress: Progress) -> _Loaded:
     from actors.checkpoints.download import ensure_checkpoint
     from actors.image.holder import ImageRequest
     from actors.image.obtain import FastLoad
-    from actors.replica.runtime import build_module, build_runtime
+    from actors.replica.in_process import build_loaded
+    from actors.worker.model_worker import build_module
 
     on_progress("loading the checkpoint", 0, 0)
     checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
@@ -79,24 +80,26 @@ async def _load(config: ModelConfig, on_progress: Progress) -> _Loaded:
     image_s = time.perf_counter() - started_s
     on_progress("building the engine", 0, 0)
     started_s = time.perf_counter()
-    runtime = await build_runtime(module, image, load, config.engine, config.sleep)
-    return _Loaded(runtime, image_s, time.perf_counter() - started_s)
+    settings = config.engine, config.sleep.keep_layers
+    halves = await build_loaded(module, image, load, *settings)
+    return _Loaded(halves, image_s, time.perf_counter() - started_s)
 
 
 class InProcessTarget:
     """Target over a ModelRuntime that is awake."""
 
     def __init__(self, config: ModelConfig, loaded: _Loaded) -> None:
-        self.runtime = runtime = loaded.runtime
-        seen = runtime.memory.last_reading
+        self.runtime = loaded.halves.runtime
+        self.worker = worker = loaded.halves.worker
+        seen = worker.memory.last_reading
         self._asleep_bytes = 0  # used at the end of the last sleep
         self._about = About(
             model=config.model_id,
             where="in process",
-            device=_name_of_device(runtime),
-            memory_of="process" if runtime.memory.device.type == "cpu" else "card",
-            weights_bytes=runtime.weights_bytes,
-            kv_bytes=runtime.kv_bytes,
+            device=_name_of_device(worker.memory.device),
+            memory_of="process" if worker.memory.device.type == "cpu" else "card",
+            weights_bytes=worker.memory.weights_bytes,
+            kv_bytes=worker.memory.kv_bytes,
             keep_layers=config.sleep.keep_layers,
             used_bytes=seen.used,
             total_bytes=seen.total,
@@ -120,7 +123,7 @@ class InProcessTarget:
         started_s = time.perf_counter()
         change = await self.runtime.sleep(level)
         seconds = time.perf_counter() - started_s
-        seen = self.runtime.memory.last_reading
+        seen = self.worker.memory.last_reading
         assert change.released_bytes is not None
         self._asleep_bytes = seen.used
         return Slept(
@@ -136,11 +139,10 @@ class InProcessTarget:
         return await self._ask(prompt, count, asleep=True)
 
     async def settled(self) -> Woke:
-        memory = self.runtime.memory
-        await self.runtime.settled()
+        memory = self.worker.memory
         failure = None
         try:
-            self.runtime.check_health()
+            await self.runtime.settled()
         except WeightsCorrupted as exc:
             failure = str(exc)
         report = memory.last_wake
@@ -162,7 +164,7 @@ class InProcessTarget:
     async def perplexity(self, passage: Passage, on_progress: Progress) -> Perplexity:
         """Raises ValueError if the passage is too short, or the model finds it impossible."""
         token_ids = self.runtime.codec.encode_prompt(passage.text)
-        windows = cut_into_windows(token_ids, self.runtime.max_model_len)
+        windows = cut_into_windows(token_ids, self.runtime.worker.facts.max_model_len)
         if not windows:
             raise ValueError(f"{passage.name} has {len(token_ids)} tokens; two are needed at least")
         started_s = time.perf_counter()
@@ -190,10 +192,10 @@ class InProcessTarget:
         def choose(model: "PreTrainedModel") -> tuple[int, ...]:
             return greedy_choices(model, prompt_ids, answer_ids)
 
-        return self._tokens(await self.runtime.with_model(choose))
+        return self._tokens(await self.worker.with_model(choose))
 
     async def _log_likelihood(self, window: Sequence[int]) -> float:
-        return await self.runtime.with_model(lambda model: log_likelihood(model, window))
+        return await self.worker.with_model(lambda model: log_likelihood(model, window))
 
     async def _ask(self, prompt: str, count: int, *, asleep: bool) -> FirstToken:
         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
@@ -231,8 +233,7 @@ class InProcessTarget:
         return Tokens(texts=tuple(map(codec.token_text, token_ids)), ids=tuple(token_ids))
 
 
-def _name_of_device(runtime: "ModelRuntime") -> str:
+def _name_of_device(device: "torch.device") -> str:
     import torch
 
-    device = runtime.memory.device
     return "cpu" if device.type == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}"

@@ -36,7 +36,7 @@ _STREAM_S = 20.0
 _RETRY_MS = 200
 _SHORT_PAUSE_S = 3.0  # as when a page is loaded again, or a stream was ended to be connected again
 
-_MOVING = (ReplicaState.DRAINING, ReplicaState.WAKING)
+_MOVING = (ReplicaState.DRAINING, ReplicaState.WAKING, ReplicaState.RESTARTING)
 
 
 class StatusFeed:

@@ -9,7 +9,8 @@ import torch
 import transformers as tf
 
 from actors.engine.config import EngineConfig
-from actors.engine.engine import EngineOutput, TransformersEngine
+from actors.engine.engine import TransformersEngine
+from actors.engine.outputs import EngineOutput
 from actors.engine.sampling.sampler import SequenceSampling
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver

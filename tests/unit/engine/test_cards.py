@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.engine.model.cards import card_problem
-from actors.replica.runtime import build_module
+from actors.worker.model_worker import build_module
 
 
 @pytest.mark.parametrize(

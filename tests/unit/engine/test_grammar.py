@@ -14,10 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from actors.engine.outputs import RawLogprob
 from actors.engine.sampling import grammar as grammar_module
 from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar, allowed_tokens
 from actors.engine.sampling.logits import forbid
-from actors.engine.sampling.sampler import BatchSampler, RawLogprob, SequenceSampling
+from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
 from actors.protocol import Grammar, GrammarKind, SamplingParams
 from actors.text.codec import TextCodec
@@ -59,7 +60,7 @@ def codec() -> TextCodec:
 
 @pytest.fixture
 def compiler(codec: TextCodec) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(codec)
+    compiler = GrammarCompiler(lambda: codec)
     yield compiler
     compiler.close()
 
@@ -326,7 +327,7 @@ def test_dead_end_is_an_error_not_a_wrong_token() -> None:
     backend.add_special_tokens(["<eos>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     codec = TextCodec(tokenizer, V, [1])
-    compiler = GrammarCompiler(codec)
+    compiler = GrammarCompiler(lambda: codec)
     seq = sequence(codec, compiler.compile(regex("ab")))
     assert generate(seq) == [0, 1]
     assert seq.grammar is not None
@@ -419,7 +420,7 @@ def test_grammars_are_kept_the_latest_of_them(
 
 
 def test_model_without_an_end_knows_no_grammars() -> None:
-    compiler = GrammarCompiler(make_codec())
+    compiler = GrammarCompiler(make_codec)
     with pytest.raises(UnsupportedParameter, match="no end-of-sequence token"):
         compiler.compile(regex("a"))
     compiler.close()
@@ -428,7 +429,7 @@ def test_model_without_an_end_knows_no_grammars() -> None:
 def test_tokenizer_without_bytes_of_its_tokens_knows_no_grammars() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend), V, [1])
-    compiler = GrammarCompiler(codec)
+    compiler = GrammarCompiler(lambda: codec)
     with pytest.raises(UnsupportedParameter, match="token by token") as caught:
         compiler.compile(regex("a"))
     assert caught.value.param == "guided_regex"

@@ -15,9 +15,10 @@ from transformers import (
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestState
 
+from actors.engine.outputs import RawLogprob
 from actors.engine.sampling.logits import Param
 from actors.engine.sampling.noise import gumbel, splitmix64
-from actors.engine.sampling.sampler import BatchSampler, RawLogprob, SequenceSampling
+from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import SamplingParams
 from actors.text.sampling_defaults import ResolvedSampling

@@ -65,6 +65,7 @@ function makeReplica(id) {
   const fill = h("i");
   const next = h("span");
   const [dl, values] = facts("weights", "device now", "last wake", "wakes · sleeps");
+  const restarts = h("p", { class: "muted note" });
   const node = h(
     "div",
     { class: "replica" },
@@ -72,6 +73,7 @@ function makeReplica(id) {
     reason,
     h("div", { class: "next" }, h("div", { class: "meter", "aria-hidden": "true" }, fill), next),
     dl,
+    restarts,
   );
   node.update = ({ replica, model, state: all, now, alone }) => {
     const silent = model.silent_since != null;
@@ -90,6 +92,8 @@ function makeReplica(id) {
     setText(values[1], bytes(deviceBytes(replica)));
     setText(values[2], took(replica.last_wake_s));
     setText(values[3], `${replica.wakes} · ${replica.sleeps}`);
+    restarts.hidden = !replica.worker_restarts;
+    setText(restarts, `Worker ${replica.worker_process_id}, after ${count(replica.worker_restarts, "restart")}`);
   };
   return node;
 }
@@ -115,6 +119,8 @@ function whatNext(replica, now) {
       return [1, (replica.last_wake_s == null ? "waking" : `took ${took(replica.last_wake_s)} last time`) + waiting];
     case "draining":
       return [1, (replica.in_flight ? `finishing ${count(replica.in_flight, "request")}` : "giving memory back") + waiting];
+    case "restarting":
+      return [1, "its worker failed, another is starting" + waiting];
     case "failed":
       return [0, "Ray Serve replaces it"];
     case "asleep":

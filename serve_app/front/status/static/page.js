@@ -10,7 +10,7 @@ import { setUpTimeline, updateLog, updateTimeline } from "./timeline.js";
 import { updateWakes } from "./wakes.js";
 
 const LINKS = { live: "live", connecting: "connecting", lost: "connection lost, trying again" };
-const ORDER = ["awake", "draining", "waking", "asleep", "failed"];
+const ORDER = ["awake", "draining", "waking", "asleep", "restarting", "failed"];
 const CLOCK_MS = 500;
 
 const $ = (id) => document.getElementById(id);
@@ -78,7 +78,7 @@ function makeTile(label) {
   return tile;
 }
 
-// --- for those who listen: settled states only, and not what was so before they came ---
+// --- for those who listen: settled states and failures, and not what was so before they came ---
 
 let announced = null;
 

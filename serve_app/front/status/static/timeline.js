@@ -4,7 +4,7 @@ import { h, keep, pill, setAttribute, setPill, setText, word } from "./dom.js";
 import { because, clock, span, took } from "./format.js";
 
 const SPANS = [["5 min", 300], ["15 min", 900], ["1 h", 3600]];
-const LEGEND = ["awake", "draining", "asleep", "waking", "failed", "silent", "unseen"];
+const LEGEND = ["awake", "draining", "asleep", "waking", "restarting", "failed", "silent", "unseen"];
 const LOG_ROWS = 100;
 const SHORTEST_S = 30;
 

@@ -1,0 +1,107 @@
+"""Both halves of a model in one process, with a pair of sockets between them: for benches and tests."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from actors.engine.config import EngineConfig
+from actors.image.image import WeightImage
+from actors.image.layout import ImageKey
+from actors.image.obtain import FastLoad
+from actors.observer import Observer
+from actors.replica.runtime import ModelRuntime
+from actors.replica.worker_client import WorkerClient
+from actors.text.codec import TextCodec
+from actors.text.message_form import ChatConfig
+from actors.text.sampling_defaults import ResolvedSampling
+from actors.worker.connection import Connection
+from actors.worker.messages import ToWorker
+from actors.worker.model_worker import ModelWorker
+from actors.worker.service import WorkerService
+from actors.worker.watchdog import WatchdogConfig
+
+
+@dataclass(frozen=True, slots=True)
+class InProcessModel:
+    """What would be two processes, asleep at first."""
+
+    runtime: ModelRuntime
+    worker: ModelWorker
+    service: WorkerService
+
+    async def close(self) -> None:
+        """Stop the engine. Idempotent."""
+        try:
+            await self.runtime.close()
+        finally:
+            await self.service.close()
+
+
+async def build_in_process(
+    module: PreTrainedModel,
+    checkpoint: Path,
+    image: WeightImage,
+    reload_image: Callable[[], Awaitable[WeightImage]],
+    release_image: Callable[[ImageKey], Awaitable[None]],
+    engine: EngineConfig,
+    keep_layers: int = 0,
+    chat: ChatConfig | None = None,
+    observer: Observer | None = None,
+    defaults: ResolvedSampling | None = None,
+    watchdog: WatchdogConfig | None = None,
+) -> InProcessModel:
+    """Build one; off the event loop, because it takes seconds. Arguments as of ModelWorker and ModelRuntime.
+
+    Raises:
+        ValueError, LayoutMismatch: as ModelWorker.
+    """
+    loop = asyncio.get_running_loop()
+    observer = observer or Observer()
+    client = WorkerClient(observer)
+    connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, lambda: None)
+    upper, lower = socket.socketpair()
+    await loop.create_connection(lambda: client.protocol, sock=upper)
+    await loop.create_connection(lambda: connection, sock=lower)
+    try:
+        worker = await asyncio.to_thread(
+            ModelWorker,
+            module,
+            checkpoint,
+            image,
+            reload_image,
+            release_image,
+            engine,
+            keep_layers,
+            connection.send,
+            watchdog,
+        )
+    except BaseException:
+        client.close()
+        raise
+    service = WorkerService(worker, connection)
+    codec = await asyncio.to_thread(TextCodec.load, checkpoint, chat)
+    runtime = ModelRuntime(
+        await client.ready(),
+        codec,
+        observer,
+        defaults or ResolvedSampling(),
+        engine.max_events_per_s,
+    )
+    return InProcessModel(runtime, worker, service)
+
+
+async def build_loaded(
+    module: PreTrainedModel,
+    image: WeightImage,
+    load: FastLoad,
+    engine: EngineConfig,
+    keep_layers: int = 0,
+) -> InProcessModel:
+    """One whose image came from `load`."""
+    return await build_in_process(
+        module, load.checkpoint, image, load.obtain, load.release, engine, keep_layers
+    )

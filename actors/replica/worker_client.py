@@ -1,0 +1,252 @@
+"""A replica's side of the connection to its worker."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar, assert_never
+
+import msgspec
+
+from actors.engine.outputs import EngineOutput, RawLogprob
+from actors.errors import ReplicaFailed, WorkerLost
+from actors.observer import Observer
+from actors.protocol import DeviceNow, Grammar, MemoryChange
+from actors.worker.connection import Connection
+from actors.worker.messages import (
+    ANSWERS,
+    Abandon,
+    Answer,
+    Call,
+    CheckGrammar,
+    Failed,
+    FinishCompiling,
+    Logged,
+    NewSequence,
+    Obtained,
+    Outputs,
+    ReadDevice,
+    Ready,
+    Score,
+    Sequences,
+    Settle,
+    Settled,
+    Sleep,
+    State,
+    Stop,
+    Task,
+    ToReplica,
+    Wake,
+    Woke,
+    WorkerFacts,
+    WorkerState,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class WorkerClient:
+    """Speaks with one worker, for as long as it lives. Lives on one event loop.
+
+    Attributes:
+        facts: what does not change; from `ready` on.
+        state: what it was a moment ago; from `ready` on.
+        failed: why this worker serves no more, as soon as that is so.
+        outputs: told of each step.
+        settled: told when the bytes of a wake are there and intact.
+    """
+
+    facts: WorkerFacts
+    state: WorkerState
+
+    def __init__(self, observer: Observer, silence_timeout_s: float = 60.0) -> None:
+        """Make one that is not connected.
+
+        Args:
+            observer: told of wakes and images.
+            silence_timeout_s: how long a worker that was ready may say nothing.
+        """
+        self.failed: asyncio.Future[ReplicaFailed] = asyncio.get_running_loop().create_future()
+        self.outputs: Callable[[Sequence[EngineOutput]], None] = _nobody
+        self.settled: Callable[[], None] = _nobody
+        self._observer = observer
+        self._connection: Connection[ToReplica] = Connection(ToReplica, self._receive, self._lost)
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._new: list[NewSequence] = []
+        self._cancelled: list[str] = []
+        self._closed = False
+        self._silence_timeout_s = silence_timeout_s
+        self._heard_s = 0.0
+        self._listening: asyncio.TimerHandle | None = None
+
+    @property
+    def protocol(self) -> asyncio.Protocol:
+        """What asyncio connects to the worker's socket."""
+        return self._connection
+
+    async def ready(self) -> Self:
+        """Return once the worker takes calls.
+
+        Raises:
+            ReplicaFailed: it failed before.
+        """
+        await self._unless_failed(self._ready)
+        return self
+
+    def check_alive(self) -> None:
+        """Raises ReplicaFailed if the worker serves no more."""
+        if self.failed.done():
+            raise self.failed.result()
+
+    def submit(self, sequences: Sequence[NewSequence]) -> None:
+        """Have the worker generate.
+
+        Raises:
+            ReplicaFailed: it serves no more.
+        """
+        self.check_alive()
+        self._schedule()
+        self._new += sequences
+
+    def cancel(self, sequence_id: str) -> None:
+        """Have the worker forget a sequence, whether or not it has ended."""
+        self._schedule()
+        self._cancelled.append(sequence_id)
+
+    async def wake(self) -> Woke:
+        woke: Woke = await self._call(Wake())
+        return woke
+
+    async def sleep(self, level: int) -> MemoryChange:
+        change: MemoryChange = await self._call(Sleep(level))
+        return change
+
+    async def settle(self) -> None:
+        await self._call(Settle())
+
+    async def finish_compiling(self) -> None:
+        await self._call(FinishCompiling())
+
+    async def score(self, token_ids: tuple[int, ...], top: int) -> list[RawLogprob | None]:
+        found: list[RawLogprob | None] = await self._call(Score(token_ids, top))
+        return found
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._call(CheckGrammar(grammar))
+
+    async def read_device(self, node: str) -> DeviceNow:
+        device: DeviceNow = await self._call(ReadDevice(node))
+        return device
+
+    async def stop(self) -> None:
+        """Have the worker stop, and close the connection. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._call(Stop())
+        except ReplicaFailed as exc:
+            logger.info("not waiting for a worker that has failed: %s", exc)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Speak no more."""
+        self._closed = True
+        if self._listening is not None:
+            self._listening.cancel()
+        self._connection.close()
+
+    async def _call(self, task: Task) -> Any:
+        """What the worker answers.
+
+        Raises:
+            ReplicaFailed: the worker serves no more.
+            ServingError: whatever it answers.
+        """
+        self.check_alive()
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._connection.send(Call(number, task))
+        try:
+            answered = await self._unless_failed(answer)
+        except asyncio.CancelledError:
+            self._connection.send(Abandon(number))
+            raise
+        finally:
+            del self._calls[number]
+        if answered.error is not None:
+            raise answered.error
+        return msgspec.msgpack.decode(answered.value, type=ANSWERS.get(type(task), None))
+
+    async def _unless_failed(self, awaited: asyncio.Future[T]) -> T:
+        """What it becomes. Raises ReplicaFailed if the worker has failed by then."""
+        ends: set[asyncio.Future[Any]] = {awaited, self.failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        self.check_alive()
+        return awaited.result()
+
+    def _schedule(self) -> None:
+        if not (self._new or self._cancelled):
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """All sequences of this turn of the loop in one message."""
+        new, self._new = self._new, []
+        cancelled, self._cancelled = self._cancelled, []
+        self._connection.send(Sequences(new, cancelled))
+
+    def _notice_silence(self) -> None:
+        """A stopped process, or one whose interpreter is held for good, keeps its connection."""
+        left_s = self._heard_s + self._silence_timeout_s - time.monotonic()
+        if left_s > 0:
+            loop = asyncio.get_running_loop()
+            self._listening = loop.call_later(left_s, self._notice_silence)
+        else:
+            self._fail(WorkerLost(f"the worker has said nothing for {self._silence_timeout_s:g} s"))
+
+    def _receive(self, message: ToReplica) -> None:
+        self._heard_s = time.monotonic()
+        match message:
+            case Outputs():
+                self.outputs(message.outputs)
+            case State():
+                self.state = message.state
+            case Answer():
+                answer = self._calls.get(message.number)
+                if answer is not None:
+                    answer.set_result(message)
+            case Settled():
+                self._observer.restored(message.report)
+                if message.report.intact:
+                    self.settled()
+            case Obtained():
+                self._observer.obtained(message.source)
+            case Logged():
+                logging.getLogger(message.name).log(message.level, "%s", message.text)
+            case Ready():
+                self.facts, self.state = message.facts, message.state
+                self._ready.set_result(None)
+                self._notice_silence()
+            case Failed():
+                self._fail(message.error)
+            case _:
+                assert_never(message)
+
+    def _lost(self) -> None:
+        """Also after `stop`: a worker that ends in the middle of it is waited for no longer."""
+        self._fail(WorkerLost("the process that computes for this replica has ended"))
+
+    def _fail(self, failure: Exception) -> None:
+        assert isinstance(failure, ReplicaFailed)
+        if not self.failed.done():
+            self.failed.set_result(failure)
+
+
+def _nobody(*_: object) -> None:
+    """Until somebody wants to be told."""

@@ -1,0 +1,217 @@
+"""What a replica and its worker say to each other. No torch, no Ray: both sides import this.
+
+Down go sequences and cancels, one message for all of a turn of the replica's event loop, and calls. Up come
+the tokens of all sequences, one message a step, the answers to calls, and the worker's state.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+
+import actors.errors
+from actors.engine.outputs import EngineOutput, EngineStats, RawLogprob
+from actors.errors import ReplicaFailed, ServingError
+from actors.protocol import DeviceNow, Grammar, MemoryChange, MemoryLeft, WakeReport
+from actors.text.sampling_defaults import ResolvedSampling
+
+# --- down ---
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """One continuation to generate. It passed `actors.text.validation.check_request`."""
+
+    sequence_id: str  # never used before with this worker
+    prompt_ids: tuple[int, ...]
+    params: ResolvedSampling
+    seed: int
+    stop_ids: frozenset[int]  # end-of-sequence and stop tokens
+
+
+class Sequences(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What the engine is to begin and to end; in this order."""
+
+    new: list[NewSequence]
+    cancelled: list[str]
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered when the engine runs; `Settled` follows when the bytes have arrived and were checked."""
+
+
+class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered when the memory has been given back."""
+
+    level: int
+
+
+class Settle(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered once the last wake is over, and all KV cache is mapped."""
+
+
+class FinishCompiling(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered once nothing is compiled any more, and what was is in use."""
+
+
+class Score(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered with the log-probabilities of a prompt, and of the `top` likeliest tokens in each place."""
+
+    token_ids: tuple[int, ...]
+    top: int
+
+
+class CheckGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered once the grammar is compiled, or refused."""
+
+    grammar: Grammar
+
+
+class ReadDevice(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered with what the device says now."""
+
+    node: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered when the engine has ended. Nothing may follow."""
+
+
+Task: TypeAlias = Wake | Sleep | Settle | FinishCompiling | Score | CheckGrammar | ReadDevice | Stop
+
+
+class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A task with one answer."""
+
+    number: int
+    task: Task
+
+
+class Abandon(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nobody waits for that answer any more."""
+
+    number: int
+
+
+ToWorker: TypeAlias = Sequences | Call | Abandon
+
+# --- up ---
+
+
+class Woke(msgspec.Struct, frozen=True):
+    """The answer to `Wake`."""
+
+    change: MemoryChange
+    image_s: float | None  # to get the image again, after a level 2 sleep
+    map_s: float  # to map, to begin the copies and to resume
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """What does not change while a worker lives."""
+
+    process_id: int
+    max_model_len: int  # tokens of prompt and output together
+    vocab_size: int
+    weights_bytes: int  # of the packed image
+    kv_bytes: int
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """What a worker was a moment ago; bytes unless said otherwise."""
+
+    engine: EngineStats
+    mapped_bytes: int
+    wake_bytes: int  # what a wake would map now; 0 while awake
+    image_origin: str  # "" while the image is released
+    device_total: int  # this and the next three: by the device, at the last sleep or settled wake
+    device_free: int
+    device_held: int  # by this process
+    device_own: int | None  # the same as seen from outside, where that can be told
+    left: MemoryLeft | None  # None while awake
+    last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The first of all: it is asleep, and takes calls from now on."""
+
+    facts: WorkerFacts
+    state: WorkerState
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A step of the engine."""
+
+    outputs: list[EngineOutput]
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The outcome of a call."""
+
+    number: int
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: Exception | None = None
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The bytes of a wake have arrived and were checked; if they are not what was packed, `Failed` came first."""
+
+    report: WakeReport
+
+
+class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Ten times a second at most, when anything has changed, and once a second in any case; before every answer."""
+
+    state: WorkerState
+
+
+class Obtained(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The worker has an image; `source` is one of `actors.image.obtain.ImageSource`."""
+
+    source: str
+
+
+class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A line of the worker's log, which has no file of its own."""
+
+    level: int  # of `logging`
+    name: str  # of the logger
+    text: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The worker can serve no more."""
+
+    error: Exception
+
+
+ToReplica: TypeAlias = Ready | Outputs | Answer | Settled | State | Obtained | Logged | Failed
+Send: TypeAlias = Callable[[ToReplica], None]  # from any thread
+
+# What calls are answered with; None where nothing is listed.
+ANSWERS: dict[type, Any] = {
+    Wake: Woke,
+    Sleep: MemoryChange,
+    Score: list[RawLogprob | None],
+    ReadDevice: DeviceNow,
+}
+
+
+def encode_error(error: object) -> object:
+    """For msgspec: an exception of ours as its class's name and its arguments.
+
+    Raises:
+        NotImplementedError: it is no ServingError; who catches another one says what it was.
+    """
+    if isinstance(error, ServingError):
+        return type(error).__name__, error.args
+    raise NotImplementedError(f"cannot send {error!r}")
+
+
+def decode_error(_: type, sent: Any) -> ServingError:
+    """The reverse. A class that is not known here comes as ReplicaFailed."""
+    name, args = sent
+    kind = getattr(actors.errors, name, None)
+    if kind is None:
+        return ReplicaFailed(str(args[0]))
+    error = kind(*args)
+    assert isinstance(error, ServingError)
+    return error

@@ -1,0 +1,436 @@
+"""ModelWorker: one model's memory and engine on one device, put together. Knows nothing of the wire.
+
+What pauses, maps or copies is handed to one control thread (`residency`). Tokens leave on the engine's own
+thread, one message a step.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from actors.engine.config import EngineConfig
+from actors.engine.engine import TransformersEngine
+from actors.engine.model.architectures import check_architecture
+from actors.engine.model.cards import card_problem
+from actors.engine.model.scoring import PromptScoring
+from actors.engine.outputs import EngineOutput, EngineStats, RawLogprob
+from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar
+from actors.engine.sampling.sampler import SequenceSampling
+from actors.errors import EngineDied, InvalidRequest, ReplicaFailed, ServingError, Unavailable
+from actors.image import packer
+from actors.image.attach import build_on_meta
+from actors.image.image import WeightImage
+from actors.image.layout import ImageKey
+from actors.memory.transfer import TransferStats
+from actors.protocol import DeviceNow, Grammar, MemoryChange, WakeReport
+from actors.text.codec import TextCodec
+from actors.threads import ControlThread
+from actors.worker.compilation import BackgroundCompilation
+from actors.worker.messages import (
+    Failed,
+    NewSequence,
+    Outputs,
+    Send,
+    Settled,
+    Woke,
+    WorkerFacts,
+    WorkerState,
+)
+from actors.worker.model_memory import ModelMemory
+from actors.worker.residency import Residency
+from actors.worker.watchdog import Watchdog, WatchdogConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SWITCH_INTERVAL_S = 3e-4
+_CLOSE_TIMEOUT_S = 30.0
+_GRAMMAR_THREADS = 8  # that wait for one; they are compiled one by one
+
+
+class ModelWorker:
+    """One model in one process. Starts asleep; `wake` before the first sequence can advance.
+
+    Attributes:
+        memory: weights and KV cache. To be read; only this worker's control thread moves it.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        checkpoint: Path,
+        image: WeightImage,
+        reload_image: Callable[[], Awaitable[WeightImage]],
+        release_image: Callable[[ImageKey], Awaitable[None]],
+        engine: EngineConfig,
+        keep_layers: int,
+        send: Send,
+        watchdog: WatchdogConfig | None = None,
+    ) -> None:
+        """Build memory and engine. Blocks for a while: call it on a thread.
+
+        Args:
+            module: from `build_module`; becomes this worker's own.
+            reload_image: gets the image again after a level 2 sleep dropped it.
+            release_image: told when a level 2 sleep drops it.
+            keep_layers: decoder layers that a level 1 sleep leaves mapped.
+            send: what happens, to the replica.
+            watchdog: how long the device may take; the defaults when None.
+
+        Raises:
+            ValueError: the configuration cannot work for this model.
+            LayoutMismatch: image and architecture disagree.
+        """
+        self._module = module
+        self.memory = ModelMemory(module, image, keep_layers, engine.device)
+        # Beside a GPU, what little is done here takes longer shared out among threads than alone. Before any
+        # thread of the engine starts: one goes by what it finds then, and runs compiled layers only with as
+        # many as they were compiled with.
+        threads = engine.cpu_threads or (None if self.memory.device.type == "cpu" else 1)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        # Most calls of the engine's thread into torch give up Python's lock, and to get it back from a busy
+        # event loop takes this long: 5 ms by default, as long as a step, and hundreds of times in a prefill.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._reload_image = reload_image
+        self._release_image = release_image
+        self._send = send
+        self._grammars = GrammarCompiler(partial(TextCodec.load, checkpoint))
+        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "wait-for-grammar")
+        self._awaiting_grammar: set[str] = set()  # sequences
+        self._awaiting_lock = Lock()
+        self._failure: ReplicaFailed | None = None
+        self._failure_lock = Lock()
+        self._closed = False
+        self._watchdog = Watchdog(watchdog or WatchdogConfig(), self._hangs)
+        self._control = ControlThread(self._watchdog.control)
+        self._engine = self._control.submit(self._build_engine, module, engine).result()
+        self._residency = Residency(
+            self._engine,
+            self.memory,
+            self._restored,
+            self._control,
+            self._something_went_wrong,
+            self._watchdog,
+        )
+        self._scoring = PromptScoring(
+            self.with_model,
+            self.memory.spare_bytes,
+            self._control,
+            self._watchdog.prompt,
+            self._is_busy,
+            self._something_went_wrong,
+        )
+        try:
+            # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
+            self._control.submit(self.memory.open_link).result()
+            self._control.submit(self._residency.warm_up).result()
+        except BaseException:
+            self._watchdog.close()
+            self._control.submit(self._engine.stop)  # its thread would keep the process from ending
+            raise
+        self._compilation = BackgroundCompilation(
+            self._engine,
+            self._residency.begin_trimming,
+            self._residency.begin_using_compiled,
+            self._watchdog.compile,
+            self._is_busy,
+        )
+
+    def facts(self) -> WorkerFacts:
+        return WorkerFacts(
+            process_id=os.getpid(),
+            max_model_len=self._engine.max_model_len,
+            vocab_size=self._engine.vocab_size,
+            weights_bytes=self.memory.weights_bytes,
+            kv_bytes=self.memory.kv_bytes,
+        )
+
+    def state(self) -> WorkerState:
+        """What it is now. Asks neither the device nor a driver; any thread may call."""
+        memory, reading = self.memory, self.memory.last_reading
+        return WorkerState(
+            engine=self._engine.stats(),
+            mapped_bytes=memory.mapped_bytes,
+            wake_bytes=memory.wake_bytes,
+            image_origin=memory.image.origin if memory.image is not None else "",
+            device_total=reading.total,
+            device_free=reading.free,
+            device_held=reading.held,
+            device_own=reading.own,
+            left=memory.sleep_residue,
+            last_wake=memory.last_wake,
+        )
+
+    @property
+    def last_transfer(self) -> TransferStats | None:
+        """Of the last settled wake."""
+        return self.memory.last_transfer
+
+    def engine_stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def check_health(self) -> None:
+        """Raises ReplicaFailed if something went wrong that this process does not recover from."""
+        if self._failure is not None:
+            raise self._failure
+        self._engine.check_health()
+
+    def submit(self, sequences: Sequence[NewSequence]) -> None:
+        """Have the engine generate; what becomes of each is sent. Grammars are compiled beside it."""
+        for new in sequences:
+            wanted = new.params.grammar
+            grammar = None if wanted is None else self._grammars.find(wanted)
+            if (wanted is None) == (grammar is None):
+                self._begin(new, grammar)
+            else:  # forgotten since it was checked
+                with self._awaiting_lock:
+                    self._awaiting_grammar.add(new.sequence_id)
+                self._grammar_threads.submit(self._compile_and_begin, new)
+
+    def cancel(self, sequence_ids: Sequence[str]) -> None:
+        """Forget sequences, whether or not they have ended. No output follows, but for what is under way."""
+        for sequence_id in sequence_ids:
+            with self._awaiting_lock:
+                awaits = sequence_id in self._awaiting_grammar
+                self._awaiting_grammar.discard(sequence_id)
+            if not awaits:
+                self._engine.cancel(sequence_id)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, so that sequences find it compiled.
+
+        Raises:
+            InvalidRequest: it is no valid one, or too much work; naming the field.
+            Unavailable: too many are being compiled.
+        """
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._grammar_threads, self._grammars.compile, grammar)
+
+    async def wake(self) -> Woke:
+        """Map, begin to copy, resume. `Settled` is sent when the bytes are there and were checked.
+
+        Raises:
+            Unavailable: not possible now; it is asleep as before.
+        """
+        started_s = time.perf_counter()
+        image_s = None
+        if self.memory.image is None:
+            await self._on_control(self.memory.take_image, await self._reload_image())
+            image_s = time.perf_counter() - started_s
+            started_s = time.perf_counter()
+        change = await self._on_control(self._residency.wake)
+        self._scoring.awake.set()
+        self._residency.begin_settling()
+        return Woke(change, image_s, time.perf_counter() - started_s)
+
+    async def sleep(self, level: int) -> MemoryChange:
+        """Give memory back. Sequences that are still running are frozen and go on after the wake."""
+        self._scoring.awake.clear()
+        change = await self._on_control(self._sleep, level)
+        if level == 2:
+            key = await self._on_control(self._residency.drop_image)
+            if key is not None:
+                await self._release_image(key)
+        return change
+
+    async def settled(self) -> None:
+        """Return once the bytes of the last wake are there and checked, and all KV cache is mapped.
+
+        What other processes have taken meanwhile of its memory is not waited for.
+
+        Raises:
+            EngineDied: something hung. Other failures: see `check_health`.
+        """
+        await self._on_control(lambda: None)  # whatever was to do stands before this
+        while self._residency.grows:
+            await self._on_control(lambda: None)  # behind the next part
+
+    async def compiled(self) -> None:
+        """Return once nothing is compiled any more, and what was is in use."""
+        await asyncio.to_thread(self._compilation.join)
+        await self.settled()
+
+    async def score(self, token_ids: Sequence[int], top: int) -> list[RawLogprob | None]:
+        """See PromptScoring; what comes back was computed with bytes that have been checked."""
+        found = await self._scoring.score(token_ids, top)
+        self.check_health()
+        return found
+
+    async def device_now(self, node: str) -> DeviceNow:
+        """Ask the device; takes as long as its driver does."""
+        return await asyncio.to_thread(self.memory.device_now, node)
+
+    async def with_model(self, work: Callable[[PreTrainedModel], T]) -> T:
+        """What `work` makes of the awake module, between two steps of the engine.
+
+        It runs on the control thread, so that no sleep comes in between, and finds the bytes of the
+        last wake there and checked. Layers that are being compiled are waited for. A worker that failed
+        that check can be looked at, too; see `check_health`. Sequences in flight go on afterwards. `work`
+        leaves the module as it found it; the attention that the engine has set works inside continuous
+        batching only.
+
+        Raises:
+            Unavailable: the model is asleep.
+            EngineDied: something hung.
+        """
+        while True:
+            found: tuple[T] | None = await self._on_control(self._between_steps, work)
+            if found is not None:
+                return found[0]
+            await asyncio.wrap_future(self._compilation.traced)
+
+    async def close(self) -> None:
+        """Stop the engine. The worker is of no use afterwards.
+
+        A device that does not answer is not waited for: what it holds goes with the process. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._watchdog.close()
+        self._residency.close()
+        self._compilation.close()
+        self._grammars.close()
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        last = [
+            asyncio.wrap_future(self._control.submit(work))
+            for work in (self._engine.stop, self.memory.close_link)
+        ]
+        self._control.shutdown(wait=False)
+        done, late = await asyncio.wait(last, timeout=_CLOSE_TIMEOUT_S)
+        for each in late:
+            each.cancel()
+        errors = [each.exception() for each in last if each in done]
+        if late or self._control.has_hung:
+            logger.error("the device does not answer; what it holds goes with the process")
+            return
+        for error in errors:
+            if error is not None:
+                raise error
+
+    async def _on_control(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
+
+    def _build_engine(self, module: PreTrainedModel, limits: EngineConfig) -> TransformersEngine:
+        return TransformersEngine(
+            module,
+            limits,
+            self.memory.make_kv_arena,
+            self._deliver,
+            self.memory.card(),
+            self.memory.weights_bytes,
+            self.memory.pool,
+            self._watchdog.step,
+            lambda error: self._something_went_wrong(error, "the generation loop"),
+        )
+
+    def _begin(self, new: NewSequence, grammar: SequenceGrammar | None) -> None:
+        try:
+            self._engine.submit(
+                new.sequence_id,
+                SequenceSampling(
+                    new.params, new.prompt_ids, new.seed, new.stop_ids, grammar=grammar
+                ),
+            )
+        except ReplicaFailed as exc:
+            self._refuse(new, exc)
+
+    def _compile_and_begin(self, new: NewSequence) -> None:
+        assert new.params.grammar is not None
+        try:
+            grammar = self._grammars.compile(new.params.grammar)
+        except (InvalidRequest, Unavailable) as exc:
+            self._refuse(new, exc)
+        else:
+            self._begin(new, grammar)
+        with self._awaiting_lock:
+            was_cancelled = new.sequence_id not in self._awaiting_grammar
+            self._awaiting_grammar.discard(new.sequence_id)
+        if was_cancelled:
+            self._engine.cancel(new.sequence_id)
+
+    def _refuse(self, new: NewSequence, error: ServingError) -> None:
+        self._send(Outputs([EngineOutput(new.sequence_id, (), None, error=error)]))
+
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        """On the engine's thread, with a step's outputs."""
+        self._send(Outputs([_fit_to_send(output) for output in outputs]))
+
+    def _sleep(self, level: int) -> MemoryChange:
+        self._scoring.drop()
+        return self._residency.sleep(level)
+
+    def _is_busy(self) -> bool:
+        stats = self._engine.stats()
+        return bool(stats.running or stats.waiting)
+
+    def _between_steps(self, work: Callable[[PreTrainedModel], T]) -> tuple[T] | None:
+        """None: not now, layers are being compiled."""
+        self._residency.check_awake()
+        with self._compilation.kept_off() as is_off:
+            if not is_off:
+                return None
+            return (self._residency.between_steps(lambda: work(self._module)),)
+
+    def _restored(self, report: WakeReport) -> None:
+        self._send(Settled(report))
+
+    def _something_went_wrong(self, reason: Exception, what: str) -> None:
+        logger.error("this worker has failed: %s went wrong", what, exc_info=reason)
+        if not isinstance(reason, ReplicaFailed):
+            reason = EngineDied(f"{what} went wrong: {type(reason).__name__}")
+        self._fail(reason)
+
+    def _hangs(self, what: str) -> None:
+        """On the watchdog's thread, once."""
+        failure = EngineDied(what)
+        self._fail(failure)
+        self._control.give_up(failure)
+
+    def _fail(self, failure: ReplicaFailed) -> None:
+        """Serve nothing any more; the first failure counts. Any thread may call."""
+        with self._failure_lock:
+            if self._failure is not None:
+                logger.info("failed again: %s", failure)
+                return
+            self._failure = failure
+        self._send(Failed(failure))
+
+
+def build_module(checkpoint: Path, dtype: str, device: str = "auto") -> PreTrainedModel:
+    """The architecture of a checkpoint on meta; costs no memory and tells early what cannot work.
+
+    Raises:
+        ValueError: the engine would serve this architecture or these weights wrongly, or not on this
+            card.
+    """
+    on_card = device != "cpu" and torch.cuda.is_available()
+    if on_card and (problem := card_problem(torch.cuda.get_device_capability())) is not None:
+        raise ValueError(f"{problem}; set engine.device: cpu and num_gpus: 0, or use another card")
+    module = build_on_meta(checkpoint, packer.checkpoint_dtype(checkpoint, dtype))
+    check_architecture(module)
+    return module
+
+
+def _fit_to_send(output: EngineOutput) -> EngineOutput:
+    """With an error that means something to a client; of others it learns the kind."""
+    error = output.error
+    if error is None or isinstance(error, InvalidRequest | Unavailable):
+        return output
+    logger.error("sequence %s failed", output.sequence_id, exc_info=error)
+    told = EngineDied(f"generation failed: {type(error).__name__}")
+    return msgspec.structs.replace(output, error=told)

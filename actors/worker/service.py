@@ -1,0 +1,124 @@
+"""A worker's side of the connection: what the replica sends is done, and answered."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, assert_never
+
+import msgspec
+
+from actors.errors import EngineDied, ServingError
+from actors.worker.connection import Connection
+from actors.worker.messages import (
+    Abandon,
+    Answer,
+    Call,
+    CheckGrammar,
+    FinishCompiling,
+    ReadDevice,
+    Ready,
+    Score,
+    Sequences,
+    Settle,
+    Sleep,
+    State,
+    Stop,
+    Task,
+    ToWorker,
+    Wake,
+    WorkerState,
+)
+from actors.worker.model_worker import ModelWorker
+
+logger = logging.getLogger(__name__)
+
+_STATE_INTERVAL_S = 0.1
+_STATES_OF_SILENCE = 10  # without a change; then the state is told again, as a sign of life
+
+
+class WorkerService:
+    """Does for one replica what it asks of one worker. Lives on the connection's event loop."""
+
+    def __init__(self, worker: ModelWorker, connection: Connection[ToWorker]) -> None:
+        """Say that the worker is ready; from now on what comes is done."""
+        self._worker = worker
+        self._connection = connection
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._told: WorkerState = worker.state()
+        connection.receive = self._receive
+        connection.send(Ready(worker.facts(), self._told))
+        self._telling = asyncio.create_task(self._tell_state())
+
+    async def close(self) -> None:
+        """Stop the worker, too. Idempotent."""
+        self._telling.cancel()
+        for call in self._calls.values():
+            call.cancel()
+        try:
+            await self._worker.close()
+        finally:
+            self._connection.close()
+
+    def _receive(self, message: ToWorker) -> None:
+        match message:
+            case Sequences():
+                self._worker.submit(message.new)
+                self._worker.cancel(message.cancelled)
+            case Call():
+                self._calls[message.number] = asyncio.create_task(self._answer(message))
+            case Abandon():
+                if call := self._calls.get(message.number):
+                    call.cancel()
+            case _:
+                assert_never(message)
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            value = await self._do(call.task)
+        except ServingError as exc:
+            answer = Answer(call.number, error=exc)
+        except Exception as exc:
+            logger.exception("%s failed", type(call.task).__name__)
+            failure = EngineDied(f"{type(call.task).__name__} failed: {type(exc).__name__}")
+            answer = Answer(call.number, error=failure)
+        else:
+            answer = Answer(call.number, msgspec.Raw(msgspec.msgpack.encode(value)))
+        finally:
+            del self._calls[call.number]
+        self._tell_state_now()  # who has the answer finds what has become of it
+        self._connection.send(answer)
+
+    def _do(self, task: Task) -> Coroutine[Any, Any, object]:
+        worker = self._worker
+        match task:
+            case Wake():
+                return worker.wake()
+            case Sleep():
+                return worker.sleep(task.level)
+            case Settle():
+                return worker.settled()
+            case FinishCompiling():
+                return worker.compiled()
+            case Score():
+                return worker.score(task.token_ids, task.top)
+            case CheckGrammar():
+                return worker.check_grammar(task.grammar)
+            case ReadDevice():
+                return worker.device_now(task.node)
+            case Stop():
+                return worker.close()
+            case _:
+                assert_never(task)
+
+    def _tell_state_now(self) -> None:
+        state = self._worker.state()
+        if state != self._told:
+            self._told = state
+            self._connection.send(State(state))
+
+    async def _tell_state(self) -> None:
+        while True:
+            for _ in range(_STATES_OF_SILENCE):
+                await asyncio.sleep(_STATE_INTERVAL_S)
+                self._tell_state_now()
+            self._connection.send(State(self._told))

@@ -1,0 +1,102 @@
+"""ModelWorker in a process of its own: a Ray actor in the replica's placement group."""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.checkpoints.source import ModelSource
+from actors.engine.config import EngineConfig
+from actors.worker.connection import Connection
+from actors.worker.messages import Logged, Obtained, ToWorker
+from actors.worker.watchdog import WatchdogConfig
+from serve_app.process.heap import set_aside, uncollected
+from serve_app.process.logs import log_to
+
+if TYPE_CHECKING:
+    from actors.worker.model_worker import ModelWorker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is to serve, and how."""
+
+    replica_id: str
+    model_id: str
+    source: ModelSource
+    dtype: str
+    image_ttl_s: float | None
+    checkpoint: Path
+    engine: EngineConfig
+    keep_layers: int
+    watchdog: WatchdogConfig
+    lessee: str  # of the image: the replica's actor, which outlives its workers
+
+
+class WorkerActor:
+    """Serves one replica over a local socket; Ray carries its start and its end."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+
+    def __repr__(self) -> str:
+        """What Ray puts before the lines that this process prints."""
+        return f"Worker of {self._settings.model_id}/{self._settings.replica_id}"
+
+    async def start(self, socket: str) -> None:
+        """Return when the worker is ready, asleep.
+
+        Args:
+            socket: path of the replica's Unix socket.
+
+        Raises:
+            Exception: anything wrong with image, configuration or device.
+        """
+        settings = self._settings
+        connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, _replica_is_gone)
+        await asyncio.get_running_loop().create_unix_connection(lambda: connection, socket)
+        log_to(lambda level, name, text: connection.send(Logged(level, name, text)))
+        with uncollected():
+            from actors.image.holder import ImageRequest
+            from actors.image.obtain import FastLoad
+            from actors.worker.model_worker import ModelWorker, build_module
+            from actors.worker.service import WorkerService
+            from serve_app.weights.holders import HolderOfThisNode
+
+        # First what needs no weights: a model that cannot be served is refused in a second.
+        device = settings.engine.device
+        module = await asyncio.to_thread(build_module, settings.checkpoint, settings.dtype, device)
+        load = FastLoad(
+            holder=HolderOfThisNode(),
+            request=ImageRequest(
+                settings.model_id, settings.source, settings.dtype, settings.image_ttl_s
+            ),
+            checkpoint=settings.checkpoint,
+            lessee=settings.lessee,
+            on_obtained=lambda source: connection.send(Obtained(source)),
+        )
+        worker = await asyncio.to_thread(
+            ModelWorker,
+            module,
+            settings.checkpoint,
+            await load.obtain(),
+            load.obtain,
+            load.release,
+            settings.engine,
+            settings.keep_layers,
+            connection.send,
+            settings.watchdog,
+        )
+        self._service = WorkerService(worker, connection)
+        set_aside()
+        self._compiling = asyncio.create_task(self._set_compiled_aside(worker))
+
+    async def _set_compiled_aside(self, worker: "ModelWorker") -> None:
+        await worker.compiled()
+        set_aside()  # what compiling has left
+
+
+def _replica_is_gone() -> None:
+    """Nobody is served any more; what the card holds goes with this process."""
+    os._exit(0)

@@ -1,0 +1,108 @@
+"""A replica's worker as a process: placed, connected, and ended."""
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.observer import Observer
+from actors.replica.worker_client import WorkerClient
+from serve_app.replica.worker_actor import WorkerActor, WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+_LEAST_CPUS = 0.001  # Ray knows no empty bundle
+_END_TIMEOUT_S = 30.0  # of a process whose card does not let go
+
+
+def bundles(num_cpus: float, num_gpus: float) -> list[dict[str, float]]:
+    """A replica's placement group: what it takes itself, then what each of its workers takes.
+
+    Beside a card the CPU cores are the replica's; where the worker computes with them, they are its own.
+    """
+    cores = {"CPU": max(num_cpus, _LEAST_CPUS)}
+    if num_gpus:
+        return [cores, {"GPU": num_gpus}]
+    return [{"CPU": _LEAST_CPUS}, cores]
+
+
+class WorkerProcess:
+    """One worker of this replica, in the second bundle of its placement group."""
+
+    def __init__(self, client: WorkerClient, actor: Any) -> None:
+        self.client = client
+        self._actor = actor
+        self._pidfd = os.pidfd_open(client.facts.process_id)
+
+    @classmethod
+    async def start(
+        cls, settings: WorkerSettings, resources: Mapping[str, float], observer: Observer
+    ) -> Self:
+        """Start one, and return when it is ready.
+
+        Args:
+            resources: of its bundle; all of them, so that the next one waits for its end.
+
+        Raises:
+            Exception: what kept it from starting.
+        """
+        client = WorkerClient(observer, settings.watchdog.silence_timeout_s)
+        actor = _place(settings, resources)
+        with tempfile.TemporaryDirectory(prefix="sleepserve-") as folder:
+            socket = str(Path(folder) / "worker")
+            server = await asyncio.get_running_loop().create_unix_server(
+                lambda: client.protocol, socket
+            )
+            try:
+                await actor.start.remote(socket)
+                await client.ready()
+            except BaseException:
+                ray.kill(actor)
+                raise
+            finally:
+                server.close()
+        return cls(client, actor)
+
+    async def end(self) -> None:
+        """Kill it, and return when the process is gone, and with it what it had of its card. Idempotent."""
+        if self._pidfd < 0:
+            return
+        pidfd, self._pidfd = self._pidfd, -1
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            logger.info("worker %d had ended by itself", self.client.facts.process_id)
+        loop.add_reader(pidfd, gone.set)
+        try:
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await gone.wait()
+        except TimeoutError:
+            logger.error(
+                "worker %d does not end; its card does not answer", self.client.facts.process_id
+            )
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            ray.kill(self._actor)
+
+
+def _place(settings: WorkerSettings, resources: Mapping[str, float]) -> Any:
+    group = get_current_placement_group()
+    assert group is not None, "the deployment has bundles"
+    options: dict[str, Any] = {
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=1
+        ),
+    }
+    return ray.remote(WorkerActor).options(**options).remote(settings)

@@ -1,0 +1,326 @@
+"""Workers one after the other: who fails is replaced, until too many have failed in a row."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from actors.errors import EngineDied, ReplicaFailed, WorkerLost
+from actors.protocol import MemoryChange
+from actors.replica import supervisor as module
+from actors.replica.supervisor import WorkerSupervisor
+
+LIMIT = module._MAX_FAILURES_IN_A_ROW
+
+
+class Client:
+    def __init__(self) -> None:
+        self.failed: asyncio.Future[ReplicaFailed] = asyncio.get_running_loop().create_future()
+
+
+class Worker:
+    def __init__(self, number: int, log: list[str]) -> None:
+        self.number = number
+        self.client: Any = Client()
+        self._log = log
+
+    async def end(self) -> None:
+        self._log.append(f"end {self.number}")
+        await asyncio.sleep(0)
+        self._log.append(f"ended {self.number}")
+
+    def fail(self, failure: ReplicaFailed) -> None:
+        if not self.client.failed.done():
+            self.client.failed.set_result(failure)
+
+
+class Runtime:
+    """Of one worker; `has_settled` as the test says."""
+
+    def __init__(self, number: int, log: list[str]) -> None:
+        self.number = number
+        self.has_settled = False
+        self.closing: Callable[[], Awaitable[None]] | None = None
+        self._log = log
+
+    async def wake(self) -> MemoryChange:
+        self._log.append(f"wake {self.number}")
+        return MemoryChange(0, self.number, 0)
+
+    async def sleep(self, level: int) -> MemoryChange:
+        self._log.append(f"sleep {self.number} {level}")
+        return MemoryChange(self.number, 0, 0)
+
+    def abort_in_flight(self) -> None:
+        self._log.append(f"abort {self.number}")
+
+    def fail_in_flight(self, error: Exception) -> None:
+        self._log.append(f"fail {self.number} {error}")
+
+    async def close(self) -> None:
+        self._log.append(f"close {self.number}")
+        if self.closing is not None:
+            await self.closing()
+
+
+class Bench:
+    """A supervisor whose workers are numbered from 1.
+
+    Attributes:
+        broken: numbers of the workers that do not start, or that there is no runtime for.
+        told: failures that the lifecycle would have learnt.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.told: list[ReplicaFailed] = []
+        self.workers: list[Worker] = []
+        self.started = 0
+        self.broken: set[int] = set()
+        self.without_runtime: set[int] = set()
+        self.dead_at_start: set[int] = set()
+        self.supervisor = WorkerSupervisor(self._start, self._runtime, self.told.append)
+
+    @property
+    def runtime(self) -> Any:
+        return self.supervisor.runtime
+
+    async def _start(self) -> Any:
+        self.started += 1
+        self.log.append(f"start {self.started}")
+        await asyncio.sleep(0)
+        if self.started in self.broken:
+            raise OSError("no such card")
+        self.workers.append(Worker(self.started, self.log))
+        return self.workers[-1]
+
+    async def _runtime(self, client: Any) -> Any:
+        await asyncio.sleep(0)
+        number = self.workers[-1].number
+        assert client is self.workers[-1].client
+        if number in self.dead_at_start:
+            self.workers[-1].fail(WorkerLost("at once"))
+        if number in self.without_runtime:
+            raise ValueError("no tokenizer")
+        return Runtime(number, self.log)
+
+
+def run(scenario: Callable[[Bench], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(5):
+            await scenario(Bench())
+
+    asyncio.run(bounded())
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_effects_are_those_of_the_worker_that_there_is() -> None:
+    async def scenario(bench: Bench) -> None:
+        supervisor = bench.supervisor
+        await supervisor.start()
+        for number in (1, 2):
+            bench.log.clear()
+            assert await supervisor.wake() == MemoryChange(0, number, 0)
+            assert await supervisor.sleep(2) == MemoryChange(number, 0, 0)
+            supervisor.abort_in_flight()
+            supervisor.fail_in_flight(ReplicaFailed("why"))
+            assert bench.log == [
+                f"wake {number}",
+                f"sleep {number} 2",
+                f"abort {number}",
+                f"fail {number} why",
+            ]
+            await supervisor.restart()
+
+    run(scenario)
+
+
+def test_restart_replaces_the_worker_when_nothing_is_left_of_it() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        assert bench.supervisor.restarts == 0
+        first = bench.runtime
+        await bench.supervisor.restart()
+        assert bench.log == ["start 1", "end 1", "ended 1", "start 2"]
+        assert bench.runtime is not first
+        assert bench.runtime.number == 2
+        assert bench.supervisor.restarts == 1
+
+    run(scenario)
+
+
+def test_failure_of_the_worker_is_told_once() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        for worker in range(3):
+            failure = EngineDied(f"failure of {worker + 1}")
+            bench.workers[worker].fail(failure)
+            await turns()
+            assert len(bench.told) == worker + 1
+            assert bench.told[worker] is failure
+            bench.runtime.has_settled = True
+            await bench.supervisor.restart()
+        await turns()
+        assert len(bench.told) == 3
+
+    run(scenario)
+
+
+def test_late_failure_of_an_old_worker_is_nobody_s_business() -> None:
+    """As when its process is ended: the connection is lost."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        restarting = asyncio.create_task(bench.supervisor.restart())
+        await asyncio.sleep(0)
+        assert bench.log[-1] == "end 1"  # in the middle of its end
+        bench.workers[0].fail(WorkerLost("its process has ended"))
+        await restarting
+        await bench.supervisor.restart()
+        bench.workers[1].fail(WorkerLost("long after"))
+        await turns()
+        assert bench.told == []
+        last = EngineDied("the one that there is")
+        bench.workers[2].fail(last)
+        await turns()
+        assert bench.told == [last]
+
+    run(scenario)
+
+
+def test_worker_that_is_dead_as_soon_as_it_has_started_is_told_of() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.dead_at_start = {2}
+        await bench.supervisor.start()
+        await bench.supervisor.restart()
+        assert bench.told == []  # the lifecycle has to have left the restart before
+        await turns()
+        assert [str(each) for each in bench.told] == ["at once"]
+
+    run(scenario)
+
+
+def test_first_worker_that_cannot_start_says_why() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.broken = {1}
+        with pytest.raises(OSError, match="no such card"):
+            await bench.supervisor.start()
+
+    run(scenario)
+
+
+def test_worker_that_cannot_start_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.broken, bench.without_runtime = {2}, {3}
+        await bench.supervisor.start()
+        await bench.supervisor.restart()
+        assert bench.log[1:] == [
+            *("end 1", "ended 1"),
+            "start 2",
+            "start 3",
+            *("end 3", "ended 3"),  # a process that nobody could use
+            "start 4",
+        ]
+        assert bench.runtime.number == 4
+        assert bench.supervisor.restarts == 1
+
+    run(scenario)
+    assert caplog.text.count("a worker could not be started") == 2
+    assert "no such card" in caplog.text
+
+
+@pytest.mark.parametrize("first_settled", [False, True])
+def test_gives_up_when_so_many_in_a_row_have_failed_before_they_served(first_settled: bool) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        bench.runtime.has_settled = first_settled
+        for _ in range(LIMIT - (not first_settled)):
+            await bench.supervisor.restart()
+        workers = LIMIT + first_settled
+        assert bench.started == workers
+        with pytest.raises(ReplicaFailed, match=f"{LIMIT} workers in a row"):
+            await bench.supervisor.restart()
+        assert bench.started == workers
+        assert bench.log[-1] == f"ended {workers}", "the last one keeps no card"
+
+    run(scenario)
+
+
+def test_gives_up_when_none_can_be_started() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        bench.runtime.has_settled = True
+        bench.broken = set(range(2, 100))
+        with pytest.raises(ReplicaFailed, match=f"{LIMIT} workers in a row"):
+            await bench.supervisor.restart()
+        assert bench.started == 1 + LIMIT
+        assert bench.supervisor.restarts == 0
+
+    run(scenario)
+
+
+def test_counts_anew_after_a_wake_that_settled() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        for _ in range(3):
+            for _ in range(LIMIT - 1):
+                await bench.supervisor.restart()
+            bench.runtime.has_settled = True
+            await bench.supervisor.restart()
+        assert bench.supervisor.restarts == 3 * LIMIT
+
+    run(scenario)
+
+
+def test_failed_starts_and_failed_workers_count_together() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()  # 1 has failed when the first restart is asked for
+        bench.broken = {2, 3}
+        await bench.supervisor.restart()
+        assert bench.runtime.number == 4
+        bench.broken = set(range(5, 100))
+        with pytest.raises(ReplicaFailed):
+            await bench.supervisor.restart()  # 1 to 4, and 5 as well
+        assert bench.started == 5 == LIMIT
+
+    run(scenario)
+
+
+# --- the end ---
+
+
+def test_close_stops_the_worker_in_good_order_and_ends_it_once() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.close()  # nothing to close
+        await bench.supervisor.start()
+        await bench.supervisor.close()
+        await bench.supervisor.close()
+        assert bench.log == ["start 1", "close 1", "end 1", "ended 1"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_worker_that_fails_while_it_is_closed_is_ended_and_not_replaced(raises: bool) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+
+        async def lose() -> None:
+            bench.workers[0].fail(WorkerLost("in the middle of its end"))
+            await turns()
+            if raises:
+                raise EngineDied("it cannot stop")
+
+        bench.runtime.closing = lose
+        closing = asyncio.ensure_future(bench.supervisor.close())
+        await asyncio.wait([closing])
+        assert (closing.exception() is not None) == raises
+        assert bench.log == ["start 1", "close 1", "end 1", "ended 1"]
+        assert bench.told == []
+
+    run(scenario)
