@@ -110,7 +110,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # A torch of PyTorch's CPU index where that can be reached, as above; UV_TORCH_BACKEND, UV_FIND_LINKS and
-# UV_CONSTRAINT say otherwise. A CUDA build of torch brings its own Triton.
+# UV_CONSTRAINT say otherwise. Where there is no card, Triton's interpreter runs the kernels, and that of 3.6, which
+# a CUDA build of torch 2.11 asks for, cannot: it makes loop bounds by int() of an array of one dimension
+# (triton/runtime/interpreter.py, _patch_lang_tensor), of which NumPy warns, and which 2.4 refuses. So the
+# extra's Triton replaces it.
 $(OLDEST)/.installed: pyproject.toml
 	@if [ -z "$(PYTHON)" ]; then echo "needs Python 3.11 or newer; found none" >&2; exit 1; fi
 	@echo "Installing the oldest allowed versions into $(OLDEST): a minute or two."
@@ -122,8 +125,9 @@ $(OLDEST)/.installed: pyproject.toml
 	then export UV_TORCH_BACKEND=$${UV_TORCH_BACKEND:-cpu}; fi; \
 	install="$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct"; \
 	$$install -e ".[dev]"; \
-	if [ -z "$$($(OLDEST)/bin/python -c 'import torch; print(torch.version.cuda or "")')" ]; then \
-		$$install -e ".[dev,cpu]"; fi
+	if ! $(OLDEST)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$$install --no-deps "$$($(OLDEST)/bin/python -c 'import tomllib; \
+			print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"])')"; fi
 	@touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt

@@ -5,9 +5,9 @@
 #   bash docs/results/measure.sh DIR            # all of them, half an hour
 #
 #   part     steps                                         about, on an H200
-#   pages    pages                                         4 min: 3:10, and 1 min for the checkpoint
-#   wake     wake, wake_default, throughput, timeline      7 min: 2:45, 1:20, 1:45, 1:00
-#   serve    serve, http, load                             7 min: 3:00, 2:40, 1:35
+#   pages    pages                                         5 min: 4:20, and 0:41 for the checkpoint
+#   wake     wake, wake_default, throughput, timeline      7 min: 2:35, 1:20, 1:45, 1:00
+#   serve    serve, http, load                             8 min: 4:05, 2:40, 1:35
 #   soak     soak, eval                                    4 min: 400 cycles of 0.38 s (SOAK_CYCLES), 1:00
 #   others   others, kept                                  6 min: 4:10, 1:50
 #

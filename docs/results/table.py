@@ -1,5 +1,7 @@
 """Writes the measured tables of docs/benchmarks.md (all rows) and the README (five) from results.
 
+Each result is that of the newest folder that has it; docs/benchmarks.md says which, where they differ.
+
 python docs/results/table.py            # rewrite both
 python docs/results/table.py --check    # exit 1 if it would change
 """
@@ -9,14 +11,13 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent
 BENCHMARKS = RESULTS.parent / "benchmarks.md"
 README = RESULTS.parents[1] / "README.md"
-FOLDER = max(RESULTS.glob("20??-??-??_*"))  # the newest
 _BLOCK = re.compile(r"(<!-- measured: .*? -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 SUMMARY = ("asleep_http", "start", "left", "rate_http", "wrong")  # the README's rows
@@ -24,15 +25,28 @@ SUMMARY = ("asleep_http", "start", "left", "rate_http", "wrong")  # the README's
 Result = dict[str, Any]
 
 
+class Row(NamedTuple):
+    """A line of a table."""
+
+    name: str
+    value: str
+    files: tuple[str, ...]  # whose figures these are
+
+
 def table(**results: Result) -> str:
     """All rows, as Markdown; the arguments are those of `rows`."""
-    return _markdown(results, rows(**results).values())
+    found = rows(**results).values()
+    sources = [_source(row, results) for row in found]
+    if len(set(sources)) == 1:
+        return _markdown(_head(results), [row[:2] for row in found])
+    lines = [(*row[:2], source) for row, source in zip(found, sources, strict=True)]
+    return _markdown((*_head(results), "results, commit"), lines)
 
 
 def summary(**results: Result) -> str:
     """The README's rows."""
     found = rows(**results)
-    return _markdown(results, [found[key] for key in SUMMARY])
+    return _markdown(_head(results), [found[key][:2] for key in SUMMARY])
 
 
 def rows(
@@ -43,8 +57,8 @@ def rows(
     http_closed: Result,
     http_open: Result,
     soak: Result,
-) -> dict[str, tuple[str, str]]:
-    """Name and value of each row by a key; the arguments are named after their files."""
+) -> dict[str, Row]:
+    """Each row by a key; the arguments are named after their files."""
     http, again = serve["latency"], serve["redeploy"]
     cache = wake_default["kv_bytes"] / 2**30
     closed = {
@@ -55,76 +69,110 @@ def rows(
     left = (wake["left_bytes"]["median"] - wake["context_bytes"]["median"]) / 2**30
     context = wake["context_bytes"]["median"] / 2**30
     ours = wake, wake_default, soak
-    counts = [count for count in closed if count in throughput["concurrency"]]
     return {
-        "asleep": (
+        "asleep": Row(
             f"first token of a sleeping replica, KV cache of {wake['kv_bytes'] / 2**30:.0f} GiB",
             _ms(wake["ttft_asleep_s"]),
+            ("wake",),
         ),
-        "link": (
+        "link": Row(
             f"the link's own time for the {gb:.2f} GB, at {wake['pinned_gb_per_s']:.1f} GB/s",
             f"{wake['weights_bytes'] / wake['pinned_gb_per_s'] / 1e6:.1f} ms",
+            ("wake",),
         ),
-        "asleep_default": (
+        "asleep_default": Row(
             f"first token of a sleeping replica, KV cache of {cache:.0f} GiB, the default here",
             _ms(wake_default["ttft_asleep_s"]),
+            ("wake_default",),
         ),
-        "asleep_http": ("first token of a sleeping replica over HTTP", _ms(http["ttft_asleep_s"])),
-        "awake": ("first token of an awake replica", _ms(wake["ttft_awake_s"])),
-        "awake_http": ("the same over HTTP", _ms(http["ttft_awake_s"])),
-        "sleep": (
+        "asleep_http": Row(
+            "first token of a sleeping replica over HTTP", _ms(http["ttft_asleep_s"]), ("serve",)
+        ),
+        "awake": Row("first token of an awake replica", _ms(wake["ttft_awake_s"]), ("wake",)),
+        "awake_http": Row("the same over HTTP", _ms(http["ttft_awake_s"]), ("serve",)),
+        "sleep": Row(
             "going to sleep, with the smaller cache / the default",
             f"{_ms(wake['sleep_s'])} / {_ms(wake_default['sleep_s'])}",
+            ("wake", "wake_default"),
         ),
-        "left": (
+        "left": Row(
             f"left on the card asleep, of {mapped:.1f} GiB weights and KV cache",
             f"{left:.2f} GiB, and {context:.2f} GiB of CUDA's context",
+            ("wake",),
         ),
-        "rate": (
-            f"tokens per second, {' / '.join(counts)} requests at once",
-            " / ".join(
-                f"{throughput['concurrency'][count]['tokens_per_s']['median']:.0f}"
-                for count in counts
-            ),
+        "rate": _rates("tokens per second", _medians(throughput["concurrency"]), "throughput"),
+        "rate_http": _rates(
+            "tokens per second streamed over HTTP", _medians(serve["throughput"]), "serve"
         ),
-        "rate_http": (
-            f"tokens per second streamed over HTTP, {' / '.join(counts)} requests at once",
-            " / ".join(f"{closed[count]:.0f}" for count in counts),
-        ),
+        "rate_closed": _rates("the same, measured by `bench http`", closed, "http_closed"),
         **{f"arrivals_{i}": _arrivals(r) for i, r in enumerate(http_open["rounds"])},
-        "start": (
+        "start": Row(
             "a new replica's start to its first token, image in memory",
             f"{again['seconds_to_first_token']:.1f} s",
+            ("serve",),
         ),
-        "wrong": (
+        "wrong": Row(
             f"wrong answers after wakes, of {http['cycles'] + sum(r['compared'] for r in ours)}",
             str(http["wrong"] + sum(r["wrong"] for r in ours)),
+            ("serve", "wake", "wake_default", "soak"),
         ),
-        "growth": (
+        "growth": Row(
             f"growth over {soak['cycles']} sleeps and wakes: device, host memory",
             f"{_growth(soak, 'device_bytes')}, {_growth(soak, 'rss_anon_bytes')}",
+            ("soak",),
         ),
     }
-
-
-def _markdown(results: Mapping[str, Result], chosen: Iterable[tuple[str, str]]) -> str:
-    head = f"7B shape, bf16, one {results['wake']['device']}"
-    lines = [f"| {head} | median (min-max) |", "|---|---|"]
-    return "\n".join(lines + [f"| {name} | {value} |" for name, value in chosen]) + "\n"
 
 
 def recorded() -> dict[str, Result]:
     """The newest results that `rows` takes."""
     names = inspect.signature(rows).parameters
-    return {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in names}
+    return {name: json.loads(newest(name).read_text()) for name in names}
 
 
-def _arrivals(found: Result) -> tuple[str, str]:
+def newest(name: str) -> Path:
+    """The file of a result, in the newest folder that has it."""
+    return max(RESULTS.glob(f"20??-??-??_*/{name}.json"))
+
+
+def _source(row: Row, results: Mapping[str, Result]) -> str:
+    """Folders and commits of what a row is made of."""
+    found = []
+    for name in row.files:
+        folder, result = newest(name).parent.name, results[name]
+        facts = result.get("client") or result  # `bench http` has it of its own process
+        commit = str(facts.get("commit", "no commit"))[:9]
+        changed = " with changes" if facts.get("clean") is False else ""
+        day = folder.partition("_")[0]
+        found.append(f"[{day}](results/{folder}/README.md), {commit}{changed}")
+    return "; ".join(dict.fromkeys(found))
+
+
+def _head(results: Mapping[str, Result]) -> tuple[str, str]:
+    return f"7B shape, bf16, one {results['wake']['device']}", "median (min-max)"
+
+
+def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    ruled = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join(ruled + [f"| {' | '.join(cells)} |" for cells in lines]) + "\n"
+
+
+def _rates(name: str, found: Mapping[str, float], file: str) -> Row:
+    counts = " / ".join(found)
+    rates = " / ".join(f"{rate:.0f}" for rate in found.values())
+    return Row(f"{name}, {counts} requests at once", rates, (file,))
+
+
+def _arrivals(found: Result) -> Row:
     first, later = (found["times"][name]["percentiles"]["50"] for name in ("ttft", "tpot"))
     name = (
         f"{found['load']['request_rate']:.0f} requests a second over HTTP: first token, later ones"
     )
-    return name, f"{1e3 * first:.1f} ms, {1e3 * later:.1f} ms"
+    return Row(name, f"{1e3 * first:.1f} ms, {1e3 * later:.1f} ms", ("http_open",))
+
+
+def _medians(found: Mapping[str, Result]) -> dict[str, float]:
+    return {count: result["tokens_per_s"]["median"] for count, result in found.items()}
 
 
 def _ms(found: dict[str, float]) -> str:

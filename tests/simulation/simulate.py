@@ -23,22 +23,22 @@ _TICK_S = 5.0  # between two decisions
 class ReplicaModel:
     """What a replica takes: one NVIDIA H200, 7B shape, bf16.
 
-    Measured, docs/results/2026-11-23_h200: `awake_bytes`, `asleep_bytes` (what the driver says is in use
-    on the card) from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from serve.json;
-    `image_start_s`, `disk_start_s`, a new process until its first token, from load.json;
-    `tokens_per_s` of a batch of so many from throughput.json.
+    Measured, docs/results/2026-11-24_h200: `awake_bytes`, `asleep_bytes` (what the driver says is in use
+    on the card) from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from serve.json, and so
+    `image_start_s` (its redeploy) and `disk_start_s` (its first start), from the built applications until
+    the first token; `tokens_per_s` of a batch of so many from throughput.json.
     Chosen: `room`, `max_ongoing_requests`, small so that traces of a few thousand requests need several
     replicas; `idle_timeout_s`, `sleep.idle_timeout_s`.
     """
 
-    awake_bytes: float = 25714032640
+    awake_bytes: float = 25688866816
     asleep_bytes: float = 1049427968
-    ttft_awake_s: float = 0.0173
-    ttft_asleep_s: float = 0.2931
-    image_start_s: float = 8.24
-    disk_start_s: float = 25.28
+    ttft_awake_s: float = 0.0191
+    ttft_asleep_s: float = 0.2951
+    image_start_s: float = 12.13
+    disk_start_s: float = 31.56
     tokens_per_s: Mapping[int, float] = field(
-        default_factory=lambda: {1: 194.8, 16: 2802.8, 64: 9448.4, 256: 18010.5}
+        default_factory=lambda: {1: 195.0, 16: 2801.9, 64: 9473.9, 256: 17435.0}
     )
     room: int = 16
     idle_timeout_s: float = 60.0
