@@ -50,7 +50,7 @@ def test_answer_after_a_sleep_is_the_one_before(card: ServeProcess) -> None:
     assert (chat(card), complete(card)) == before
     after = card.wake_up()
     assert (after["sleeps"], after["wakes"]) == (awake["sleeps"] + 1, awake["wakes"] + 1)
-    assert after["process_id"] == awake["process_id"]
+    assert after["worker_process_id"] == awake["worker_process_id"]
 
 
 def test_level_2_loads_again_and_answers_the_same(card: ServeProcess) -> None:
@@ -79,7 +79,8 @@ def test_full_card_is_a_503_and_the_replica_recovers(card: ServeProcess) -> None
         assert card.http.get("/health").status_code == 200
     assert complete(card) == before
     after = card.wake_up()
-    assert (after["process_id"], after["wakes"]) == (asleep["process_id"], asleep["wakes"] + 1)
+    assert after["worker_process_id"] == asleep["worker_process_id"]
+    assert after["wakes"] == asleep["wakes"] + 1
 
 
 # Every client of a Ray store may write to all of it; the views that Ray hands out only do not.
@@ -104,17 +105,18 @@ print("done", flush=True)
 """
 
 
-def test_flipped_byte_in_the_store_fails_the_replica_and_no_answer(
+def test_flipped_byte_in_the_store_fails_the_worker_and_no_answer(
     card: ServeProcess,
 ) -> None:
     before = complete(card)
     asleep = card.sleep()
     checkpoint = PROJECT / "checkpoints" / "demo"
     assert flip_a_byte(card, checkpoint) == "done\n"
-    # Nothing has been sent when the checksums are compared, so the replica that comes instead answers.
+    # Nothing has been sent when the checksums are compared, so the worker that comes instead answers.
     assert complete(card) == before
     now = card.wake_up()
-    assert now["process_id"] != asleep["process_id"]
+    assert now["process_id"] == asleep["process_id"]
+    assert now["worker_process_id"] != asleep["worker_process_id"]
     assert now["weights_from"] == "image"  # the holder dropped what was wrong, and loaded anew
 
 
@@ -142,7 +144,7 @@ def test_two_replicas_share_a_card(servers: Servers) -> None:
     wait_until(both, what="two replicas", pause_s=0.2)
     for _ in range(2):
         awake = replicas(pair, "/wake_up")
-        assert len({replica["process_id"] for replica in awake}) == 2
+        assert len({replica["worker_process_id"] for replica in awake}) == 2
         alone = {complete(pair) for _ in range(4)}
         # Whoever has fewer requests is asked: this stream keeps one busy, and the other answers.
         # Each has a batch of one, which always rounds alike.
