@@ -83,6 +83,9 @@ class Observer:
     ) -> None:
         """A sleep is over, after the drain; the device got so much back, as far as it can tell."""
 
+    def restarted(self) -> None:
+        """Another worker has taken the place of one that failed."""
+
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         """One part of a wake is over: IMAGE or MAP. The others come with `restored`."""
 
@@ -131,6 +134,9 @@ class GuardedObserver(Observer):
         self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
     ) -> None:
         self._tell(self._inner.slept, cause, level, seconds, released_bytes)
+
+    def restarted(self) -> None:
+        self._tell(self._inner.restarted)
 
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         self._tell(self._inner.wake_phase, phase, seconds)

@@ -361,6 +361,7 @@ class Lifecycle:
 
     async def _run_restart(self, wakes: bool) -> None:
         await self._effects.restart()
+        self._observer.restarted()
         self.level = 1  # the next worker has the image
         self._enter(ReplicaState.ASLEEP, "another worker is ready")
         if wakes and not self.held:

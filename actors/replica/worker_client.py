@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar, assert_never
 
 import msgspec
 
-from actors.engine.outputs import EngineOutput, RawLogprob
+from actors.engine.outputs import EngineOutput, EngineStats, RawLogprob
 from actors.errors import ReplicaFailed, WorkerLost
 from actors.observer import Observer
 from actors.protocol import DeviceNow, Grammar, MemoryChange
@@ -53,7 +53,7 @@ class WorkerClient:
 
     Attributes:
         facts: what does not change; from `ready` on.
-        state: what it was a moment ago; from `ready` on.
+        state: what it was a moment ago; from `ready` on. Of one that failed, nothing is mapped.
         failed: why this worker serves no more, as soon as that is so.
         outputs: told of each step.
         settled: told when the bytes of a wake are there and intact.
@@ -244,8 +244,20 @@ class WorkerClient:
 
     def _fail(self, failure: Exception) -> None:
         assert isinstance(failure, ReplicaFailed)
-        if not self.failed.done():
-            self.failed.set_result(failure)
+        if self.failed.done():
+            return
+        if (
+            self._ready.done()
+        ):  # whoever reads the state now must not take it for that of somebody who lives
+            state = self.state
+            self.state = msgspec.structs.replace(
+                state,
+                engine=EngineStats(0, 0, 0, state.engine.kv_total_blocks),
+                mapped_bytes=0,
+                wake_bytes=state.mapped_bytes + state.wake_bytes,
+                left=None,
+            )
+        self.failed.set_result(failure)
 
 
 def _nobody(*_: object) -> None:

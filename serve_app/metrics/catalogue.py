@@ -204,6 +204,9 @@ REFUSED = _counter(
     "Requests that the replica refused, by class of `actors/errors.py`.",
     error=(),
 )
+WORKER_RESTARTS = _counter(
+    "sleepserve_worker_restarts_total", "Workers that took the place of one that failed."
+)
 FASTLOAD = _counter(
     "sleepserve_fastload_total",
     "Images that replicas asked for: from the object store (`hit`), from disk because nobody had "
@@ -255,7 +258,7 @@ OF_REPLICAS = (
     *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS),
     *(SLEEPS, SLEEP_SECONDS, RELEASED_BYTES),
     *(WAKES, WAKE_SECONDS, WAKE_PHASE_SECONDS, WAKE_CHECKS, WAKE_WAIT_SECONDS),
-    *(RESTORED_BYTES, RESTORE_RATE, REFUSED, FASTLOAD, IMAGES_OBTAINED),
+    *(RESTORED_BYTES, RESTORE_RATE, REFUSED, WORKER_RESTARTS, FASTLOAD, IMAGES_OBTAINED),
     *(DEVICE_MEMORY, DEVICE_SAVED, DEVICE_SAVED_TIME, IMAGE_BYTES),
 )
 EXPORTED = (*OF_REPLICAS, REPLICAS, SILENT_REPLICAS)

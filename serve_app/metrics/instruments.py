@@ -98,6 +98,9 @@ class Instruments(Observer):
     def refused(self, error: Exception) -> None:
         self._tally.add(metrics.REFUSED, type(error).__name__)
 
+    def restarted(self) -> None:
+        self._tally.add(metrics.WORKER_RESTARTS)
+
     def obtained(self, source: str) -> None:
         result = "hit" if source in _HITS else "miss" if source in _MISSES else "fallback"
         self._tally.add(metrics.FASTLOAD, result)

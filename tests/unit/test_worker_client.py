@@ -435,6 +435,20 @@ def test_ready_brings_facts_and_state_and_states_follow() -> None:
     run(scenario)
 
 
+def test_worker_that_failed_has_nothing_mapped_and_computes_nothing() -> None:
+    async def scenario(peer: Peer) -> None:
+        peer.worker.send(Ready(FACTS, STATE))
+        await peer.client.ready()
+        assert peer.client.state.mapped_bytes == 5
+        peer.worker.send(Failed(DIED))
+        await peer.client.failed
+        state = peer.client.state
+        assert (state.mapped_bytes, state.wake_bytes, state.image_origin) == (0, 11, "disk")
+        assert state.engine == EngineStats(0, 0, 0, 4)
+
+    run(scenario)
+
+
 def test_outputs_are_told_step_by_step() -> None:
     async def scenario(peer: Peer) -> None:
         told: list[Sequence[EngineOutput]] = []
