@@ -44,6 +44,9 @@ class WorkerActor:
         """What Ray puts before the lines that this process prints."""
         return f"Worker of {self._settings.model_id}/{self._settings.replica_id}"
 
+    async def ping(self) -> None:
+        """Answers as soon as there is a process."""
+
     async def start(self, socket: str) -> None:
         """Return when the worker is ready, asleep.
 

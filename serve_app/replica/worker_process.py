@@ -13,6 +13,7 @@ import ray
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.errors import WorkerLost
 from actors.observer import Observer
 from actors.replica.worker_client import WorkerClient
 from serve_app.replica.worker_actor import WorkerActor, WorkerSettings
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_CPUS = 0.001  # Ray knows no empty bundle
 _END_TIMEOUT_S = 30.0  # of a process whose card does not let go
+_PLACE_TIMEOUT_S = 120.0  # for a process, behind one that has not ended
 
 
 def bundles(num_cpus: float, num_gpus: float) -> list[dict[str, float]]:
@@ -62,6 +64,7 @@ class WorkerProcess:
                 lambda: client.protocol, socket
             )
             try:
+                await _placed(actor)
                 await actor.start.remote(socket)
                 await client.ready()
             except BaseException:
@@ -93,6 +96,16 @@ class WorkerProcess:
             loop.remove_reader(pidfd)
             os.close(pidfd)
             ray.kill(self._actor)
+
+
+async def _placed(actor: Any) -> None:
+    """Raises WorkerLost if the actor has no process in time."""
+    try:
+        await asyncio.wait_for(actor.ping.remote(), _PLACE_TIMEOUT_S)
+    except TimeoutError:
+        raise WorkerLost(
+            f"no process for a worker within {_PLACE_TIMEOUT_S:g} s: its share of the node is taken"
+        ) from None
 
 
 def _place(settings: WorkerSettings, resources: Mapping[str, float]) -> Any:

@@ -305,7 +305,8 @@ class Phases:
                 "first_token_afterwards_s": first_s,
                 "answer_afterwards_s": answered_s,
                 "same_answer": text == expected,
-                "same_process": (await self._wake_up()).process_id == status.process_id,
+                "same_process": (await self._wake_up()).worker_process_id
+                == status.worker_process_id,
             }
 
     async def _ask_refused(self) -> Found:
