@@ -3,15 +3,17 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import psutil
 
 from tests import serve_process as base
 from tests.serve_process import PROJECT, Leftovers
 
-__all__ = ["PROJECT", "ServeProcess", "running", "wait_until"]
+__all__ = ["PROJECT", "ServeProcess", "running", "wait_until", "wait_until_gone"]
 
 START_DEADLINE_S = 120.0
 _JSON = {"content-type": "application/json"}  # of bodies of bytes, too
@@ -29,6 +31,12 @@ def wait_until(
             return value
         assert time.monotonic() < ends_s, f"not within {deadline_s:g} s: {what or condition}"
         time.sleep(pause_s)
+
+
+def wait_until_gone(*pids: int, deadline_s: float = 60.0) -> None:
+    """Until none of them is a process any more."""
+    there = partial(filter, psutil.pid_exists, pids)
+    wait_until(lambda: not any(there()), deadline_s, f"none of {pids} is there")
 
 
 class ServeProcess(base.ServeProcess):
@@ -107,6 +115,11 @@ class ServeProcess(base.ServeProcess):
             time.sleep(0.02)
 
     # --- what it holds and says ---
+
+    def workers(self) -> set[int]:
+        """The processes that compute for replicas, also those that only begin to."""
+        # While one works, the title goes on with a dot and the method's name.
+        return {process.pid for process in self.named("ray::WorkerActo")}  # 15 bytes of a name
 
     def object_store_bytes(self) -> int:
         """Shared memory that this Ray's object store has ever written to.

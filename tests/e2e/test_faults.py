@@ -15,11 +15,12 @@ import openai
 import pytest
 
 from tests.e2e.puzzles import Puzzle
-from tests.e2e.serve_process import ServeProcess, wait_until
+from tests.e2e.serve_process import ServeProcess, wait_until, wait_until_gone
 
 MODEL = "tiny"
 HOLDER = "weights:WeightHolder"
 REPLICA = f"llm:model:{MODEL}"
+PROCESSES = ("process_id", "worker_process_id")  # of a replica
 LONG: dict[str, Any] = {  # takes seconds
     "model": MODEL,
     "prompt": "a long story",
@@ -287,10 +288,16 @@ def test_sleep_that_aborts_ends_streams_cleanly(
 
 
 @pytest.fixture
-def replica(tiny: ServeProcess) -> int:
+def replica(tiny: ServeProcess) -> dict[str, Any]:
     """The only one, awake, whatever the test before left behind."""
     tiny.wait_until_ready()
-    return int(tiny.wake_up()["process_id"])
+    return tiny.wake_up()
+
+
+def kill_replica(replica: dict[str, Any]) -> None:
+    """Its worker is not killed, and goes."""
+    os.kill(replica["process_id"], signal.SIGKILL)
+    wait_until_gone(replica["worker_process_id"])
 
 
 def kill(server: ServeProcess, name: str) -> int:
@@ -319,7 +326,8 @@ def test_killed_holder_costs_nothing_and_its_successor_takes_over(
     with stopped(new_holder):
         assert [solve(tiny, puzzle) for puzzle in puzzles] == [p.answer for p in puzzles]
         after = tiny.wake_up()
-        assert (after["process_id"], after["weights_from"]) == (before["process_id"], "image")
+        assert [after[name] for name in PROCESSES] == [before[name] for name in PROCESSES]
+        assert after["weights_from"] == "image"
 
         # A new replica finds nobody who answers, and says so.
         from_disk = kill(tiny, REPLICA)
@@ -340,7 +348,7 @@ def test_killed_holder_costs_nothing_and_its_successor_takes_over(
 
 @pytest.mark.slow
 def test_replica_killed_while_streaming_tells_so_and_others_get_their_answers(
-    tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
+    tiny: ServeProcess, replica: dict[str, Any], puzzles: tuple[Puzzle, ...]
 ) -> None:
     """What has begun to arrive cannot begin again; what has not goes to another replica."""
     asked = {**LONG, "stream": True}
@@ -355,30 +363,30 @@ def test_replica_killed_while_streaming_tells_so_and_others_get_their_answers(
         # The two of them fill the batch, so these wait in the engine.
         others = [pool.submit(solve, tiny, puzzle) for puzzle in puzzles]
         wait_until(lambda: tiny.wake_up()["in_flight"] == len(streams) + len(puzzles))
-        os.kill(replica, signal.SIGKILL)
+        kill_replica(replica)
         for lines in streams:
             *_, error, done = filter(None, lines)
             assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_failed"
             assert done == "data: [DONE]"
         assert [other.result() for other in others] == [puzzle.answer for puzzle in puzzles]
-    assert tiny.wake_up()["process_id"] != replica
+    assert tiny.wake_up()["process_id"] != replica["process_id"]
 
 
 @pytest.mark.slow
 def test_replica_killed_while_asleep_is_replaced_for_those_who_ask(
-    tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
+    tiny: ServeProcess, replica: dict[str, Any], puzzles: tuple[Puzzle, ...]
 ) -> None:
     tiny.sleep()
-    os.kill(replica, signal.SIGKILL)
+    kill_replica(replica)
     assert asyncio.run(gather(tiny, [*puzzles])) == [puzzle.answer for puzzle in puzzles]
     status = tiny.wake_up()
-    assert status["process_id"] != replica
+    assert status["process_id"] != replica["process_id"]
     assert status["weights_from"] == "image"
 
 
 @pytest.mark.slow
 def test_replica_killed_while_waking_loses_no_request(
-    tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
+    tiny: ServeProcess, replica: dict[str, Any], puzzles: tuple[Puzzle, ...]
 ) -> None:
     """The wake from level 2 waits for a holder that does not answer."""
     tiny.sleep(level=2)
@@ -389,18 +397,18 @@ def test_replica_killed_while_waking_loses_no_request(
         with stopped(holder):
             crowd = asyncio.create_task(gather(tiny, [*puzzles]))
             await until(lambda: tiny.model_states()[MODEL] == "loading")
-            os.kill(replica, signal.SIGKILL)
+            kill_replica(replica)
         assert await crowd == [puzzle.answer for puzzle in puzzles]
 
     asyncio.run(scenario())
     status = tiny.wake_up()
-    assert status["process_id"] != replica
+    assert status["process_id"] != replica["process_id"]
     assert status["weights_from"] == "image"
 
 
 @pytest.mark.slow
 def test_killed_controller_interrupts_nobody(
-    tiny: ServeProcess, replica: int, puzzles: tuple[Puzzle, ...]
+    tiny: ServeProcess, replica: dict[str, Any], puzzles: tuple[Puzzle, ...]
 ) -> None:
     usage = {"stream_options": {"include_usage": True}}
     with tiny.http.stream(
@@ -421,7 +429,7 @@ def test_killed_controller_interrupts_nobody(
     new = wait_until(lambda: (pid := controller_pid(tiny)) != old and pid, what="a controller")
     assert new
     after = tiny.wake_up()
-    assert after["process_id"] == replica
+    assert [after[name] for name in PROCESSES] == [replica[name] for name in PROCESSES]
     assert after["wakes"] == asleep["wakes"] + 1
 
 

@@ -114,6 +114,9 @@ def test_clients_that_hang_up_leave_nothing_behind(busy: ServeProcess) -> None:
         busy.sleep()  # and what malloc keeps goes back; the next round's first request wakes it
         growth.count(busy.processes())
         print(traffic, flush=True)
+    status = busy.wake_up()
+    assert status["worker_restarts"] == 0
+    assert status["worker_process_id"] in busy.workers()
     assert traffic.finished
     assert traffic.hung_up > traffic.finished / 3
     growth.check()

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import Servers
 from tests.e2e.serve_process import ServeProcess, wait_until
+from tests.e2e.test_faults import stopped
 from tests.e2e.test_scale_out import METRICS, told_by
 
 pytestmark = pytest.mark.slow
@@ -101,30 +102,40 @@ def test_what_was_done_is_counted_here_and_in_ray(server: ServeProcess) -> None:
 def test_a_replica_that_is_stuck_holds_no_scrape_up(server: ServeProcess) -> None:
     before = scrape(server)
     (replica,) = server.get("/replicas")["models"]["tiny"]["replicas"]
-    os.kill(replica["process_id"], signal.SIGSTOP)
-    try:
+    with stopped(replica["process_id"]):
         stuck = scrape(server)
-    finally:
-        os.kill(replica["process_id"], signal.SIGCONT)
     assert total(stuck, "sleepserve_silent_replicas") == 1
     assert total(stuck, "sleepserve_replicas") == 0
     for name in ("vllm:generation_tokens_total", "vllm:request_success_total"):
         assert total(stuck, name) == total(before, name) > 0
 
 
-def test_no_count_falls_when_a_replica_dies(server: ServeProcess) -> None:
+def test_a_worker_that_is_stuck_leaves_all_counts_to_be_read(server: ServeProcess) -> None:
+    """They are the replica's."""
+    before = scrape(server)
+    (replica,) = server.get("/replicas")["models"]["tiny"]["replicas"]
+    with stopped(replica["worker_process_id"]):
+        stuck = scrape(server)
+    assert total(stuck, "sleepserve_silent_replicas") == 0
+    assert total(stuck, "sleepserve_replicas") == 1
+    for name in ("vllm:generation_tokens_total", "vllm:request_success_total"):
+        assert total(stuck, name) == total(before, name) > 0
+
+
+@pytest.mark.parametrize("dies", ["worker_process_id", "process_id"])
+def test_no_count_falls_when_a_process_dies(server: ServeProcess, dies: str) -> None:
     ask(server, 5)
     before = scrape(server)
     (replica,) = server.get("/replicas")["models"]["tiny"]["replicas"]
-    os.kill(replica["process_id"], signal.SIGKILL)
+    os.kill(replica[dies], signal.SIGKILL)
 
     def replaced() -> bool:
         new = server.get("/replicas")["models"]["tiny"]["replicas"]
         return [each["state"] for each in new] == ["awake"] and all(
-            each["process_id"] != replica["process_id"] for each in new
+            each[dies] != replica[dies] for each in new
         )
 
-    wait_until(replaced, what="another replica")
+    wait_until(replaced, what="another one in its place")
     ask(server, 4)
     after = scrape(server)
     assert gained(before, after, "vllm:generation_tokens_total") == 4

@@ -6,7 +6,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.serve_process import ServeProcess, wait_until
+from tests.e2e.serve_process import ServeProcess, wait_until, wait_until_gone
+from tests.e2e.test_faults import PROCESSES
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,11 @@ def told(server: ServeProcess) -> dict[str, Any]:
 def states(server: ServeProcess) -> list[tuple[str, bool]]:
     """Of each replica: its state, and whether it is held there."""
     return sorted((replica["state"], replica["held"]) for replica in told(server)["replicas"])
+
+
+def processes(server: ServeProcess) -> set[int]:
+    """Of all replicas."""
+    return {replica[name] for replica in told(server)["replicas"] for name in PROCESSES}
 
 
 def scale(server: ServeProcess, path: str, **fields: Any) -> dict[str, Any]:
@@ -82,16 +88,23 @@ def test_hold_reaches_replicas_that_come_later(server: ServeProcess) -> None:
         return len(there) == 2 and first["process_id"] not in there
 
     wait_until(replaced, what="another replica in its place")
+    wait_until_gone(first["worker_process_id"])
     assert states(server) == [("asleep", True)] * 2
     assert refused(server)
 
     assert server.http.post("/wake_up").status_code == 200
     assert states(server) == [("awake", False)] * 2
     assert {ask(server) for _ in range(8)} == {expected}
-    assert second["process_id"] in {r["process_id"] for r in told(server)["replicas"]}
+    there = processes(server)
+    assert {second[name] for name in PROCESSES} < there
+    assert len(there) == 4
 
     assert scale(server, "/scalein")["target"] == 1
     wait_until(lambda: len(told(server)["replicas"]) == 1, what="one replica")
+    stays = processes(server)
+    assert len(stays) == 2
+    wait_until_gone(*there - stays)
+    assert len(server.workers()) == 1
     assert ask(server) == expected
 
 

@@ -17,6 +17,7 @@ from tests.e2e.serve_process import ServeProcess, running, wait_until
 from tests.fake_hub import FakeHub
 
 ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
+SAME = ("process_id", "replica_id")  # whatever becomes of a worker
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def text_of(server: ServeProcess, **changes: Any) -> str:
     return text
 
 
-def test_request_whose_wake_fails_is_answered_by_the_replica_that_comes_instead(
+def test_request_whose_wake_fails_is_answered_by_the_worker_that_comes_instead(
     servers: Any, tmp_path: Path
 ) -> None:
     servers.stop()
@@ -44,17 +45,22 @@ def test_request_whose_wake_fails_is_answered_by_the_replica_that_comes_instead(
         write_checkpoint(checkpoint, "tiny", tied=True, force=True)  # another layout
         assert text_of(server) != before  # it serves what is there now
         assert "changed while the model slept" in server.log()
-        assert server.sleep()["replica_id"] != asleep["replica_id"]
+        after = server.sleep()
+        assert [after[name] for name in SAME] == [asleep[name] for name in SAME]
+        assert after["worker_process_id"] != asleep["worker_process_id"]
 
 
 # Run in a process of its own, so that this one stays out of the server's cluster. It joins before the
 # streams start: joining takes seconds on a busy machine, and they would be over.
 BREAK_ENGINE = """
-def break_engine(replica):
+def worker_of(replica):
     model = replica._replica_impl._user_callable_wrapper._callable
+    return model._supervisor._worker._actor
+
+def break_engine(worker):
     def fail(*args):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    model._runtime._engine._processor._generation_step = fail
+    worker._service._worker._engine._processor._generation_step = fail
 
 replicas = {
     name: ray.get_actor(name, namespace="serve")
@@ -64,7 +70,8 @@ replicas = {
 print("joined", flush=True)
 replica_id = sys.stdin.readline().strip()
 (replica,) = [replica for name, replica in replicas.items() if replica_id in name]
-ray.get(replica.__ray_call__.remote(break_engine))
+worker = ray.get(replica.__ray_call__.remote(worker_of))
+ray.get(worker.__ray_call__.remote(break_engine))
 """
 
 
@@ -103,7 +110,9 @@ def test_engine_that_dies_under_streams_fails_these_and_nobody_else(servers: Any
                 assert response.status_code == 200
                 lines.append(response.iter_lines())
                 assert next(lines[-1]).startswith("data: ")
-            doomed = max(replicas_of(server), key=lambda replica: replica["in_flight"])
+            there = replicas_of(server)
+            ids = {replica["replica_id"] for replica in there}
+            doomed = max(there, key=lambda replica: replica["in_flight"])
             broken = doomed["in_flight"]  # half, or more if the router had not heard of the other
             assert broken >= 4
             break_engine_of(doomed["replica_id"])
@@ -118,12 +127,23 @@ def test_engine_that_dies_under_streams_fails_these_and_nobody_else(servers: Any
         assert failed == ["engine_dead"] * broken
         whole = [e for e in endings if e.get("choices", [{}])[0].get("finish_reason") == "length"]
         assert len(whole) == 8 - broken
-        wait_until(lambda: doomed["replica_id"] not in {r["replica_id"] for r in replicas_of(server)},
-                   60, "Serve replaces the failed replica", 0.2)  # fmt: skip
+
+        def back() -> dict[str, Any] | None:
+            found = {r["replica_id"]: r for r in replicas_of(server)}
+            assert found.keys() == ids, "Serve replaces nobody"
+            replica: dict[str, Any] = found[doomed["replica_id"]]
+            return replica if replica["worker_restarts"] > doomed["worker_restarts"] else None
+
+        after = wait_until(back, 60, "the replica has another worker")
+        assert after is not None
+        assert after["process_id"] == doomed["process_id"]
+        assert after["worker_process_id"] != doomed["worker_process_id"]
+        assert after["worker_restarts"] == doomed["worker_restarts"] + 1  # by then maybe asleep
+        assert {text_of(server) for _ in range(8)} == {right}
 
 
 def half_a_second_later(server: ServeProcess) -> str:
-    """An answer to a client that comes while the failed replica is still there."""
+    """An answer to a client that comes while the replica has no worker that serves."""
     time.sleep(0.5)  # what the goal speaks of
     return text_of(server)
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 import yaml
 
 from tests.e2e.puzzles import Puzzle
-from tests.e2e.serve_process import ServeProcess, wait_until
+from tests.e2e.serve_process import ServeProcess, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -105,18 +104,20 @@ def _answer(client: openai.OpenAI, puzzle: Puzzle, stream: bool) -> str:
 def test_redeploy_under_load_loses_no_request_and_loads_nothing_from_disk(
     tiny: ServeProcess, puzzles: tuple[Puzzle, ...]
 ) -> None:
-    old = tiny.wake_up()["process_id"]
+    before = tiny.wake_up()
+    old, worker = before["process_id"], before["worker_process_id"]
     holder = tiny.actor_pid(HOLDER)
     loads = tiny.log().count(": published ")
     clients = Clients(tiny, puzzles)
     with clients.asking():
         wait_until(lambda: clients.answered >= CLIENTS, what="they ask")
         deploy(tiny, changed(tiny.config, max_requests_per_batch=4))
-        wait_until(lambda: not psutil.pid_exists(old), what="the old replica goes", pause_s=0.1)
+        wait_until_gone(old, worker)
         answered = clients.answered
         wait_until(lambda: clients.answered >= answered + 2 * CLIENTS, what="they ask on")
     assert not clients.wrong
     status = tiny.wake_up()
     assert (status["process_id"] != old, status["weights_from"]) == (True, "image")
+    assert tiny.workers() == {status["worker_process_id"]}
     assert tiny.actor_pid(HOLDER) == holder
     assert tiny.log().count(": published ") == loads

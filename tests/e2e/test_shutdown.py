@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Servers
-from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until
+from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until, wait_until_gone
 from tests.e2e.test_redeploy import changed, deploy
 
 LONG = {"model": "tiny", "prompt": "on and on", "max_tokens": 900, "ignore_eos": True}
@@ -71,6 +71,12 @@ def in_flight(server: ServeProcess) -> dict[int, int]:
     return {replica["process_id"]: replica["in_flight"] for replica in replicas}
 
 
+def worker_of(server: ServeProcess, replica: int) -> int:
+    """Process of a replica -> process of its worker."""
+    replicas = server.get("/replicas")["models"]["tiny"]["replicas"]
+    return {each["process_id"]: int(each["worker_process_id"]) for each in replicas}[replica]
+
+
 def both_are_asked(server: ServeProcess) -> bool:
     """Whether two requests at a time go to two replicas: the router hears of a new one after a while."""
     with ExitStack() as streams:
@@ -102,13 +108,16 @@ def test_replica_too_many_finishes_its_stream(tiny: ServeProcess) -> None:
     with streaming(tiny) as streams:
         before = in_flight(tiny)
         assert sorted(before.values()) == [1, 1]
+        workers = {replica: worker_of(tiny, replica) for replica in before}
         tiny.post("/scalein", replicas=1)
         wait_until(lambda: len(in_flight(tiny)) == 1, what="one replica", pause_s=0.2)
         told_s = time.monotonic()
         (leaving,) = before.keys() - in_flight(tiny).keys()
-        assert psutil.pid_exists(leaving)
+        for pid in (leaving, workers[leaving]):
+            assert psutil.pid_exists(pid)
         check_finished(streams, told_s)
-    wait_until(lambda: not psutil.pid_exists(leaving), what="the replica goes", pause_s=0.2)
+    wait_until_gone(leaving, workers.pop(leaving))
+    assert tiny.workers() == set(workers.values())
 
 
 @pytest.mark.slow
@@ -116,6 +125,7 @@ def test_replica_of_an_older_version_finishes_its_streams(tiny: ServeProcess) ->
     """And so does the ingress in front of it."""
     tiny.wake_up()
     (old,) = in_flight(tiny)
+    worker = worker_of(tiny, old)
     front = tiny.actor_pid("llm:Ingress")
     assert front is not None
     with streaming(tiny) as streams:
@@ -123,10 +133,11 @@ def test_replica_of_an_older_version_finishes_its_streams(tiny: ServeProcess) ->
         deploy(tiny, changed(tiny.config, max_requests_per_batch=5))
         wait_until(lambda: old not in in_flight(tiny), what="it is told to stop", pause_s=0.2)
         told_s = time.monotonic()
-        assert psutil.pid_exists(old)
+        for pid in (old, worker):
+            assert psutil.pid_exists(pid)
         check_finished(streams, told_s)
-    for pid in (old, front):
-        wait_until(lambda pid=pid: not psutil.pid_exists(pid), what="they go", pause_s=0.2)  # type: ignore[misc]
+    wait_until_gone(old, worker, front)
+    assert len(tiny.workers()) == 1
 
 
 # --- Ctrl-C ---
@@ -150,7 +161,10 @@ def test_interrupt_leaves_nothing(
     servers: Servers, tiny: ServeProcess, put: Callable[[ServeProcess], None]
 ) -> None:
     put(tiny)
-    assert tiny.processes()
+    there = tiny.processes()
+    for pid in (tiny.actor_pid("llm:model:tiny"), *tiny.workers()):
+        assert pid in {process.pid for process in there}
+    assert len(tiny.workers()) == 1
     assert tiny.port in tiny.listening()
     servers.stop()  # checks processes, shared memory, sockets and the time
     with pytest.raises(httpx.ConnectError):
