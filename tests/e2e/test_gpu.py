@@ -1,5 +1,7 @@
 """`serve run` on a CUDA device. Standard library and httpx only: a GPU host may lack openai."""
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,24 @@ def test_full_card_is_a_503_and_the_replica_recovers(card: ServeProcess) -> None
     after = card.wake_up()
     assert after["worker_process_id"] == asleep["worker_process_id"]
     assert after["wakes"] == asleep["wakes"] + 1
+
+
+def test_killed_workers_leave_nothing_on_the_card(card: ServeProcess) -> None:
+    before = complete(card)
+    asleep = card.sleep()
+    endless = {**ASK, "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    for _ in range(5):
+        awake = card.wake_up()
+        with card.http.stream("POST", "/v1/completions", json=endless) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(awake["worker_process_id"], signal.SIGKILL)
+            assert complete(card) == before  # by the next worker
+            assert sum('"worker_lost"' in line for line in lines) == 1
+    after = card.sleep()
+    assert after["process_id"] == asleep["process_id"]
+    assert after["worker_restarts"] == asleep["worker_restarts"] + 5
+    assert after["device"]["free"] >= asleep["device"]["free"] - 64 * 2**20
 
 
 # Every client of a Ray store may write to all of it; the views that Ray hands out only do not.
