@@ -10,16 +10,14 @@ from functools import cached_property
 
 from torch import float32
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
-from transformers.generation.continuous_batching.cache_allocators import (
+
+from actors.engine.batching.upstream import (
     SLIDING_ATTENTION,
     FullAttentionCacheAllocator,
-)
-from transformers.generation.continuous_batching.utils import (
     find_head_dim,
     find_num_key_value_heads,
+    group_layers_by_attn_type,
 )
-
 from actors.engine.model.attention import decodes_in_pages, wants_mask
 
 # Bytes per logit while sampling, more than it takes: 24 at the peak, which is a grammar's on every row

@@ -148,7 +148,7 @@ async def measure(request: PageRequest) -> dict[str, Any]:
     await model.warm()
     waste = {}
     # Nothing else tells which blocks a sequence has.
-    cache = model.worker._engine._cache
+    cache = model.worker._engine._loop.cache.paged
     for shape in plan.shapes:
         with watched(cache) as ledger:
             await Load(model, *shape).round(plan.requests)

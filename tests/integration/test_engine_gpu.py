@@ -319,7 +319,7 @@ def test_first_token_waits_for_no_second_batch(use_async: bool) -> None:
     limits = LIMITS.model_copy(update={"use_async_batching": use_async})
     with running(MODELS["qwen2, 64"](), limits) as h:
         steps = 0
-        launch = h.engine._manager._generation_step
+        launch = h.engine._loop._manager._generation_step
 
         def count() -> None:
             nonlocal steps
@@ -327,14 +327,14 @@ def test_first_token_waits_for_no_second_batch(use_async: bool) -> None:
             steps += 1
 
         seen: list[int] = []
-        deliver = h.engine._manager.output_router._sink
+        deliver = h.engine._loop._manager.output_router._sink
 
         def sink(outputs: Sequence[EngineOutput]) -> None:
             seen.append(steps)
             deliver(outputs)
 
-        h.engine._manager._generation_step = count
-        h.engine._manager.output_router._sink = sink
+        h.engine._loop._manager._generation_step = count
+        h.engine._loop._manager.output_router._sink = sink
         h.submit(prompts(0)[2], 5)
         h.finish()
         assert seen[0] == 1

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.continuous_batching.input_outputs import HostDeviceIOPair
 
+from actors.engine.batching.upstream import HostDeviceIOPair
 from actors.memory.dlpack import bytes_at
 
 

@@ -16,21 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
-from transformers.generation.continuous_batching.input_outputs import (
-    ContinuousBatchingAsyncIOs,
-    ContinuousBatchingIOs,
-)
-from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import (
-    FutureRequestState,
-    RequestStatus,
-    create_warmup_future_states,
-)
 
 from actors.engine.batching.fetch import InputFetcher
 from actors.engine.batching.pipeline import prepared_on_host
+from actors.engine.batching.upstream import (
+    ContinuousBatchingAsyncIOs,
+    ContinuousBatchingIOs,
+    ContinuousBatchProcessor,
+    FutureRequestState,
+    ModelRunner,
+    PagedAttentionCache,
+    RequestStatus,
+    create_warmup_future_states,
+)
 from actors.engine.model.compiled_layers import CompiledLayers
 from actors.engine.sizing import PREFILL_SIZES
 from actors.memory import workspaces

@@ -7,8 +7,7 @@ copied to, at 30 GB/s instead of 55.
 
 import threading
 
-from transformers.generation.continuous_batching.cache_allocators.cache_pool import CachePool
-
+from actors.engine.batching.upstream import CachePool
 from actors.engine.cache_shape import CacheShape
 
 _FIRST_BYTES = 2 * 2**30  # at least: what waited for the wake is to fit in, as a rule

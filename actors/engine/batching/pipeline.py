@@ -13,23 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.continuous_batching.continuous_api import (
+
+from actors.engine.batching.upstream import (
     BackgroundThreadStatus,
-    ContinuousBatchingManager,
-    ContinuousBatchProcessor,
-)
-from transformers.generation.continuous_batching.input_outputs import (
     ContinuousBatchingAsyncIOs,
     ContinuousBatchingIOs,
-)
-from transformers.generation.continuous_batching.requests import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
     FutureRequestState,
     RequestState,
     RequestStatus,
+    Scheduler,
+    drain_queue,
 )
-from transformers.generation.continuous_batching.scheduler import Scheduler
-from transformers.generation.continuous_batching.utils import drain_queue
-
 from actors.errors import DeviceMemoryShort
 from actors.memory.arena import RETRY_SHORT_AFTER_S
 

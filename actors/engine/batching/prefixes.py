@@ -5,7 +5,7 @@ beginning that takes longer than computing it: small pages would make nearly eve
 system prompt such a prefill.
 """
 
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from actors.engine.batching.upstream import PagedAttentionCache
 
 
 def share_from(cache: PagedAttentionCache, least: int) -> None:

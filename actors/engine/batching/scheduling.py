@@ -7,8 +7,12 @@ On an H200, a 7B model and 40 prompts of 128 tokens a second, nearly every step 
 
 from typing import Any
 
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
-from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
+from actors.engine.batching.upstream import (
+    SCHEDULER_MAPPING,
+    FIFOScheduler,
+    RequestState,
+    RequestStatus,
+)
 
 NAME = "turns"
 

@@ -6,12 +6,12 @@ import math
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.generation.continuous_batching.cache import (
+
+from actors.engine.batching.upstream import (
     ATTN_TYPE_TO_ALLOCATOR,
+    SLIDING_ATTENTION,
     group_layers_by_attn_type,
 )
-from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
-
 from actors.image.decoder_layers import decoder_layers
 
 # By `model_type`, what transformers 5.23 serves with wrong tokens (the first), ends each request of, or cannot

@@ -17,16 +17,16 @@ import transformers.modeling_flash_attention_utils as flash_utils
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
-from transformers.generation.continuous_batching.cache import (
-    ATTN_TYPE_TO_ALLOCATOR,
-    PagedAttentionCache,
-    group_layers_by_attn_type,
-)
-from transformers.integrations.eager_paged import eager_paged_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from actors.engine.batching.upstream import (
+    ATTN_TYPE_TO_ALLOCATOR,
+    PagedAttentionCache,
+    eager_paged_attention_forward,
+    group_layers_by_attn_type,
+)
 from actors.engine.model.compiled_layers import paged_arguments
 
 NAME = "paged_flash_2"

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
-from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 
+from actors.engine.batching.upstream import PagedAttentionArgs
 from actors.image.decoder_layers import decoder_layers
 
 logger = logging.getLogger(__name__)

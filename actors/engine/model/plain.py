@@ -13,11 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import float32
 from transformers import DynamicCache, PreTrainedModel
-from transformers.generation.continuous_batching.utils import (
-    find_head_dim,
-    find_num_key_value_heads,
-)
 
+from actors.engine.batching.upstream import find_head_dim, find_num_key_value_heads
 from actors.engine.outputs import RawLogprob
 
 _ROWS = 64  # tokens of a forward; their logits in float32 and 152064 columns take 39 MB

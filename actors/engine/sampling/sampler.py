@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.continuous_batching.requests import FutureRequestState
 
+from actors.engine.batching.upstream import FutureRequestState
 from actors.engine.outputs import RawLogprob
 from actors.engine.sampling import logits as on_cpu
 from actors.engine.sampling.adjustments import BiasTable, CountTable, Place

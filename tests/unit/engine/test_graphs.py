@@ -6,14 +6,14 @@ import pytest
 import torch
 import transformers as tf
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.requests import (
+
+from actors.engine.batching.graphs import fill_block_tables
+from actors.engine.batching.upstream import (
     FutureRequestState,
+    PagedAttentionCache,
     RequestState,
     RequestStatus,
 )
-
-from actors.engine.batching.graphs import fill_block_tables
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from transformers.generation.continuous_batching.cache_allocators.cache_pool import CachePool
 
 from actors.engine.batching import kv_growth
 from actors.engine.batching.kv_growth import GrowingPool, kv_parts
+from actors.engine.batching.upstream import CachePool
 from actors.engine.cache_shape import CacheShape, LayerGroup
 
 

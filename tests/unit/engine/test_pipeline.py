@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
-from transformers.generation.continuous_batching.requests import RequestState
 
 from actors.engine.batching import pipeline
 from actors.engine.batching.pipeline import PipelinedManager
+from actors.engine.batching.upstream import (
+    BackgroundThreadStatus,
+    ContinuousBatchingAsyncIOs,
+    RequestState,
+)
 from tests.unit.engine.manager_on_cpu import manager_on_cpu
 
 _numbers = count()

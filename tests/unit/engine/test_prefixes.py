@@ -22,7 +22,7 @@ PROMPTS = ((*BEGINNING, 11, 12, 13), (*BEGINNING, 21, 22), (*BEGINNING[:100], 31
 
 @contextmanager
 def noted_matches(model: LocalModel) -> Iterator[list[int]]:
-    cache = model.worker._engine._cache
+    cache = model.worker._engine._loop.cache.paged
     search, matches = cache.search_prefix_match, []
 
     def noted(request_id: str, prompt_ids: list[int]) -> int:

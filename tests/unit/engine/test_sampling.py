@@ -13,8 +13,8 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.requests import RequestState
 
+from actors.engine.batching.upstream import RequestState
 from actors.engine.outputs import RawLogprob
 from actors.engine.sampling.logits import Param
 from actors.engine.sampling.noise import gumbel, splitmix64

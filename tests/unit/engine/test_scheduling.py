@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from actors.engine.batching.scheduling import NAME, TurnsScheduler
+from actors.engine.batching.upstream import ContinuousBatchProcessor, RequestState, RequestStatus
 from tests.unit.engine.manager_on_cpu import manager_on_cpu
 
 ROWS = 6

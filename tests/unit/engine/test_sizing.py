@@ -14,15 +14,10 @@ import transformers as tf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import (
-    PagedAttentionCache,
-    PagedAttentionMemoryHandler,
-)
-from transformers.generation.continuous_batching.model_runner import (
-    infer_max_single_request_tokens,
-)
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from actors.engine.batching.upstream import PagedAttentionCache, infer_max_single_request_tokens
 from actors.engine.cache_shape import CacheShape, LayerGroup, cache_shape
 from actors.engine.config import EngineConfig
 from actors.engine.model.attention import NAME, choose_attention
