@@ -21,9 +21,9 @@ from actors.image import packer
 from actors.image.obtain import load_from_disk
 from tests.e2e.conftest import config_with
 from tests.e2e.puzzles import Puzzle
-from tests.e2e.serve_process import PROJECT, ServeProcess, running, wait_until
+from tests.e2e.serve_process import PROJECT, ServeProcess, running, wait_until, wait_until_gone
 from tests.e2e.test_faults import LONG, MODEL, REPLICA, question, solve
-from tests.e2e.test_recovery import serving
+from tests.e2e.test_recovery import SAME, replicas_of, serving
 
 pytestmark = pytest.mark.slow
 
@@ -143,6 +143,7 @@ def test_cold_start_from_zero_reads_no_disk(
         assert solve(server, puzzles[0]) == puzzles[0].answer
         first = server.actor_pid(REPLICA)
         wait_until(lambda: server.actor_pid(REPLICA) is None, 60, "it goes", pause_s=0.2)
+        wait_until(lambda: not server.workers(), 60, "its worker goes", pause_s=0.2)
         before = counts(server)[""]
         assert before["disk_loads"] == 1
 
@@ -161,7 +162,7 @@ def test_cold_start_from_zero_reads_no_disk(
         wait_until(lambda: ways(server) == {"image": 2.0}, 60, "the metric", pause_s=2.0)
 
 
-def test_image_that_was_corrupted_is_dropped_by_the_next_replica_which_has_a_good_one(
+def test_image_that_was_corrupted_is_dropped_by_the_next_worker_which_has_a_good_one(
     servers: Any, tiny_checkpoint: Path, puzzles: tuple[Puzzle, ...]
 ) -> None:
     servers.stop()
@@ -174,10 +175,12 @@ def test_image_that_was_corrupted_is_dropped_by_the_next_replica_which_has_a_goo
             answer = server.http.post("/wake_up")
             if answer.status_code != 200 or not (models := answer.json()["models"][MODEL]):
                 return False
-            return bool(models[0]["replica_id"] != asleep["replica_id"])
+            return bool(models[0]["worker_process_id"] != asleep["worker_process_id"])
 
-        wait_until(replaced, 90, "a new replica", pause_s=0.2)
-        assert server.sleep()["weights_from"] == "image"
+        wait_until(replaced, 90, "a new worker", pause_s=0.2)
+        after = server.sleep()
+        assert [after[name] for name in SAME] == [asleep[name] for name in SAME]
+        assert after["weights_from"] == "image"
         assert [solve(server, puzzle) for puzzle in puzzles] == [p.answer for p in puzzles]
         found = counts(server)[""]
         assert (found["corrupted"], found["disk_loads"]) == (1, 2)
@@ -273,10 +276,10 @@ def kill_session(leader: "subprocess.Popen[bytes]") -> None:
 def test_other_node_copies_the_image_once_and_may_go(
     servers: Any, puzzles: tuple[Puzzle, ...]
 ) -> None:
-    """Replicas that each fill a node: the second has no place until there is another node."""
+    """Replicas that each take most of a node: the second has no place until there is another node."""
     servers.stop()
-    cpus = get_num_cpus()  # of the first node, as Ray finds them
-    config = config_with("tiny_cpu.yaml", num_replicas=2, num_cpus=cpus)
+    cpus = int(get_num_cpus())  # of the first node, as Ray finds them
+    config = config_with("tiny_cpu.yaml", num_replicas=2, num_cpus=0.75 * cpus)
     with serving(config) as server, another_node(server, cpus) as node:
 
         def replicas() -> dict[str, Any]:
@@ -300,6 +303,16 @@ def test_other_node_copies_the_image_once_and_may_go(
         (later,) = (r for name, r in replicas().items() if name not in first)
         assert later["weights_from"] == "image"
         assert counts(server) == found  # neither disk nor wire
+        wait_until_gone(there["worker_process_id"])
+
+        # A worker, too, has its node's image, and the lease is its replica's.
+        def restarted() -> bool:
+            told = {r["replica_id"]: r for r in replicas_of(server)}
+            return bool(told[later["replica_id"]]["worker_restarts"] == 1)
+
+        os.kill(later["worker_process_id"], signal.SIGKILL)
+        wait_until(restarted, 120, "another worker")
+        assert counts(server) == found
 
         with ThreadPoolExecutor(4) as pool:
             asked = [pool.submit(solve, server, puzzle) for puzzle in puzzles * 4]

@@ -137,7 +137,8 @@ def test_replica_of_an_older_version_finishes_its_streams(tiny: ServeProcess) ->
             assert psutil.pid_exists(pid)
         check_finished(streams, told_s)
     wait_until_gone(old, worker, front)
-    assert len(tiny.workers()) == 1
+    tiny.wait_until_ready()
+    assert tiny.workers() == {tiny.wake_up()["worker_process_id"]}
 
 
 # --- Ctrl-C ---
