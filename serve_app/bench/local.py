@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 import torch
@@ -59,14 +59,6 @@ class Subject:
     def store_bytes(self) -> int:
         """An object store that holds its image, in bytes: some room for alignment on top."""
         return math.ceil(1.1 * self.file_bytes + 2**29)
-
-    def with_page_size(self, size: int) -> Self:
-        """The same with other pages, and room for as many tokens in them."""
-        engine = self.engine
-        keys: dict[str, object] = engine.model_dump(exclude_unset=True) | {"page_size": size}
-        if engine.num_blocks is not None:
-            keys["num_blocks"] = -(-engine.num_blocks * engine.page_size // size)
-        return replace(self, engine=EngineConfig.model_validate(keys))
 
     def request(self) -> ImageRequest:
         return ImageRequest("m", self.source, self.dtype)

@@ -15,7 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from docs.results.pages.bench import PagesBench, with_page_size
+from docs.results.pages.bench import Plan as PagesPlan
+from docs.results.pages.bench import tables as pages_tables
 from docs.results.report.page import write
+from docs.results.throughput.bench import SAMPLING, ThroughputBench
+from docs.results.throughput.bench import Plan as ThroughputPlan
+from docs.results.throughput.bench import tables as throughput_tables
 from docs.results.timeline.bench import Plan as TimelinePlan
 from docs.results.timeline.bench import TimelineBench
 from docs.results.timeline.bench import tables as timeline_tables
@@ -25,15 +31,9 @@ from serve_app.bench.figures import as_text
 from serve_app.bench.load import STAGES, LoadBench
 from serve_app.bench.load import Plan as LoadPlan
 from serve_app.bench.local import LinkProbe, Subject, subject_of
-from serve_app.bench.pages import PagesBench
-from serve_app.bench.pages import Plan as PagesPlan
-from serve_app.bench.pages import tables as pages_tables
 from serve_app.bench.soak import Plan as SoakPlan
 from serve_app.bench.soak import SoakBench, write_csv
 from serve_app.bench.soak import tables as soak_tables
-from serve_app.bench.throughput import SAMPLING, ThroughputBench
-from serve_app.bench.throughput import Plan as ThroughputPlan
-from serve_app.bench.throughput import tables as throughput_tables
 from serve_app.bench.wake import Plan, WakeBench
 from serve_app.bench.wake_report import tables
 from serve_app.cli.main import app
@@ -241,7 +241,7 @@ def test_second_instance_loads_nothing(ray_store: int, subject: Subject) -> None
 @STORE
 def test_pages_tell_waste_of_the_cache_and_rates(ray_store: int, subject: Subject) -> None:
     """The waste is what follows from whole pages; the last token of an answer is never stored."""
-    roomy = subject.with_page_size(64)
+    roomy = with_page_size(subject, 64)
     assert roomy.engine.num_blocks == 16
     plan = PagesPlan(
         page_sizes=(16, 64),

@@ -112,7 +112,7 @@ def kind_of(result: Result) -> str:
         if all(key in result for key in keys):
             return kind
     raise ValueError(
-        "this is not what `sleepserve bench`, `eval` or docs.results.serve writes with --json"
+        "this is not what `sleepserve bench`, `eval` or a script of docs/results writes with --json"
     )
 
 
@@ -203,9 +203,9 @@ def _tables(kind: str, result: Result) -> list[Table]:
 
         return [*tables(result), _verdicts(result)]
     if kind == "throughput":
-        from serve_app.bench.throughput import tables
+        from docs.results.throughput.bench import tables
     elif kind == "pages":
-        from serve_app.bench.pages import tables
+        from docs.results.pages.bench import tables
     elif kind == "load":
         from serve_app.bench.load import tables
     elif kind == "soak":
