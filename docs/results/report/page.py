@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.results.report.findings import FINDINGS
-from serve_app.bench import provenance
+from docs.results.source import source_of
 from serve_app.bench.eval import tables as eval_tables
 from serve_app.bench.eval.verdict import Report
 from serve_app.bench.figures import Table, facts
@@ -161,7 +161,7 @@ def _machine(result: Result) -> str:
         return ""
     driver = f", driver {result['driver']}" if result.get("driver") else ""
     versions = [f"{name} {result[name]}" for name in _VERSIONS if result.get(name)]
-    software = ", ".join([provenance.source_of(result), f"Python {result['python']}", *versions])
+    software = ", ".join([source_of(result), f"Python {result['python']}", *versions])
     return f"{result['device']}{driver}, {result['cpus']} CPUs; {software}"
 
 

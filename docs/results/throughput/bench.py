@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from actors.protocol import SamplingParams
+from docs.results.source import source_of
 from serve_app.bench.figures import Table, facts, ms, spread
 from serve_app.bench.local import (
     GREEDY,
@@ -30,7 +31,6 @@ from serve_app.bench.local import (
     build_model,
     load_of,
 )
-from serve_app.bench.provenance import source_of
 from serve_app.cli.bench_local import subject_with
 
 # For a directory, which has no settings of its own; a file of configs/ has.
