@@ -31,6 +31,7 @@ PROMPT_TOKENS = 7  # "The future of artificial intelligence is", as real tokeniz
 ANSWER_TOKENS = 50
 WARM_REQUESTS = 20
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0)
+_COPIES = 4  # of which a rate of the link is the median
 LESSEE = "bench"  # what every model here is to a holder
 
 Prompt = tuple[int, ...]
@@ -335,10 +336,10 @@ class LinkProbe:
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
         self._host.fill_(1)  # real pages
 
-    def gb_per_s(self, copies: int = 4) -> float:
-        """10^9 bytes a second: the median of a few copies."""
+    def gb_per_s(self) -> float:
+        """10^9 bytes a second."""
         copy = self._seconds_on_card if self._device.type == "cuda" else self._seconds_on_cpu
-        return float(self._host.nbytes / 1e9 / statistics.median(copy(copies)))
+        return float(self._host.nbytes / 1e9 / statistics.median(copy(_COPIES)))
 
     def _seconds_on_card(self, copies: int) -> list[float]:
         """By the device's clock."""
