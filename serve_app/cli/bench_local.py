@@ -15,15 +15,8 @@ import typer
 import yaml
 
 from serve_app.cli.bench_http import ManyValues
-from serve_app.cli.bench_run import (
-    EXIT_FAILED,
-    check_writable,
-    measure,
-    run,
-    say,
-    tell,
-    usage_errors,
-)
+from serve_app.cli.bench_run import check_writable, measure, run, tell, usage_errors
+from serve_app.cli.output import EXIT_FAILED, say
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Subject
@@ -42,12 +35,6 @@ Engine = Annotated[
     list[str] | None,
     typer.Option(
         "--engine", metavar="KEY=VALUE...", help="Keys of `engine`, as a file of configs/ has them."
-    ),
-]
-StoreGib = Annotated[
-    float | None,
-    typer.Option(
-        "--store-gib", min=0.1, help="The object store; what the image needs when absent."
     ),
 ]
 LimitS = Annotated[
@@ -109,7 +96,6 @@ def wake(
         ),
     ] = None,
     engine: Engine = None,
-    store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -142,7 +128,7 @@ def wake(
         bench = WakeBench(subject, plan)
     from serve_app.bench.wake_report import judge, tables
 
-    code = run(bench, ray_for(subject, store_gib), json_file)
+    code = run(bench, ray_for(subject), json_file)
     result = bench.result()
     verdicts = judge(result, limits)
     result["verdicts"] = [
@@ -160,7 +146,6 @@ def load(
         typer.Option(min=1, metavar="N", help="Start so many at once in the end; 1: leave it out."),
     ] = 4,
     engine: Engine = None,
-    store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -176,7 +161,7 @@ def load(
 
         subject = small_subject(target, engine)
         bench = LoadBench(subject, Plan(replicas, limit_s))
-    raise typer.Exit(measure(bench, tables, ray_for(subject, store_gib), json_file))
+    raise typer.Exit(measure(bench, tables, ray_for(subject), json_file))
 
 
 def soak(
@@ -188,30 +173,19 @@ def soak(
             min=0, metavar="N", help="That wait for every 20th wake; answers are compared."
         ),
     ] = 16,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write soak.json and soak.csv there."),
-    ] = None,
     engine: Engine = None,
-    store_gib: StoreGib = None,
     limit_s: LimitS = 420.0,
     json_file: JsonFile = None,
 ) -> None:
     """Sleep and wake a thousand times: does anything grow, is every token the same?"""
     with usage_errors():
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            json_file = json_file or out / "soak.json"
         check_writable(json_file)
         prepare_imports()
-        from serve_app.bench.soak import Plan, SoakBench, tables, write_csv
+        from serve_app.bench.soak import Plan, SoakBench, tables
 
         subject = small_subject(target, engine)
         bench = SoakBench(subject, Plan(cycles, requests, limit_s))
-    code = measure(bench, tables, ray_for(subject, store_gib), json_file)
-    if out is not None and bench.samples:
-        write_csv(bench.samples, out / "soak.csv")
-    raise typer.Exit(code)
+    raise typer.Exit(measure(bench, tables, ray_for(subject), json_file))
 
 
 # --- arguments ---
@@ -268,7 +242,7 @@ def _limits(asserted: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def ray_for(subject: "Subject", store_gib: float | None) -> AbstractContextManager[None]:
+def ray_for(subject: "Subject") -> AbstractContextManager[None]:
     from serve_app.bench.local import local_ray
 
-    return local_ray(subject.store_bytes if store_gib is None else int(store_gib * 2**30))
+    return local_ray(subject.store_bytes)

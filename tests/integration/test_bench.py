@@ -32,7 +32,7 @@ from serve_app.bench.load import STAGES, LoadBench
 from serve_app.bench.load import Plan as LoadPlan
 from serve_app.bench.local import LinkProbe, Subject, subject_of
 from serve_app.bench.soak import Plan as SoakPlan
-from serve_app.bench.soak import SoakBench, write_csv
+from serve_app.bench.soak import SoakBench
 from serve_app.bench.soak import tables as soak_tables
 from serve_app.bench.wake import Plan, WakeBench
 from serve_app.bench.wake_report import tables
@@ -193,7 +193,7 @@ def test_wake_that_runs_out_of_time_tells_so(ray_store: int, subject: Subject) -
 
 
 @STORE
-def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject, tmp_path: Path) -> None:
+def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject) -> None:
     bench = SoakBench(subject, SoakPlan(cycles=40, requests=2))
     asyncio.run(bench.run(silent))
     result = bench.result()
@@ -201,8 +201,6 @@ def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject, tmp_pa
     assert result["compared"] == 2 * 2
     assert [sample.cycle for sample in bench.samples] == [10, 20, 30, 40]
     assert result["trends"]["store_bytes"]["last"] >= 3_000_000
-    write_csv(bench.samples, tmp_path / "soak.csv")
-    assert len((tmp_path / "soak.csv").read_text().splitlines()) == 1 + 4
     assert result["samples"]["cycle"] == [10, 20, 30, 40]
     assert "file descriptors" in "\n".join(as_text(soak_tables(result)))
 

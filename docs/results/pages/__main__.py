@@ -13,7 +13,6 @@ from serve_app.cli.bench_http import ManyValues
 from serve_app.cli.bench_local import (
     Engine,
     JsonFile,
-    StoreGib,
     Target,
     prepare_imports,
     ray_for,
@@ -43,7 +42,6 @@ def pages(
         int, typer.Option(min=1, metavar="N", help="Of which a rate is the median.")
     ] = 5,
     engine: Engine = None,
-    store_gib: StoreGib = None,
     json_file: JsonFile = None,
 ) -> None:
     """Page sizes of the KV cache beside each other: what of it holds no token, and tokens per second.
@@ -65,7 +63,7 @@ def pages(
         )
         subject = large_subject(target, engine)
         bench = PagesBench(subject, plan)
-    raise typer.Exit(measure(bench, tables, ray_for(subject, store_gib), json_file))
+    raise typer.Exit(measure(bench, tables, ray_for(subject), json_file))
 
 
 if __name__ == "__main__":
