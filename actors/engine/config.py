@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# bench pages: what of the KV cache holds no token, and what it costs
+# docs/results/pages: what of the KV cache holds no token, and what it costs
 DEFAULT_PAGE_SIZE = 32
 
 

@@ -98,13 +98,13 @@ step() {
     timeline) module=docs.results.timeline run timeline 90 "$checkpoint" --engine "$blocks" --json "$work/timeline.json" ;;
     wake_default) run wake_default 150 bench wake "$checkpoint" --variants pipelined --cycles 20 --limit-s 45 \
         --engine num_blocks=null max_batch_tokens=8192 max_requests_per_batch=256 --json "$work/wake_default.json" ;;
-    throughput) run throughput 260 bench throughput "$checkpoint" --engine "$blocks" --sampling 64 \
+    throughput) module=docs.results.throughput run throughput 260 "$checkpoint" --engine "$blocks" --sampling 64 \
         --profile "$work/profile" --json "$work/throughput.json" ;;
     serve) module=docs.results.serve run serve 420 "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
         --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$work/serve.json" --log "$work/serve_run.log" ;;
     http) serve http ;;
     load) run load 300 bench load "$checkpoint" --engine "$blocks" --json "$work/load.json" ;;
-    pages) run pages 300 bench pages "$checkpoint" --json "$work/pages.json" ;;
+    pages) module=docs.results.pages run pages 300 "$checkpoint" --json "$work/pages.json" ;;
     kept) run kept 200 bench wake "$checkpoint" --variants pipelined,kept-8,kept-8-middle,kept-8-last \
         --prompt-tokens 7 2048 --cycles 10 --requests 0 --limit-s 70 --engine "$blocks" --json "$work/kept.json" ;;
     eval) run eval 180 eval "$checkpoint" --cycles 3 --assert-ttft 5 --json "$work/eval.json" ;;

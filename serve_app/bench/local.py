@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 import torch
@@ -31,6 +31,7 @@ PROMPT_TOKENS = 7  # "The future of artificial intelligence is", as real tokeniz
 ANSWER_TOKENS = 50
 WARM_REQUESTS = 20
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0)
+_COPIES = 4  # of which a rate of the link is the median
 LESSEE = "bench"  # what every model here is to a holder
 
 Prompt = tuple[int, ...]
@@ -59,14 +60,6 @@ class Subject:
     def store_bytes(self) -> int:
         """An object store that holds its image, in bytes: some room for alignment on top."""
         return math.ceil(1.1 * self.file_bytes + 2**29)
-
-    def with_page_size(self, size: int) -> Self:
-        """The same with other pages, and room for as many tokens in them."""
-        engine = self.engine
-        keys: dict[str, object] = engine.model_dump(exclude_unset=True) | {"page_size": size}
-        if engine.num_blocks is not None:
-            keys["num_blocks"] = -(-engine.num_blocks * engine.page_size // size)
-        return replace(self, engine=EngineConfig.model_validate(keys))
 
     def request(self) -> ImageRequest:
         return ImageRequest("m", self.source, self.dtype)
@@ -343,10 +336,10 @@ class LinkProbe:
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
         self._host.fill_(1)  # real pages
 
-    def gb_per_s(self, copies: int = 4) -> float:
-        """10^9 bytes a second: the median of a few copies."""
+    def gb_per_s(self) -> float:
+        """10^9 bytes a second."""
         copy = self._seconds_on_card if self._device.type == "cuda" else self._seconds_on_cpu
-        return float(self._host.nbytes / 1e9 / statistics.median(copy(copies)))
+        return float(self._host.nbytes / 1e9 / statistics.median(copy(_COPIES)))
 
     def _seconds_on_card(self, copies: int) -> list[float]:
         """By the device's clock."""

@@ -5,9 +5,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from serve_app import __version__
 
@@ -18,7 +16,6 @@ UNKNOWN = "unknown"
 _TREE = Path(__file__).parents[2]
 _DESCRIBE = ("git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
 _DESCRIBED = re.compile(r"([0-9a-f]{7,64})(-dirty)?")
-_SHOWN = 12  # digits of a commit
 
 
 def provenance(tree: Path = _TREE) -> dict[str, str | bool | None]:
@@ -43,15 +40,6 @@ def provenance(tree: Path = _TREE) -> dict[str, str | bool | None]:
         return {"sleepserve": __version__, "commit": UNKNOWN, "clean": None}
     commit, _, changed = described.partition("-")
     return {"sleepserve": __version__, "commit": commit, "clean": not changed}
-
-
-def source_of(result: Mapping[str, Any]) -> str:
-    """One line for people, of any result; of one that names no commit, too."""
-    facts = result.get("environment") or result.get("client") or result
-    commit = facts.get("commit") or UNKNOWN
-    state = "" if facts.get("clean") in (True, None) else ", with changes"
-    version = facts.get("sleepserve") or UNKNOWN
-    return f"sleepserve {version}, commit {commit[:_SHOWN]}{state}"
 
 
 def _of_git(tree: Path) -> str | None:

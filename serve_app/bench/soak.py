@@ -5,10 +5,9 @@ Every cycle sleeps, wakes and answers one token; every wake's checksums are awai
 sampled every 10 cycles, while the model sleeps.
 """
 
-import csv
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +196,3 @@ def tables(result: dict[str, Any]) -> list[Table]:
         slope = found["per_1000_cycles"] / unit
         rows.append([shown(name), *(f"{value:.2f}" for value in values), f"{slope:+.3f}"])
     return [facts(told), Table(("asleep", "first", "max", "last", "per 1000 cycles"), rows)]
-
-
-def write_csv(samples: Sequence[Sample], file: Path) -> None:
-    with file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, ["cycle", "seconds", *WATCHED], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(s) for s in samples)

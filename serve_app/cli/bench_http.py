@@ -19,13 +19,8 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from serve_app.bench.http.workload import Gap, Lengths, Load, Workload, default_requests
-from serve_app.cli.bench_run import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    check_writable,
-    say,
-    usage_errors,
-)
+from serve_app.cli.bench_run import check_writable, usage_errors
+from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, say
 from serve_app.config.keys import ADMIN_KEY_VARIABLE
 
 if TYPE_CHECKING:

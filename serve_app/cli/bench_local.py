@@ -1,4 +1,4 @@
-"""`sleepserve bench wake | load | throughput | pages | soak`: one model on this machine, without a server.
+"""`sleepserve bench wake | load | soak`: one model on this machine, without a server.
 
 Figures on stdout, progress on stderr, everything as JSON in a file on request. Exit codes: 0 measured;
 1 something failed, an answer was wrong, or a limit of --assert was passed; 2 usage; 130 interrupted. What
@@ -7,7 +7,7 @@ was measured until then is told in any case.
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,15 +15,8 @@ import typer
 import yaml
 
 from serve_app.cli.bench_http import ManyValues
-from serve_app.cli.bench_run import (
-    EXIT_FAILED,
-    check_writable,
-    measure,
-    run,
-    say,
-    tell,
-    usage_errors,
-)
+from serve_app.cli.bench_run import check_writable, measure, run, tell, usage_errors
+from serve_app.cli.output import EXIT_FAILED, say
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Subject
@@ -31,8 +24,6 @@ if TYPE_CHECKING:
 # For a directory, which has no settings of its own; a file of configs/ has.
 _SMALL_ENGINE = {"max_requests_per_batch": 64, "max_batch_tokens": 2048}
 _SMALL_CACHE_TOKENS = 2**14
-_LARGE_ENGINE = {"max_requests_per_batch": 256, "max_batch_tokens": 8192}
-_LARGE_CACHE_TOKENS = 2**19
 
 Target = Annotated[
     Path,
@@ -44,12 +35,6 @@ Engine = Annotated[
     list[str] | None,
     typer.Option(
         "--engine", metavar="KEY=VALUE...", help="Keys of `engine`, as a file of configs/ has them."
-    ),
-]
-StoreGib = Annotated[
-    float | None,
-    typer.Option(
-        "--store-gib", min=0.1, help="The object store; what the image needs when absent."
     ),
 ]
 LimitS = Annotated[
@@ -68,7 +53,7 @@ JsonFile = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `sleepserve bench`."""
-    for command in (wake, load, throughput, pages, soak):
+    for command in (wake, load, soak):
         app.command(cls=ManyValues)(command)
 
 
@@ -111,7 +96,6 @@ def wake(
         ),
     ] = None,
     engine: Engine = None,
-    store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -144,7 +128,7 @@ def wake(
         bench = WakeBench(subject, plan)
     from serve_app.bench.wake_report import judge, tables
 
-    code = run(bench, ray_for(subject, store_gib), json_file)
+    code = run(bench, ray_for(subject), json_file)
     result = bench.result()
     verdicts = judge(result, limits)
     result["verdicts"] = [
@@ -162,7 +146,6 @@ def load(
         typer.Option(min=1, metavar="N", help="Start so many at once in the end; 1: leave it out."),
     ] = 4,
     engine: Engine = None,
-    store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -178,97 +161,7 @@ def load(
 
         subject = small_subject(target, engine)
         bench = LoadBench(subject, Plan(replicas, limit_s))
-    raise typer.Exit(measure(bench, tables, ray_for(subject, store_gib), json_file))
-
-
-def throughput(
-    target: Target,
-    concurrency: Annotated[
-        list[int] | None,
-        typer.Option(min=1, metavar="N...", help="Requests at once; 1 16 64 256 when absent."),
-    ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a prompt.")] = 128,
-    answer_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Of an answer.")] = 128,
-    sampling: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Also compare sampling settings (top_p, repetition_penalty, 300 biased tokens, ...) "
-            "with plain greedy answers, N requests at once.",
-        ),
-    ] = None,
-    profiles: Annotated[
-        Path | None,
-        typer.Option(
-            "--profile", metavar="DIR", help="Write there what the device does in 20 decode steps."
-        ),
-    ] = None,
-    engine: Engine = None,
-    limit_s: LimitS = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Tokens per second of the engine, in this process, without HTTP and Serve."""
-    with usage_errors():
-        check_writable(json_file)
-        if profiles is not None:
-            profiles.mkdir(parents=True, exist_ok=True)
-        prepare_imports()
-        from serve_app.bench.throughput import Plan, ThroughputBench, tables
-
-        plan = Plan(
-            concurrency=tuple(concurrency or Plan().concurrency),
-            prompt_tokens=prompt_tokens,
-            answer_tokens=answer_tokens,
-            sampling=sampling,
-            profiles=profiles,
-            limit_s=limit_s,
-        )
-        bench = ThroughputBench(_large(target, engine), plan)
-    raise typer.Exit(measure(bench, tables, nullcontext(), json_file))
-
-
-def pages(
-    target: Target,
-    page_sizes: Annotated[
-        list[int] | None,
-        typer.Option(min=1, metavar="N...", help="Tokens in a page; 8 16 32 64 256 when absent."),
-    ] = None,
-    concurrency: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, metavar="N...", help="Requests at once, of 128 + 128 tokens; 64 256 when absent."
-        ),
-    ] = None,
-    requests: Annotated[
-        int, typer.Option(min=1, metavar="N", help="At once, of each shape whose waste is told.")
-    ] = 64,
-    rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Of which a rate is the median.")
-    ] = 5,
-    engine: Engine = None,
-    store_gib: StoreGib = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Page sizes of the KV cache beside each other: what of it holds no token, and tokens per second.
-
-    The waste is that of 21 + 50, 40 + 168 and 128 + 128 tokens, as the cache's own block tables have it: at a
-    sequence's end, and over its life. Each size has a process of its own, and room for as many tokens.
-    """
-    with usage_errors():
-        check_writable(json_file)
-        prepare_imports()
-        from serve_app.bench.pages import PagesBench, Plan, tables
-
-        plan = Plan(
-            page_sizes=tuple(page_sizes or Plan().page_sizes),
-            concurrency=tuple(concurrency or Plan().concurrency),
-            requests=requests,
-            rounds=rounds,
-        )
-        subject = _large(target, engine)
-        bench = PagesBench(subject, plan)
-    raise typer.Exit(measure(bench, tables, ray_for(subject, store_gib), json_file))
+    raise typer.Exit(measure(bench, tables, ray_for(subject), json_file))
 
 
 def soak(
@@ -280,30 +173,19 @@ def soak(
             min=0, metavar="N", help="That wait for every 20th wake; answers are compared."
         ),
     ] = 16,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write soak.json and soak.csv there."),
-    ] = None,
     engine: Engine = None,
-    store_gib: StoreGib = None,
     limit_s: LimitS = 420.0,
     json_file: JsonFile = None,
 ) -> None:
     """Sleep and wake a thousand times: does anything grow, is every token the same?"""
     with usage_errors():
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            json_file = json_file or out / "soak.json"
         check_writable(json_file)
         prepare_imports()
-        from serve_app.bench.soak import Plan, SoakBench, tables, write_csv
+        from serve_app.bench.soak import Plan, SoakBench, tables
 
         subject = small_subject(target, engine)
         bench = SoakBench(subject, Plan(cycles, requests, limit_s))
-    code = measure(bench, tables, ray_for(subject, store_gib), json_file)
-    if out is not None and bench.samples:
-        write_csv(bench.samples, out / "soak.csv")
-    raise typer.Exit(code)
+    raise typer.Exit(measure(bench, tables, ray_for(subject), json_file))
 
 
 # --- arguments ---
@@ -317,16 +199,13 @@ def prepare_imports() -> None:
 
 
 def small_subject(target: Path, changes: Sequence[str] | None) -> "Subject":
-    return _subject(target, _SMALL_ENGINE, _SMALL_CACHE_TOKENS, changes)
+    return subject_with(target, _SMALL_ENGINE, _SMALL_CACHE_TOKENS, changes)
 
 
-def _large(target: Path, changes: Sequence[str] | None) -> "Subject":
-    return _subject(target, _LARGE_ENGINE, _LARGE_CACHE_TOKENS, changes)
-
-
-def _subject(
+def subject_with(
     target: Path, defaults: Mapping[str, object], tokens: int, changes: Sequence[str] | None
 ) -> "Subject":
+    """A target's subject; a directory's engine has these defaults, and room for so many tokens."""
     from actors.engine.config import EngineConfig
     from serve_app.bench.local import subject_of
 
@@ -363,7 +242,7 @@ def _limits(asserted: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def ray_for(subject: "Subject", store_gib: float | None) -> AbstractContextManager[None]:
+def ray_for(subject: "Subject") -> AbstractContextManager[None]:
     from serve_app.bench.local import local_ray
 
-    return local_ray(subject.store_bytes if store_gib is None else int(store_gib * 2**30))
+    return local_ray(subject.store_bytes)

@@ -22,13 +22,10 @@ from rich.console import Console
 
 from actors.checkpoints.errors import DownloadError
 from serve_app.bench.figures import Table, as_text
+from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Progress
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 _LOG_INTERVAL_S = 5.0
 _SAVE_INTERVAL_S = 10.0
@@ -161,7 +158,3 @@ def tell(
 
 def _write(result: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-EXIT_FAILED = 1
+from serve_app.cli.output import EXIT_FAILED
 
 DEFAULT_FILE = Path("serve_config.yaml")
 

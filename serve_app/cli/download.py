@@ -33,11 +33,9 @@ from actors.checkpoints.progress import (
     text_size,
 )
 from actors.checkpoints.source import Hub
+from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_PARTIAL = 3
-EXIT_INTERRUPTED = 130
 
 
 def download(
@@ -95,7 +93,7 @@ def download(
     HTTPS_PROXY, NO_PROXY.
     """
     if (model is None) == (dataset is None):
-        _say("error: name either a MODEL or a --dataset")
+        say("error: name either a MODEL or a --dataset")
         raise typer.Exit(EXIT_USAGE)
     hub, patterns = Hub(source), tuple(include or ())
     if (known := KNOWN_TEXTS.get(dataset or "")) is not None:
@@ -148,7 +146,7 @@ def _exit_codes(request: DownloadRequest, *, as_json: bool) -> Iterator[None]:
             f"interrupted; partial files are kept in {request.directory}\n"
             f"continue with:\n  {request.command()}"
         )
-    _say(f"error: {message}")
+    say(f"error: {message}")
     if as_json:
         _print_json(error={"type": kind, "message": message, "failed": failed, "exit_code": code})
     raise typer.Exit(code)
@@ -169,7 +167,7 @@ def _progress(*, quiet: bool) -> Iterator[ProgressCallback]:
         with _bar() as bar:
             yield _moving(bar)
     else:
-        yield LoggedProgress(_say)
+        yield LoggedProgress(say)
 
 
 def _bar() -> rich.Progress:
@@ -217,8 +215,8 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
         )
         return
     for file in plan.files:
-        _say(f"{text_size(file.size):>14}  {file.path}")
-    _say(
+        say(f"{text_size(file.size):>14}  {file.path}")
+    say(
         f"{len(plan.files)} files, {text_size(plan.bytes_total)}; "
         f"{text_size(plan.bytes_missing)} to fetch, {text_size(plan.free_bytes)} free"
     )
@@ -231,10 +229,6 @@ def _print_result(directory: Path, manifest: Manifest, *, as_json: bool) -> None
         _print_json(directory=str(directory), bytes_total=manifest.bytes_total, **fields)
     else:
         print(directory)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _print_json(**fields: object) -> None:

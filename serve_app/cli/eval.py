@@ -19,17 +19,10 @@ from actors.errors import InvalidRequest, ServingError
 from serve_app.bench.eval import evaluate as bench
 from serve_app.bench.eval.tables import tables
 from serve_app.bench.eval.verdict import Plan, Report
-from serve_app.cli.bench_run import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    progress,
-    say,
-    tell,
-    usage_errors,
-)
+from serve_app.cli.bench_run import progress, tell, usage_errors
 from serve_app.cli.download import datasets_dir
 from serve_app.cli.operate import Key
+from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
 from serve_app.config.errors import ConfigError
 from serve_app.openai.requests import SEED_PROMPT
 

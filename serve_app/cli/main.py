@@ -4,7 +4,6 @@ Results go to stdout, everything else to stderr. Exit codes: 0 done, 2 what was 
 Imports that take long stand inside the commands.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -19,11 +18,10 @@ from serve_app.cli.doctor_command import doctor
 from serve_app.cli.download import download
 from serve_app.cli.eval import evaluate
 from serve_app.cli.operate import sleep, status, wake
+from serve_app.cli.output import EXIT_USAGE, say
 
 if TYPE_CHECKING:
     from actors.checkpoints.making import DtypeName, ShapeName
-
-EXIT_USAGE = 2
 
 app = typer.Typer(
     help="LLM serving on Ray Serve whose idle replicas sleep and wake.",
@@ -69,8 +67,8 @@ def check(
         models = check_file(file)
     for model in models:
         if note := model.unused_card(has_nvidia_driver()):
-            _say(note)
-    _say(f"{file}: ok, models: {', '.join(model.model_id for model in models) or 'none'}")
+            say(note)
+    say(f"{file}: ok, models: {', '.join(model.model_id for model in models) or 'none'}")
 
 
 @app.command("make-checkpoint")
@@ -133,7 +131,7 @@ def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        _say(str(error))
+        say(str(error))
         raise typer.Exit(EXIT_USAGE) from error
 
 
@@ -152,10 +150,6 @@ def _bar(description: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(description, total=None, visible=False)
         yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def main() -> None:

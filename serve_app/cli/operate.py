@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
 from serve_app.config.keys import ADMIN_KEY_VARIABLE, REMEDIES, bearer
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 _WRONG_ORDER = (400, 404)  # answers that mean: not this server's fault
 _STATUS_TIMEOUT_S = 10.0
@@ -138,7 +135,7 @@ def _ask(
         base = url.rstrip("/").removesuffix("/v1")
         return asyncio.run(_fetch(method, base + path, api_key, timeout_s, form))
     except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         raise typer.Exit(error.exit_code) from error
 
 

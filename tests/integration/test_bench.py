@@ -15,7 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from docs.results.pages.bench import PagesBench, with_page_size
+from docs.results.pages.bench import Plan as PagesPlan
+from docs.results.pages.bench import tables as pages_tables
 from docs.results.report.page import write
+from docs.results.throughput.bench import SAMPLING, ThroughputBench
+from docs.results.throughput.bench import Plan as ThroughputPlan
+from docs.results.throughput.bench import tables as throughput_tables
 from docs.results.timeline.bench import Plan as TimelinePlan
 from docs.results.timeline.bench import TimelineBench
 from docs.results.timeline.bench import tables as timeline_tables
@@ -25,15 +31,9 @@ from serve_app.bench.figures import as_text
 from serve_app.bench.load import STAGES, LoadBench
 from serve_app.bench.load import Plan as LoadPlan
 from serve_app.bench.local import LinkProbe, Subject, subject_of
-from serve_app.bench.pages import PagesBench
-from serve_app.bench.pages import Plan as PagesPlan
-from serve_app.bench.pages import tables as pages_tables
 from serve_app.bench.soak import Plan as SoakPlan
-from serve_app.bench.soak import SoakBench, write_csv
+from serve_app.bench.soak import SoakBench
 from serve_app.bench.soak import tables as soak_tables
-from serve_app.bench.throughput import SAMPLING, ThroughputBench
-from serve_app.bench.throughput import Plan as ThroughputPlan
-from serve_app.bench.throughput import tables as throughput_tables
 from serve_app.bench.wake import Plan, WakeBench
 from serve_app.bench.wake_report import tables
 from serve_app.cli.main import app
@@ -193,7 +193,7 @@ def test_wake_that_runs_out_of_time_tells_so(ray_store: int, subject: Subject) -
 
 
 @STORE
-def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject, tmp_path: Path) -> None:
+def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject) -> None:
     bench = SoakBench(subject, SoakPlan(cycles=40, requests=2))
     asyncio.run(bench.run(silent))
     result = bench.result()
@@ -201,8 +201,6 @@ def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject, tmp_pa
     assert result["compared"] == 2 * 2
     assert [sample.cycle for sample in bench.samples] == [10, 20, 30, 40]
     assert result["trends"]["store_bytes"]["last"] >= 3_000_000
-    write_csv(bench.samples, tmp_path / "soak.csv")
-    assert len((tmp_path / "soak.csv").read_text().splitlines()) == 1 + 4
     assert result["samples"]["cycle"] == [10, 20, 30, 40]
     assert "file descriptors" in "\n".join(as_text(soak_tables(result)))
 
@@ -241,7 +239,7 @@ def test_second_instance_loads_nothing(ray_store: int, subject: Subject) -> None
 @STORE
 def test_pages_tell_waste_of_the_cache_and_rates(ray_store: int, subject: Subject) -> None:
     """The waste is what follows from whole pages; the last token of an answer is never stored."""
-    roomy = subject.with_page_size(64)
+    roomy = with_page_size(subject, 64)
     assert roomy.engine.num_blocks == 16
     plan = PagesPlan(
         page_sizes=(16, 64),

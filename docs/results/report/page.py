@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.results.report.findings import FINDINGS
-from serve_app.bench import provenance
+from docs.results.source import source_of
 from serve_app.bench.eval import tables as eval_tables
 from serve_app.bench.eval.verdict import Report
 from serve_app.bench.figures import Table, facts
@@ -112,7 +112,7 @@ def kind_of(result: Result) -> str:
         if all(key in result for key in keys):
             return kind
     raise ValueError(
-        "this is not what `sleepserve bench`, `eval` or docs.results.serve writes with --json"
+        "this is not what `sleepserve bench`, `eval` or a script of docs/results writes with --json"
     )
 
 
@@ -161,7 +161,7 @@ def _machine(result: Result) -> str:
         return ""
     driver = f", driver {result['driver']}" if result.get("driver") else ""
     versions = [f"{name} {result[name]}" for name in _VERSIONS if result.get(name)]
-    software = ", ".join([provenance.source_of(result), f"Python {result['python']}", *versions])
+    software = ", ".join([source_of(result), f"Python {result['python']}", *versions])
     return f"{result['device']}{driver}, {result['cpus']} CPUs; {software}"
 
 
@@ -203,9 +203,9 @@ def _tables(kind: str, result: Result) -> list[Table]:
 
         return [*tables(result), _verdicts(result)]
     if kind == "throughput":
-        from serve_app.bench.throughput import tables
+        from docs.results.throughput.bench import tables
     elif kind == "pages":
-        from serve_app.bench.pages import tables
+        from docs.results.pages.bench import tables
     elif kind == "load":
         from serve_app.bench.load import tables
     elif kind == "soak":

@@ -39,8 +39,8 @@ from docs.results.report.plot_parts import (
     png_of,
     spread_out,
 )
+from docs.results.source import source_of
 from serve_app.bench.figures import shown, unit_of
-from serve_app.bench.provenance import source_of
 
 _ROWS_NAMED = 12  # of a timeline; of more segments, every so many has its name
 

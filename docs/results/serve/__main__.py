@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from serve_app.cli.bench_http import ManyValues
-from serve_app.cli.bench_local import Engine, JsonFile, LimitS, StoreGib, Target, engine_keys
-from serve_app.cli.bench_run import EXIT_FAILED, check_writable, run, tell, usage_errors
+from serve_app.cli.bench_local import Engine, JsonFile, LimitS, Target, engine_keys
+from serve_app.cli.bench_run import check_writable, run, tell, usage_errors
+from serve_app.cli.output import EXIT_FAILED
 
 if TYPE_CHECKING:
     from docs.results.serve.bench import Served
@@ -72,7 +73,6 @@ def serve(
         ),
     ] = None,
     engine: Engine = None,
-    store_gib: StoreGib = None,
     limit_s: LimitS = None,
     json_file: JsonFile = None,
     log_file: Annotated[
@@ -105,7 +105,7 @@ def serve(
             warm_when=_pattern(warm_when),
             limit_s=limit_s,
         )
-        served = _served(target, settings, serve_config, engine, store_gib)
+        served = _served(target, settings, serve_config, engine)
         bench = ServeBench(served, plan, log_file)
     from docs.results.serve.tables import tables
 
@@ -128,7 +128,6 @@ def _served(
     settings: Path | None,
     serve_config: Path,
     engine: Sequence[str] | None,
-    store_gib: float | None,
 ) -> "Served":
     from actors.checkpoints.download import ensure_checkpoint
     from actors.checkpoints.source import ModelSource
@@ -152,7 +151,6 @@ def _served(
         keys,
         settings=None if settings is None else str(settings),
         serve_config=serve_config,
-        store_bytes=None if store_gib is None else int(store_gib * 2**30),
     )
 
 

@@ -58,14 +58,12 @@ class Served:
         *,
         serve_config: Path,
         settings: str | None = None,
-        store_bytes: int | None = None,
     ) -> Self:
         """One replica, which never sleeps by itself.
 
         Args:
             keys: the model's, as in a file of configs/.
             serve_config: a file like the project's own; its models are replaced.
-            store_bytes: of the object store; what the image needs when absent.
 
         Raises:
             ValueError, OSError: a key or `serve_config` is wrong.
@@ -82,9 +80,8 @@ class Served:
             config["http_options"]["port"] = 8000
         except (yaml.YAMLError, LookupError, TypeError) as error:
             raise ValueError(f"{serve_config} is no serve_config.yaml: {error}") from error
-        if store_bytes is None:
-            size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-            store_bytes = math.ceil(1.1 * size + 2**29)  # some room for alignment on top
+        size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        store_bytes = math.ceil(1.1 * size + 2**29)  # some room for alignment on top
         return cls(checkpoint, settings, yaml.safe_dump(config), store_bytes)
 
 

@@ -14,7 +14,6 @@ from serve_app.cli.bench_http import ManyValues
 from serve_app.cli.bench_local import (
     Engine,
     JsonFile,
-    StoreGib,
     Target,
     prepare_imports,
     ray_for,
@@ -35,7 +34,6 @@ def timeline(
         float, typer.Option("--pause-s", min=0, metavar="SECONDS", help="Asleep in each cycle.")
     ] = 0.5,
     engine: Engine = None,
-    store_gib: StoreGib = None,
     json_file: JsonFile = None,
 ) -> None:
     """Watch a wake segment by segment, and memory over a sleep and a wake."""
@@ -46,7 +44,7 @@ def timeline(
 
         subject = small_subject(target, engine)
         bench = TimelineBench(subject, Plan(prompt_tokens, pause_s))
-    raise typer.Exit(measure(bench, tables, ray_for(subject, store_gib), json_file))
+    raise typer.Exit(measure(bench, tables, ray_for(subject), json_file))
 
 
 if __name__ == "__main__":

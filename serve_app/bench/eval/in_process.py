@@ -45,7 +45,7 @@ class _Loaded:
 
 @asynccontextmanager
 async def in_process(
-    config: ModelConfig, on_progress: Progress = lambda what, done, total: None
+    config: ModelConfig, on_progress: Progress
 ) -> AsyncIterator["InProcessTarget"]:
     """A configured model, awake. Its image is loaded from disk, without a holder.
 

@@ -23,6 +23,7 @@ from serve_app.bench.eval.verdict import (
     Tokens,
     Woke,
 )
+from serve_app.bench.http.client import message_of
 from serve_app.config.keys import REMEDIES, bearer
 
 _TIMEOUT_S = 1800.0  # a level 2 wake loads from disk
@@ -223,7 +224,7 @@ class Server:
                         break
                     chunk = _object(payload, f"{self.url}{path}")
                     if chunk.get("error"):
-                        raise ReplicaFailed(_message(payload))
+                        raise ReplicaFailed(message_of(payload))
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as exc:
             raise self._unreachable(exc) from exc
@@ -237,7 +238,7 @@ class Server:
 def _refuse(status: int, raw: bytes) -> None:
     if status == 200:
         return
-    told = f"HTTP {status}: {_message(raw)}{REMEDIES.get(status, '')}"
+    told = f"HTTP {status}: {message_of(raw)}{REMEDIES.get(status, '')}"
     if status in (429, 503):
         raise Unavailable(told)
     raise InvalidRequest(told) if status < 500 else ReplicaFailed(told)
@@ -251,13 +252,6 @@ def _object(raw: bytes, where: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise ServingError(f"{where} answered with something else than a JSON object")
     return found
-
-
-def _message(raw: bytes) -> str:
-    try:
-        return str(json.loads(raw)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return raw.decode(errors="replace")[:300]
 
 
 # --- what replicas say of their memory ---

@@ -141,7 +141,7 @@ class Client:
             async with self._session.post(self._target.url + path, data=data) as response:
                 answer.status = response.status
                 if response.status != 200:
-                    answer.fail("http_status", _told(await response.read()))
+                    answer.fail("http_status", message_of(await response.read()))
                 elif body.get("stream"):
                     await answer.read_stream(response.content)
                 else:
@@ -241,7 +241,7 @@ class _Answer:
             return
         chunk = json.loads(payload)
         if chunk.get("error"):
-            self.fail("stream_error", _told(payload))
+            self.fail("stream_error", message_of(payload))
             self.finished = True
         self._take_usage(chunk)
         if choices := chunk.get("choices"):
@@ -274,14 +274,14 @@ def _has_tokens(choice: Mapping[str, Any]) -> bool:
     return "role" not in delta and not choice.get("finish_reason")
 
 
-def _told(raw: bytes) -> str:
+def message_of(raw: bytes) -> str:
     """The message of an error's body: OpenAI's form, FastAPI's, or as it is."""
     try:
         body = json.loads(raw)
         error = body.get("error") or body.get("detail") or body.get("message")
         return str(error.get("message") or error) if isinstance(error, dict) else str(error or body)
     except (ValueError, AttributeError):
-        return raw.decode(errors="replace").strip()
+        return raw.decode(errors="replace").strip()[:_MESSAGE_CHARS]
 
 
 async def until(time_s: float) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from docs.results.pages.bench import Slots, tables, watched
 from docs.results.report.page import kind_of, sections_of
 from serve_app.bench.figures import as_text
-from serve_app.bench.pages import Slots, tables, watched
 from tests.unit.bench.fake_results import MACHINE
 
 

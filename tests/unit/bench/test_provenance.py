@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 import serve_app
 from docs.results.report.page import as_markdown, sections_of
+from docs.results.source import source_of
 from serve_app.bench.eval.verdict import About, Plan, Report
 from serve_app.bench.figures import environment
-from serve_app.bench.provenance import COMMIT_VARIABLE, provenance, source_of
+from serve_app.bench.provenance import COMMIT_VARIABLE, provenance
 from serve_app.cli.main import app
 from tests.simulation.systems import as_json
 from tests.unit.bench import fake_results

@@ -1,6 +1,6 @@
 """Page sizes of the KV cache beside each other: what of the cache holds no token, and tokens per second.
 
-    python -m serve_app.bench.pages REQUEST
+    python -m docs.results.pages.bench REQUEST
 
 measures one page size, in a process of its own: what the last one compiled and captured would stay.
 Prints one JSON object.
@@ -12,18 +12,18 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import ray
 from pydantic import TypeAdapter
 
-from actors.engine.config import DEFAULT_PAGE_SIZE
+from actors.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from actors.image.holder import WeightHolder
+from docs.results.throughput.bench import Load
 from serve_app.bench.figures import Table, facts, spread
 from serve_app.bench.instance import InstanceRequest, finished, holder_of, request_for
 from serve_app.bench.local import LocalBench, LocalModel, Progress, Subject, build_model, load_of
-from serve_app.bench.throughput import Load
 
 _NAMESPACE = "bench"
 _HOLDER = "holder"
@@ -178,11 +178,20 @@ async def _rates(model: LocalModel, plan: Plan) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     found = asyncio.run(measure(TypeAdapter(PageRequest).validate_json(sys.argv[1])))
-    print(json.dumps(found), flush=True)  # noqa: T201  # what the parent reads
+    print(json.dumps(found), flush=True)  # what the parent reads
     os._exit(0)  # the engine's threads and what it holds go with the process
 
 
 # --- all of them ---
+
+
+def with_page_size(subject: Subject, size: int) -> Subject:
+    """The same with other pages, and room for as many tokens in them."""
+    engine = subject.engine
+    keys: dict[str, object] = engine.model_dump(exclude_unset=True) | {"page_size": size}
+    if engine.num_blocks is not None:
+        keys["num_blocks"] = -(-engine.num_blocks * engine.page_size // size)
+    return replace(subject, engine=EngineConfig.model_validate(keys))
 
 
 class PagesBench(LocalBench[Plan]):
@@ -209,7 +218,7 @@ class PagesBench(LocalBench[Plan]):
         sizes = self._plan.page_sizes
         for number, size in enumerate(sizes):
             progress(f"pages of {size} tokens", number, len(sizes))
-            subject = self._subject.with_page_size(size)
+            subject = with_page_size(self._subject, size)
             instance = request_for(subject, address, node, _NAMESPACE, _HOLDER)
             request = json.dumps(asdict(PageRequest(instance, self._plan)))
             self._pages[str(size)] = await finished([sys.executable, "-m", __name__, request])

@@ -7,7 +7,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from actors.protocol import SamplingParams
+from docs.results.source import source_of
 from serve_app.bench.figures import Table, facts, ms, spread
 from serve_app.bench.local import (
     GREEDY,
@@ -30,7 +31,11 @@ from serve_app.bench.local import (
     build_model,
     load_of,
 )
-from serve_app.bench.provenance import source_of
+from serve_app.cli.bench_local import subject_with
+
+# For a directory, which has no settings of its own; a file of configs/ has.
+_ENGINE = {"max_requests_per_batch": 256, "max_batch_tokens": 8192}
+_CACHE_TOKENS = 2**19
 
 _PROFILED_STEPS = 20
 _KERNELS = 15  # lines of a profile
@@ -62,6 +67,11 @@ class Plan:
     sampling: int | None = None
     profiles: Path | None = None
     limit_s: float | None = None
+
+
+def large_subject(target: Path, changes: Sequence[str] | None) -> Subject:
+    """What a target stands for, with room for all of the requests at once."""
+    return subject_with(target, _ENGINE, _CACHE_TOKENS, changes)
 
 
 class ThroughputBench(LocalBench[Plan]):
