@@ -242,6 +242,11 @@ class Lifecycle:
         self._begin(ReplicaState.RESTARTING, self._run_restart(wakes), reason)
         self._effects.fail_in_flight(failure)
 
+    async def restarted(self) -> None:
+        """Return once no other worker is being started."""
+        while self._state is ReplicaState.RESTARTING and self._transition is not None:
+            await self._join(self._transition)
+
     def _fail(self, failure: ReplicaFailed) -> None:
         """Enter FAILED, for good."""
         self._enter(ReplicaState.FAILED, f"{type(failure).__name__}: {failure}")

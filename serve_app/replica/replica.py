@@ -219,7 +219,10 @@ class ModelReplica:
         """By the next worker, if the first fails before anything was sent."""
         is_last = False
         while True:
+            await self._lifecycle.restarted()
             try:
+                # Before it wakes anybody.
+                await self._supervisor.runtime.check_grammar(prepared)
                 async with self._lifecycle.serving(prepared.request.request_id):
                     async for event in self._supervisor.runtime.generate(prepared):
                         is_last = is_last or bool(event.text or event.token_ids)
@@ -238,11 +241,8 @@ class ModelReplica:
         size = len(repr(prompt)) if isinstance(prompt, ChatPrompt) else len(prompt)
         if size > _LONG_PROMPT:
             loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(self._reading, runtime.prepare, request)
-        else:
-            prepared = runtime.prepare(request)
-        await runtime.check_grammar(prepared)
-        return prepared
+            return await loop.run_in_executor(self._reading, runtime.prepare, request)
+        return runtime.prepare(request)
 
     async def sleep(self, command: SleepCommand) -> ReplicaStatus:
         await self._lifecycle.sleep(command)
@@ -257,7 +257,12 @@ class ModelReplica:
             ReplicaFailed: the replica cannot serve any more; what arrived may not be what was packed.
         """
         await self._lifecycle.wake_up()
-        await self._supervisor.runtime.settled()
+        try:
+            await self._supervisor.runtime.settled()
+        except ReplicaFailed as failure:
+            logger.info("waking the next worker, too: %s", failure)
+            await self._lifecycle.wake_up()
+            await self._supervisor.runtime.settled()
         return await self.status()
 
     async def state(self) -> ReplicaState:

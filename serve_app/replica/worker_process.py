@@ -21,6 +21,7 @@ from serve_app.replica.worker_actor import WorkerActor, WorkerSettings
 logger = logging.getLogger(__name__)
 
 _LEAST_CPUS = 0.001  # Ray knows no empty bundle
+_KILL_AFTER_S = 2.0  # Ray's own way to end an actor takes 12 ms, and warns nobody of a death
 _END_TIMEOUT_S = 30.0  # of a process whose card does not let go
 _PLACE_TIMEOUT_S = 120.0  # for a process, behind one that has not ended
 
@@ -30,10 +31,10 @@ def bundles(num_cpus: float, num_gpus: float) -> list[dict[str, float]]:
 
     Beside a card the CPU cores are the replica's; where the worker computes with them, they are its own.
     """
-    cores = {"CPU": max(num_cpus, _LEAST_CPUS)}
     if num_gpus:
-        return [cores, {"GPU": num_gpus}]
-    return [{"CPU": _LEAST_CPUS}, cores]
+        return [{"CPU": max(num_cpus, _LEAST_CPUS)}, {"GPU": num_gpus}]
+    # Together no more than what was asked for: it may be all that the node has.
+    return [{"CPU": _LEAST_CPUS}, {"CPU": max(num_cpus - _LEAST_CPUS, _LEAST_CPUS)}]
 
 
 class WorkerProcess:
@@ -80,22 +81,25 @@ class WorkerProcess:
             return
         pidfd, self._pidfd = self._pidfd, -1
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            logger.info("worker %d had ended by itself", self.client.facts.process_id)
         loop.add_reader(pidfd, gone.set)
         try:
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await gone.wait()
-        except TimeoutError:
-            logger.error(
-                "worker %d does not end; its card does not answer", self.client.facts.process_id
-            )
+            ray.kill(self._actor)
+            if not await _happens(gone, _KILL_AFTER_S):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                if not await _happens(gone, _END_TIMEOUT_S):
+                    pid = self.client.facts.process_id
+                    logger.error("worker %d does not end; its card does not answer", pid)
         finally:
             loop.remove_reader(pidfd)
             os.close(pidfd)
-            ray.kill(self._actor)
+
+
+async def _happens(event: asyncio.Event, within_s: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), within_s)
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _placed(actor: Any) -> None:

@@ -38,14 +38,8 @@ from serve_app.replica.worker_process import bundles
 
 
 class Runtime:
-    def __init__(self) -> None:
-        self.checked: list[Any] = []
-
     def prepare(self, request: GenerateRequest) -> Any:
         return threading.current_thread().name
-
-    async def check_grammar(self, prepared: Any) -> None:
-        self.checked.append(prepared)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +61,6 @@ def test_long_prompts_are_read_beside_the_event_loop(prompt: Prompt, thread: str
     request = GenerateRequest("r", prompt, SamplingParams())
     prepared = asyncio.run(ModelReplica._prepare(replica, request))
     assert str(prepared).startswith(thread)
-    assert runtime.checked == [prepared]
 
 
 def test_watch_that_fails_is_told_and_begins_again(
@@ -137,12 +130,14 @@ BEGUN = TokenEvent(0, "", (), 3)
 TOKEN = TokenEvent(0, "", (5,), 3)
 TEXT = TokenEvent(0, "text", (), 3)
 LOST = WorkerLost("the process that computes for this replica has ended")
+NO_GRAMMAR = WorkerLost("gone before it had compiled the grammar")
 Course = list[TokenEvent | Exception]
 
 
 def answered(*courses: Course, state: ReplicaState = ReplicaState.RESTARTING) -> Course:
     """What a request gets whose attempts, one per worker, go like that."""
     left = list(courses)
+    steps: list[str] = []
     serving = 0
 
     @asynccontextmanager
@@ -154,16 +149,28 @@ def answered(*courses: Course, state: ReplicaState = ReplicaState.RESTARTING) ->
         finally:
             serving -= 1
 
+    async def restarted() -> None:
+        steps.append("restarted")
+
+    async def check_grammar(prepared: Any) -> None:
+        assert serving == 0, "a bad grammar wakes nobody"
+        steps.append("checked")
+        if left[0][:1] == [NO_GRAMMAR]:
+            raise left.pop(0)[0]  # type: ignore[misc]
+
     async def generate(prepared: Any) -> AsyncIterator[TokenEvent]:
         assert serving == 1
+        assert steps[-2:] == ["restarted", "checked"], "of this worker"
         for each in left.pop(0):
             if isinstance(each, Exception):
                 raise each
             yield each
 
     replica: Any = SimpleNamespace(
-        _lifecycle=SimpleNamespace(serving=hold_awake, state=state),
-        _supervisor=SimpleNamespace(runtime=SimpleNamespace(generate=generate)),
+        _lifecycle=SimpleNamespace(serving=hold_awake, restarted=restarted, state=state),
+        _supervisor=SimpleNamespace(
+            runtime=SimpleNamespace(generate=generate, check_grammar=check_grammar)
+        ),
     )
     prepared: Any = SimpleNamespace(request=GenerateRequest("r", "x", SamplingParams()))
 
@@ -183,6 +190,7 @@ def answered(*courses: Course, state: ReplicaState = ReplicaState.RESTARTING) ->
 
 @pytest.mark.parametrize("begun", [[], [BEGUN]])
 def test_request_begins_again_if_nothing_of_its_answer_was_sent(begun: Course) -> None:
+    assert answered([NO_GRAMMAR], [TOKEN, TEXT]) == [TOKEN, TEXT]
     assert answered([*begun, LOST], [TOKEN, TEXT]) == [*begun, TOKEN, TEXT]
 
 
@@ -215,7 +223,7 @@ def test_request_that_is_refused_is_not_tried_again(refusal: Exception) -> None:
         (4, 1, {"CPU": 4}, {"GPU": 1}),
         (1, 0.5, {"CPU": 1}, {"GPU": 0.5}),
         (0, 1, {"CPU": 0.001}, {"GPU": 1}),
-        (2, 0, {"CPU": 0.001}, {"CPU": 2}),
+        (2, 0, {"CPU": 0.001}, {"CPU": 1.999}),  # all of a node with two
         (0, 0, {"CPU": 0.001}, {"CPU": 0.001}),
     ],
 )

@@ -1214,6 +1214,23 @@ def test_second_failure_during_a_restart_changes_nothing() -> None:
     run(scenario)
 
 
+def test_restart_can_be_waited_for_and_where_there_is_none_nobody_waits() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        await bench.lifecycle.restarted()
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        waiting = asyncio.create_task(bench.lifecycle.restarted())
+        await until(lambda: bench.effects.calls == ["restart"])
+        assert not waiting.done()
+        bench.effects.restart_gate.set()
+        await waiting
+        assert bench.lifecycle.state is not RESTARTING
+
+    run(scenario)
+
+
 def test_worker_that_fails_in_its_first_wake_is_replaced_as_well() -> None:
     async def scenario() -> None:
         bench = Bench()
