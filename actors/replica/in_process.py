@@ -61,7 +61,8 @@ async def build_in_process(
     """
     loop = asyncio.get_running_loop()
     observer = observer or Observer()
-    client = WorkerClient(observer)
+    watchdog = watchdog or WatchdogConfig()
+    client = WorkerClient(observer, watchdog.silence_timeout_s)
     connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, lambda: None)
     upper, lower = socket.socketpair()
     await loop.create_connection(lambda: client.protocol, sock=upper)

@@ -62,7 +62,7 @@ class WorkerClient:
     facts: WorkerFacts
     state: WorkerState
 
-    def __init__(self, observer: Observer, silence_timeout_s: float = 60.0) -> None:
+    def __init__(self, observer: Observer, silence_timeout_s: float) -> None:
         """Make one that is not connected.
 
         Args:
@@ -246,9 +246,8 @@ class WorkerClient:
         assert isinstance(failure, ReplicaFailed)
         if self.failed.done():
             return
-        if (
-            self._ready.done()
-        ):  # whoever reads the state now must not take it for that of somebody who lives
+        if self._ready.done():
+            # Whoever reads the state now must not take it for that of somebody who lives.
             state = self.state
             self.state = msgspec.structs.replace(
                 state,

@@ -1,7 +1,7 @@
 """Log lines of our packages go where Ray Serve's go: the replica's log file and its stderr."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 _PACKAGES = ("serve_app", "actors")
 _CHATTY = ("ContinuousBatchingLogger",)  # of transformers: a dozen INFO lines at every start
@@ -14,35 +14,24 @@ def adopt_serve_handlers() -> None:
     `logging_config` of the deployment, so without this our lines would be dropped.
     """
     serve = logging.getLogger("ray.serve")
-    for package in _PACKAGES:
-        logger = logging.getLogger(package)
-        logger.handlers = list(serve.handlers)
-        logger.setLevel(serve.level)
-        logger.propagate = False
-    _quieten()
+    _hand_over(serve.handlers, serve.level)
 
 
 def log_to_stderr() -> None:
     """The same in an actor that is no replica; Ray keeps what it writes."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s - %(message)s"))
-    for package in _PACKAGES:
-        logger = logging.getLogger(package)
-        logger.handlers = [handler]
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    _quieten()
+    _hand_over([handler], logging.INFO)
 
 
 class _Forwarder(logging.Handler):
     def __init__(self, send: Callable[[int, str, str], None]) -> None:
         super().__init__()
         self._send = send
-        self._formatter = logging.Formatter("%(message)s")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._send(record.levelno, record.name, self._formatter.format(record))
+            self._send(record.levelno, record.name, self.format(record))
         except Exception:  # noqa: BLE001  # logging's way: who logs must not fail by it
             self.handleError(record)
 
@@ -53,14 +42,15 @@ def log_to(send: Callable[[int, str, str], None]) -> None:
     Args:
         send: gets level, logger and text with a traceback, if there is one; from any thread.
     """
+    _hand_over([_Forwarder(send)], logging.INFO)
+
+
+def _hand_over(handlers: Sequence[logging.Handler], level: int) -> None:
+    """Have these handlers, and nobody else, get the lines of both packages."""
     for package in _PACKAGES:
         logger = logging.getLogger(package)
-        logger.handlers = [_Forwarder(send)]
-        logger.setLevel(logging.INFO)
+        logger.handlers = list(handlers)
+        logger.setLevel(level)
         logger.propagate = False
-    _quieten()
-
-
-def _quieten() -> None:
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
