@@ -1,6 +1,8 @@
 """Marks by folder, the skip of GPU tests, and checkpoints to test with."""
 
+import faulthandler
 import os
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +14,9 @@ collect_ignore = ["clients"]  # in an environment of their own: make test-client
 # cluster on loopback (ray/_private/services.py, resolve_ip_for_localhost). Ray reads it when anything
 # imports it for the first time.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+# From the end of the tests to the end of their process. What a test left running could keep it for ever.
+EXIT_TIMEOUT_S = 60
 
 TESTS = Path(__file__).parent
 PROJECT = TESTS.parent
@@ -37,6 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(folder)
         if item.get_closest_marker("gpu") and not cuda_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_unconfigure() -> None:
+    """End with what each thread does, and an error, if the process does not end by itself."""
+    faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -117,15 +118,24 @@ class ModelWorker:
         self._closed = False
         self._watchdog = Watchdog(watchdog or WatchdogConfig(), self._hangs)
         self._control = ControlThread(self._watchdog.control)
-        self._engine = self._control.submit(self._build_engine, module, engine).result()
-        self._residency = Residency(
-            self._engine,
-            self.memory,
-            self._restored,
-            self._control,
-            self._something_went_wrong,
-            self._watchdog,
-        )
+        with ExitStack() as undo:
+            undo.callback(self._control.shutdown, wait=False)
+            undo.callback(self._watchdog.close)
+            self._engine = self._control.submit(self._build_engine, module, engine).result()
+            # Its thread would keep the process from ending.
+            undo.callback(self._control.submit, self._engine.stop)
+            self._residency = Residency(
+                self._engine,
+                self.memory,
+                self._restored,
+                self._control,
+                self._something_went_wrong,
+                self._watchdog,
+            )
+            # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
+            self._control.submit(self.memory.open_link).result()
+            self._control.submit(self._residency.warm_up).result()
+            undo.pop_all()
         self._scoring = PromptScoring(
             self.with_model,
             self.memory.spare_bytes,
@@ -134,14 +144,6 @@ class ModelWorker:
             self._is_busy,
             self._something_went_wrong,
         )
-        try:
-            # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
-            self._control.submit(self.memory.open_link).result()
-            self._control.submit(self._residency.warm_up).result()
-        except BaseException:
-            self._watchdog.close()
-            self._control.submit(self._engine.stop)  # its thread would keep the process from ending
-            raise
         self._compilation = BackgroundCompilation(
             self._engine,
             self._residency.begin_trimming,
@@ -306,21 +308,16 @@ class ModelWorker:
         self._compilation.close()
         self._grammars.close()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
-        last = [
-            asyncio.wrap_future(self._control.submit(work))
-            for work in (self._engine.stop, self.memory.close_link)
-        ]
+        last = [self._control.submit(work) for work in (self._engine.stop, self.memory.close_link)]
         self._control.shutdown(wait=False)
-        done, late = await asyncio.wait(last, timeout=_CLOSE_TIMEOUT_S)
-        for each in late:
-            each.cancel()
-        errors = [each.exception() for each in last if each in done]
+        # Not as futures of asyncio, which cancel what they stand for: should a thread that hangs come back, it
+        # stops the engine.
+        _, late = await asyncio.to_thread(wait, last, _CLOSE_TIMEOUT_S)
         if late or self._control.has_hung:
             logger.error("the device does not answer; what it holds goes with the process")
             return
-        for error in errors:
-            if error is not None:
-                raise error
+        for each in last:
+            each.result()
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
