@@ -45,11 +45,16 @@ serve: $(STAMP)
 	@echo "    -d '{\"model\": \"demo\", \"max_tokens\": 32, \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(LOOPBACK) $(QUICK_PROXY) exec $(PY) -m ray.serve.scripts run serve_config.yaml
 
-test: $(STAMP)
-	$(PY) -m pytest -m "not gpu and not slow and not browser" $(ARGS)
-
-test-all: $(STAMP)
-	$(PY) -m pytest -m "not gpu and not browser" $(ARGS)
+# The unit tests in a process per core; all others need the machine to themselves. With arguments, as one command.
+test: NOT = gpu or slow or browser
+test-all: NOT = gpu or browser
+test test-all: $(STAMP)
+ifdef ARGS
+	$(PY) -m pytest -m "not ($(NOT))" $(ARGS)
+else
+	$(PY) -m pytest -m "not ($(NOT))" --numprocesses auto --maxprocesses 4 --dist worksteal tests/unit
+	$(PY) -m pytest -m "not ($(NOT))" tests/integration tests/e2e
+endif
 
 # With Debian's chromium: playwright would have to download its own.
 test-page: $(STAMP)

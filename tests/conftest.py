@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 collect_ignore = ["clients"]  # in an environment of their own: make test-clients
 
@@ -60,4 +61,7 @@ def tiny_checkpoint() -> Path:
     """The checkpoint that configs/tiny_cpu.yaml names; written once and kept."""
     from actors.checkpoints.making import write_checkpoint
 
-    return write_checkpoint(PROJECT / "checkpoints" / "tiny", "tiny")
+    directory = PROJECT / "checkpoints" / "tiny"
+    directory.parent.mkdir(exist_ok=True)
+    with FileLock(directory.with_suffix(".lock")):  # the unit tests run in several processes
+        return write_checkpoint(directory, "tiny")

@@ -364,7 +364,7 @@ def test_module_of_a_replica_that_failed_can_be_looked_at(tiny_checkpoint: Path)
         assert image is not None
         payload = np.frombuffer(image.segment(0), np.uint8)
         ctypes.memset(payload.ctypes.data, 0, payload.nbytes)
-        await h.runtime.wake()
+        await h.wake_that_fails()
         after = await h.worker.with_model(lambda m: log_likelihood(m, ids))
         with pytest.raises(WeightsCorrupted):
             h.runtime.check_health()

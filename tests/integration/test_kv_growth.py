@@ -157,7 +157,7 @@ def test_driver_that_refuses_fails_the_replica(tiny_checkpoint: Path, gate: Gate
         await h.runtime.settled()
         await h.runtime.sleep(1)
         gate.failure = DeviceMemoryError("the card fell off")
-        await h.runtime.wake()
+        await h.wake_that_fails()
         with pytest.raises(ReplicaFailed, match="fell off"):
             await h.runtime.settled()
         with pytest.raises(ReplicaFailed, match="fell off"):

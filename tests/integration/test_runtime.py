@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engine.outputs import EngineOutput
 from actors.errors import ContextLengthExceeded, Unavailable
 from actors.image.image import WeightImage
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.protocol import ChatPrompt, FinishReason, MessageForm
 from actors.replica.lifecycle import SleepConfig
 from actors.worker import cleared
+from actors.worker.messages import Outputs
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
 
 
@@ -348,26 +348,21 @@ def test_tokens_are_coalesced_under_load_but_the_first_comes_at_once(
     tiny_checkpoint: Path, image: WeightImage
 ) -> None:
     async def scenario(h: Harness) -> None:
-        loop = asyncio.get_running_loop()
-        deliver = h.runtime._streams.deliver
-        looked = threading.Event()
+        send, seen = h.worker._send, threading.Event()
 
-        def look(rounds: int) -> None:
-            if rounds:
-                loop.call_soon(look, rounds - 1)
-            else:
-                looked.set()
-
-        def deliver_and_let_look(outputs: Sequence[EngineOutput]) -> None:
+        def send_and_let_look(message: object) -> None:
             """The engine's next step may be over before this loop runs at all: not the first one's."""
-            deliver(outputs)
-            if not looked.is_set():
-                loop.call_soon_threadsafe(look, 10)  # rounds of the loop, and no time to speak of
-                assert looked.wait(30)
+            send(message)
+            if isinstance(message, Outputs):
+                assert seen.wait(30)
 
-        h.runtime._streams.deliver = deliver_and_let_look  # type: ignore[method-assign]
+        h.worker._send = send_and_let_look
         started_s = time.monotonic()
-        events = await h.events(PROMPTS[0], max_tokens=200, ignore_eos=True)
+        events = []
+        prepared = h.prepare(PROMPTS[0], max_tokens=200, ignore_eos=True)
+        async for event in h.runtime.generate(prepared):
+            events.append(event)
+            seen.set()
         seconds = time.monotonic() - started_s
         assert len(events[0].token_ids) == 1
         assert len(events) <= 20 * seconds + 2  # and the first and the last
