@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from actors.engine.model import attention
 from actors.engine.model.architectures import experts_need_host
-from tests.unit.engine.small_architectures import ARCHITECTURES, refusal_of, small
-from tests.unit.engine.small_models import OnCuda, build, generate, randomise, steps
+from tests.unit.actors.engine.small_architectures import ARCHITECTURES, refusal_of, small
+from tests.unit.actors.engine.small_models import OnCuda, build, generate, randomise, steps
 
 PROMPTS = [
     tuple(range(5, 5 + length)) for length in (3, 17, 30)

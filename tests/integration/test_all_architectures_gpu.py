@@ -7,8 +7,8 @@ from actors.engine.config import EngineConfig
 from actors.engine.model.architectures import experts_need_host
 from actors.engine.model.attention import decodes_in_pages
 from tests.integration.gpu_engine import counted_replays, running
-from tests.unit.engine.small_architectures import ARCHITECTURES, refusal_of, small
-from tests.unit.engine.small_models import build, randomise
+from tests.unit.actors.engine.small_architectures import ARCHITECTURES, refusal_of, small
+from tests.unit.actors.engine.small_models import build, randomise
 
 pytestmark = pytest.mark.gpu
 

@@ -36,7 +36,7 @@ from serve_app.front.app import build_asgi
 from tests.conftest import PROJECT
 from tests.fakes import FakeModel
 from tests.integration.runtime_harness import Harness, load, run
-from tests.unit.bench.our_front import OurFront
+from tests.unit.serve_app.bench.our_front import OurFront
 
 PROMPT = "The future of artificial intelligence is"
 SHORT = "It was the best of times, it was the worst of times."

@@ -1,8 +1,8 @@
 """Every name that we take from transformers' continuous batching, which is private (5.23).
 
 This is the only module that imports it; ruff holds that. What we use of these, call and replace, with what
-arguments, is in tests/unit/engine/test_upstream.py: at another release of transformers that test fails first,
-and names what has changed.
+arguments, is in tests/unit/actors/engine/batching/test_upstream.py: at another release of transformers that test
+fails first, and names what has changed.
 """
 
 from transformers.generation.continuous_batching.cache import (

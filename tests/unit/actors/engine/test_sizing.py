@@ -1,0 +1,523 @@
+"""How the limits come from a card's memory, and that the sums are those of the code that runs."""
+
+import itertools
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from actors.engine.batching.upstream import PagedAttentionCache, infer_max_single_request_tokens
+from actors.engine.cache_shape import CacheShape, LayerGroup, cache_shape
+from actors.engine.config import EngineConfig
+from actors.engine.model.attention import NAME, choose_attention
+from actors.engine.sampling.logits import forbid, logprobs
+from actors.engine.sizing import PREFILL_SIZES, CardMemory, Limits, plan_limits
+from tests.unit.actors.engine.small_models import build
+
+GIB = 2**30
+MIB = 2**20
+
+# DeepSeek-R1-Distill-Qwen-7B in bfloat16; test_shape_of_a_7b_model has it from the model.
+SEVEN_B = CacheShape(
+    page_size=256,
+    bytes_per_page=512 * 1024,
+    groups=(LayerGroup(28),),
+    bytes_per_token=210944,
+    bytes_per_sequence=58 * 152064,
+    bytes_per_read=2048,
+    decodes_in_pages=True,
+    max_positions=131072,
+)
+SEVEN_B_WEIGHTS = 15_230_000_000
+HYBRID = replace(SEVEN_B, bytes_per_page=256 * 1024, groups=(LayerGroup(22, 512), LayerGroup(4)))
+MASKED = replace(HYBRID, bytes_per_mask=4, bytes_per_score=64, decodes_in_pages=False)
+
+H200 = CardMemory(total=int(139.8 * GIB), free=139 * GIB, held=int(0.61 * GIB))
+SHARED = CardMemory(
+    total=int(139.8 * GIB), free=39 * GIB, held=GIB, holders="99.00 GiB by pid 7 (python)"
+)
+CARD_24 = CardMemory(total=24 * GIB, free=23 * GIB, held=GIB // 2)
+
+
+def plan(
+    card: CardMemory | None,
+    shape: CacheShape = SEVEN_B,
+    weights: int = SEVEN_B_WEIGHTS,
+    **config: Any,
+) -> Limits:
+    return plan_limits(EngineConfig(**config), shape, card, weights)
+
+
+def numbers(limits: Limits) -> tuple[int, int, int]:
+    return limits.num_blocks, limits.max_batch_tokens, limits.max_requests_per_batch
+
+
+# --- plans ---
+
+
+@pytest.mark.parametrize(
+    ("card", "config", "expected"),
+    [
+        pytest.param(H200, {}, (7548, 4096, 256), id="a card of its own"),
+        pytest.param(SHARED, {}, (1191, 4096, 256), id="a shared card"),
+        pytest.param(CARD_24, {}, (309, 1344, 112), id="a small card"),
+        pytest.param(
+            H200,
+            {"gpu_memory_utilization": 0.13},
+            (144, 640, 48),
+            id="a small share",
+        ),
+        pytest.param(
+            H200,
+            {"max_model_len": 2048, "max_requests_per_batch": 32},
+            (256, 4096, 32),
+            id="no more blocks than can be used",
+        ),
+        pytest.param(
+            H200,
+            {"num_blocks": 2048, "max_batch_tokens": 8192, "max_requests_per_batch": 64},
+            (2048, 8192, 64),
+            id="all explicit",
+        ),
+        pytest.param(H200, {"num_blocks": 16}, (16, 4096, 16), id="few blocks, few sequences"),
+        pytest.param(H200, {"max_batch_tokens": 64}, (7744, 64, 64), id="a token for each"),
+        pytest.param(
+            H200, {"max_requests_per_batch": 6000}, (4189, 6000, 6000), id="many sequences"
+        ),
+    ],
+)
+def test_plan(card: CardMemory, config: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert numbers(plan(card, **config)) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, (64, 2048, 32)),
+        ({"num_blocks": 20, "gpu_memory_utilization": 0.1}, (20, 2048, 32)),
+        ({"max_batch_tokens": 16}, (64, 16, 16)),
+        ({"max_requests_per_batch": 4000}, (64, 4000, 4000)),
+    ],
+)
+def test_without_a_card_limits_are_fixed(config: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert numbers(plan(None, **config)) == expected
+
+
+def test_weights_count_whether_mapped_or_not() -> None:
+    mapped = 5 * GIB
+    awake = replace(H200, free=H200.free - mapped, held=H200.held + mapped, mapped=mapped)
+    assert plan(awake) == plan(H200)
+
+
+def test_asynchronous_batching_and_graphs_take_room() -> None:
+    one_by_one = plan(H200, use_async_batching=False)
+    eager = plan(H200, use_async_batching=False, use_cuda_graphs=False)
+    assert plan(H200).num_blocks < one_by_one.num_blocks < eager.num_blocks
+
+
+def test_tight_budget_gives_a_long_sequence_its_blocks_first() -> None:
+    roomy, tight = plan(CARD_24), plan(CARD_24, max_model_len=83_000)
+    assert tight.longest_sequence >= 83_000
+    assert tight.max_batch_tokens < roomy.max_batch_tokens
+    assert tight.max_requests_per_batch < roomy.max_requests_per_batch
+
+
+def test_description_tells_what_and_why() -> None:
+    assert plan(H200).describe() == (
+        "KV cache of 7548 blocks, 103.22 GiB, holds a sequence of 1932288 tokens; steps of up to 4096 "
+        "tokens and 256 sequences; engine.gpu_memory_utilization 0.9 of the 139.61 GiB that other "
+        "processes leave on the card is 125.65 GiB; weights 14.18 GiB + activations 1.22 GiB + logits "
+        "and sampling 2.10 GiB + CUDA 1.20 GiB"
+    )
+    assert plan(None).describe() == (
+        "KV cache of 64 blocks, 0.90 GiB, holds a sequence of 16384 tokens; steps of up to 2048 tokens "
+        "and 32 sequences; as configured, or by default where there is no card"
+    )
+
+
+# --- refusals ---
+
+SMALL = CardMemory(total=16 * GIB, free=16 * GIB, held=0)
+NO_ROOM = (
+    "engine.gpu_memory_utilization 0.9 of the 16.00 GiB that other processes leave on the card is "
+    "14.40 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB + CUDA "
+    "0.59 GiB leave no KV cache: raise engine.gpu_memory_utilization to 0.941"
+)
+
+
+@pytest.mark.parametrize(
+    ("card", "config", "message"),
+    [
+        pytest.param(SMALL, {}, NO_ROOM, id="a larger share would do"),
+        pytest.param(
+            replace(SMALL, free=14 * GIB, holders="2.00 GiB by pid 7 (python)"),
+            {},
+            "engine.gpu_memory_utilization 0.9 of the 14.00 GiB that other processes leave on the "
+            "card is 12.60 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB "
+            "+ CUDA 0.59 GiB leave no KV cache: free memory of the card: 2.00 GiB by pid 7 (python)",
+            id="others hold memory",
+        ),
+        pytest.param(
+            replace(SMALL, total=8 * GIB, free=8 * GIB),
+            {},
+            "engine.gpu_memory_utilization 0.9 of the 8.00 GiB that other processes leave on the card "
+            "is 7.20 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB + "
+            "CUDA 0.59 GiB leave no KV cache: take a smaller model or a card with more memory",
+            id="nothing would do",
+        ),
+        pytest.param(
+            replace(SMALL, total=17 * GIB, free=17 * GIB),
+            {"gpu_memory_utilization": 0.95, "max_model_len": 32768},
+            "engine.gpu_memory_utilization 0.95 of the 17.00 GiB that other processes leave on the "
+            "card is 16.15 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB "
+            "+ CUDA 0.59 GiB leave 79 blocks of 256 tokens, which hold a sequence of 20224, fewer than "
+            "engine.max_model_len 32768: raise engine.gpu_memory_utilization to 0.991, or lower "
+            "engine.max_model_len",
+            id="a long sequence",
+        ),
+        pytest.param(
+            SMALL,
+            {"gpu_memory_utilization": 0.8, "max_model_len": 131072},
+            "engine.gpu_memory_utilization 0.8 of the 16.00 GiB that other processes leave on the card "
+            "is 12.80 GiB; weights 14.18 GiB + activations 0.10 GiB + logits and sampling 0.13 GiB + "
+            "CUDA 0.59 GiB leave no KV cache: raise engine.gpu_memory_utilization to 0.941 or more, and "
+            "lower engine.max_model_len",
+            id="both",
+        ),
+        pytest.param(
+            CARD_24,
+            {"max_batch_tokens": 65536, "max_requests_per_batch": 256},
+            "engine.gpu_memory_utilization 0.9 of the 23.50 GiB that other processes leave on the card "
+            "is 21.15 GiB; weights 14.18 GiB + activations 13.41 GiB + logits and sampling 2.10 GiB + "
+            "CUDA 1.09 GiB leave no KV cache: lower engine.max_batch_tokens, or lower "
+            "engine.max_requests_per_batch, or free memory of the card: who holds it cannot be told",
+            id="a large step",
+        ),
+        pytest.param(
+            CARD_24,
+            {"num_blocks": 2048},
+            "engine.num_blocks 2048 takes 29.04 GiB with what it takes to read it; of the 23.50 GiB "
+            "that other processes leave on the card, weights 14.18 GiB + activations 0.10 GiB + logits "
+            "and sampling 0.13 GiB + CUDA 1.09 GiB leave 562 blocks at most: lower engine.num_blocks to "
+            "562, or leave it out, or free memory of the card: who holds it cannot be told",
+            id="many blocks",
+        ),
+        pytest.param(
+            H200,
+            {"num_blocks": 20, "max_model_len": 5121},
+            "engine.max_model_len is 5121, but the KV cache of 20 blocks of 256 tokens holds 5120: set "
+            "engine.num_blocks to 21 at least",
+            id="few blocks",
+        ),
+        pytest.param(
+            None,
+            {"max_model_len": 16385},
+            "engine.max_model_len is 16385, but the KV cache of 64 blocks of 256 tokens holds 16384: "
+            "set engine.num_blocks to 65 at least",
+            id="no card",
+        ),
+    ],
+)
+def test_refusal(card: CardMemory | None, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the whole text is compared)
+        plan(card, **config)
+    assert str(caught.value) == message
+
+
+def test_blocks_that_hold_no_sequence_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"absent, but .* of 1 blocks .* holds 0: set .* to 2"):
+        plan(None, HYBRID, num_blocks=1)
+
+
+@pytest.mark.parametrize("max_model_len", [None, 32768])
+def test_the_share_that_is_advised_is_enough(max_model_len: int | None) -> None:
+    card = replace(SMALL, total=17 * GIB, free=17 * GIB)
+    with pytest.raises(ValueError, match=r"raise engine.gpu_memory_utilization") as caught:
+        plan(card, max_model_len=max_model_len, gpu_memory_utilization=0.8)
+    share = float(str(caught.value).split("gpu_memory_utilization to ")[1].split(",")[0])
+    plan(card, max_model_len=max_model_len, gpu_memory_utilization=share)
+    with pytest.raises(ValueError, match="leave"):
+        plan(card, max_model_len=max_model_len, gpu_memory_utilization=share - 0.002)
+
+
+# --- whatever is asked ---
+
+
+def charged(limits: Limits, shape: CacheShape, config: EngineConfig) -> int:
+    """The largest step and the cache, added up anew."""
+    sets = 2 if config.use_async_batching and not shape.bytes_per_mask else 1
+    kinds = len(shape.groups)
+    tokens, requests = limits.max_batch_tokens, limits.max_requests_per_batch
+    cached = shape.sectors(limits.num_blocks) * shape.tokens_per_sector
+    pairs = tokens * (cached + tokens) * (sets * shape.bytes_per_mask + shape.bytes_per_score)
+    inputs = sets * (15 * 4 * tokens + 8 * kinds * (2 * tokens + cached))
+    pages = -(-(config.max_model_len or shape.max_positions or 0) // shape.page_size)
+    tables = sets * kinds * 4 * requests * pages * shape.decodes_in_pages
+    reads = shape.bytes_per_read * (cached + tokens)
+    step = shape.bytes_per_token * tokens + shape.bytes_per_sequence * requests
+    if config.use_cuda_graphs and shape.decodes_in_pages:
+        step += shape.bytes_per_token * min(tokens, PREFILL_SIZES[-1])
+    return shape.cache_bytes(limits.num_blocks) + step + pairs + inputs + tables + reads
+
+
+def some_configs(seed: int, count: int) -> list[dict[str, Any]]:
+    chance = random.Random(seed)
+    optional: dict[str, Callable[[], object]] = {
+        "max_model_len": lambda: chance.choice((1, 300, 8192, 100_000)),
+        "num_blocks": lambda: chance.choice((1, 7, 100, 5000)),
+        "max_batch_tokens": lambda: chance.choice((64, 1000, 20_000)),
+        "max_requests_per_batch": lambda: chance.choice((1, 17, 64)),
+        "use_async_batching": lambda: True,
+    }
+    return [
+        {key: value() for key, value in optional.items() if chance.random() < 0.3}
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("shape", [SEVEN_B, HYBRID, MASKED], ids=["full", "hybrid", "masks"])
+def test_every_plan_fits_and_a_larger_share_makes_nothing_smaller(shape: CacheShape) -> None:
+    accepted = 0
+    shares = [i / 200 for i in range(1, 201)]
+    for config, card in itertools.product(some_configs(7, 40), (H200, SHARED, CARD_24)):
+        before = (0, 0, 0)
+        for share in shares:
+            try:
+                limits = plan(card, shape, **config, gpu_memory_utilization=share)
+            except ValueError:
+                assert before == (0, 0, 0), "more was refused than less"
+                continue
+            accepted += 1
+            now = numbers(limits)
+            assert min(now) >= 1
+            assert limits.max_requests_per_batch <= limits.max_batch_tokens
+            assert limits.longest_sequence >= config.get("max_model_len", 1)
+            for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+                assert getattr(limits, name) == config.get(name, getattr(limits, name))
+            assert all(b <= n for b, n in zip(before, now, strict=True)), (before, now, config)
+            before = now
+            cuda = card.held + (600 if shape.decodes_in_pages else 200) * MIB
+            total = SEVEN_B_WEIGHTS + cuda + charged(limits, shape, EngineConfig(**config))
+            bound = 1.0 if "num_blocks" in config else share
+            assert total <= bound * (card.free + card.held), (config, share)
+    assert accepted > 5000
+
+
+# --- the sums are those of the code that runs ---
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+TINIES: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "qwen2": lambda: tf.Qwen2Config(**TINY, num_hidden_layers=3),
+    "mistral sliding": lambda: tf.MistralConfig(**TINY, num_hidden_layers=2, sliding_window=40),
+    "gemma3 hybrid": lambda: tf.Gemma3TextConfig(
+        **TINY, num_hidden_layers=8, head_dim=16, sliding_window=40
+    ),
+    "gpt2": lambda: tf.GPT2Config(vocab_size=96, n_embd=36, n_layer=2, n_head=3, n_positions=512),
+}
+
+
+def on_meta(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> tf.PreTrainedModel:
+    return build(config, dtype).eval()
+
+
+@pytest.mark.parametrize("page_size", [8, 20])
+@pytest.mark.parametrize("num_blocks", [1, 5, 33, 64])
+@pytest.mark.parametrize("name", TINIES)
+def test_shape_is_that_of_transformers_cache(name: str, num_blocks: int, page_size: int) -> None:
+    model = on_meta(TINIES[name]())
+    shape = cache_shape(model, page_size)
+    limits = ContinuousBatchingConfig(
+        page_size=page_size, num_blocks=num_blocks, max_batch_tokens=16, max_requests_per_batch=4
+    )
+    limits.max_memory_percent = 1.0
+    helper = SimpleNamespace(tp_size=1)
+    cache = PagedAttentionCache(model.config, limits, "cpu", helper, model.dtype)
+    assert shape.bytes_per_sector == cache.bytes_per_sector
+    assert shape.tokens_per_sector == cache.tokens_per_sector
+    assert shape.sectors(num_blocks) == cache.num_sectors
+    assert shape.cache_bytes(num_blocks) == cache.cache_tensor.numel()
+    assert cache.num_sectors * cache.bytes_per_sector // shape.bytes_per_block == cache.num_blocks
+    longest = infer_max_single_request_tokens(cache)
+    assert shape.longest_sequence(num_blocks) == longest
+    if longest > 0:
+        needed = shape.blocks_for(longest)
+        assert needed <= num_blocks
+        assert shape.longest_sequence(needed) >= longest
+        assert needed == 1 or shape.longest_sequence(needed - 1) < longest
+
+
+@pytest.mark.parametrize("use_async_batching", [False, True])
+@pytest.mark.parametrize("attention", [NAME, "sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen2", "mistral sliding", "gemma3 hybrid"])
+def test_whatever_transformers_charges_is_charged(
+    name: str, attention: str, use_async_batching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_attention(TINIES[name](), attention)
+    shape = cache_shape(model, 256)
+    config = EngineConfig(use_async_batching=use_async_batching)
+    card = CardMemory(4 * GIB, 4 * GIB, 0)
+    limits = plan_limits(config, replace(shape, max_positions=None), card)
+    monkeypatch.setattr(PagedAttentionMemoryHandler, "get_available_memory", lambda _: 0)
+    handler = PagedAttentionMemoryHandler(
+        model.config,
+        ContinuousBatchingConfig(
+            page_size=256,
+            max_blocks_per_request=0,
+            max_requests_per_batch=limits.max_requests_per_batch,
+            use_async_batching=use_async_batching and not shape.bytes_per_mask,
+        ),
+        model.dtype,
+        shape.bytes_per_sector,
+        shape.tokens_per_sector,
+        shape.bytes_per_block,
+        ["full_attention", "sliding_attention"][: len(shape.groups)]
+        if name != "mistral sliding"
+        else ["sliding_attention"],
+        model_supports_logits_to_keep=True,
+    )
+    theirs = handler.compute_memory_footprint(
+        limits.max_batch_tokens, shape.sectors(limits.num_blocks)
+    )
+    assert theirs <= charged(limits, shape, config)
+
+
+def with_attention(config: tf.PreTrainedConfig, attention: str) -> tf.PreTrainedModel:
+    """A model on meta. Choosing for a model on the CPU registers our own attention."""
+    with torch.device("cpu"):
+        choose_attention(tf.AutoModelForCausalLM.from_config(TINIES["qwen2"]()), 256)
+    model = on_meta(config)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def qwen2_7b(num_layers: int) -> tf.PreTrainedConfig:
+    return tf.Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=num_layers,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+    )
+
+
+def test_shape_of_a_7b_model() -> None:
+    shape = cache_shape(with_attention(qwen2_7b(28), NAME), 256)
+    assert replace(shape, decodes_in_pages=True) == SEVEN_B
+    assert shape.bytes_per_block == 56 * 1024 * 256  # 56 KiB a token
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside held together; works on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._see((args, kwargs), made=False)
+        out = func(*args, **(kwargs or {}))
+        self._see(out, made=True)
+        return out
+
+    def _see(self, tree: object, *, made: bool) -> None:
+        for tensor in tree_leaves(tree):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._sizes:
+                self._sizes[key] = storage.nbytes() if made else 0
+                self._live += self._sizes[key]
+                self.peak = max(self.peak, self._live)
+                weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self._live -= self._sizes.pop(key)
+
+
+BIG: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "qwen2, 7B": lambda: qwen2_7b(3),
+    "llama, 8B": lambda: tf.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=3,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "many heads": lambda: tf.LlamaConfig(intermediate_size=4096, num_hidden_layers=3),
+    "qwen3": lambda: tf.Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+    "phi3": lambda: tf.Phi3Config(num_hidden_layers=3),
+    "gemma3": lambda: tf.Gemma3TextConfig(num_hidden_layers=7, sliding_window=512),
+    "gpt2": lambda: tf.GPT2Config(n_layer=3),
+    "gpt_neox": lambda: tf.GPTNeoXConfig(num_hidden_layers=3),
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(num_hidden_layers=2, num_experts=8),
+    "mixtral": lambda: tf.MixtralConfig(num_hidden_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_activations_of_a_forward_are_charged(name: str) -> None:
+    def attend(_: object, query: torch.Tensor, *__: object, **___: object) -> tuple[Any, None]:
+        return query.transpose(1, 2).contiguous(), None  # as much as a kernel's output
+
+    ALL_ATTENTION_FUNCTIONS.register("test_sizing_flash", attend)
+    model = on_meta(BIG[name]())
+    model.config._attn_implementation = "test_sizing_flash"
+    tokens = 1024
+    with torch.no_grad(), PeakBytes() as seen:
+        model(
+            input_ids=torch.zeros(1, tokens, dtype=torch.long, device="meta"),
+            use_cache=False,
+            logits_to_keep=1,
+        )
+    charge = cache_shape(model, 256).bytes_per_token * tokens
+    assert 0.5 * charge < seen.peak <= charge
+
+
+def test_sampling_is_charged() -> None:
+    B, V = 64, 50_000
+    charge = cache_shape(on_meta(tf.Qwen2Config(vocab_size=V)), 16).bytes_per_sequence * B
+    with torch.no_grad(), PeakBytes() as seen:
+        logits_BV = torch.empty(B, V, dtype=torch.bfloat16, device="meta")
+        counts_SV = torch.empty(B, V, dtype=torch.int32, device="meta")
+        scores_BV = logits_BV.float()
+        adjusted_BV = scores_BV.clone()
+        rows_B = torch.empty(B, dtype=torch.int64, device="meta")
+        allowed_BW = torch.empty(B, -(-V // 32), dtype=torch.int32, device="meta")
+        adjusted_BV = forbid(adjusted_BV, rows_B, allowed_BW)
+        noisy_BV = torch.empty_like(scores_BV)  # in the kernels, where filters are
+        del noisy_BV
+        logprobs(forbid(scores_BV, rows_B, allowed_BW), rows_B, rows_B, 20)
+    assert counts_SV.shape == adjusted_BV.shape
+    assert 0.4 * charge < seen.peak <= charge

@@ -1,0 +1,451 @@
+"""What a user who mistyped is told, and that every file we ship is right."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from actors.checkpoints.source import Hub
+from serve_app.cli.main import app
+from serve_app.config.errors import ConfigError
+from serve_app.config.files import (
+    AppArgs,
+    ModelConfig,
+    WeightsArgs,
+    check_file,
+    checkpoint_problem,
+    load_model_config,
+)
+
+PROJECT = Path(__file__).parents[4]
+MODEL = "model_id: demo\nsource: {id: checkpoints/demo}\n"
+SERVE = """\
+http_options: {host: 127.0.0.1}
+applications:
+  - name: weights
+    route_prefix: null
+    import_path: serve_app.app:build_weights
+    args: {models: &models [configs/demo.yaml]}
+  - name: llm
+    route_prefix: /
+    import_path: serve_app.app:build_app
+    args: {models: *models}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project that is all right, and the working directory."""
+    _write(tmp_path / "serve_config.yaml", SERVE)
+    _write(tmp_path / "configs" / "demo.yaml", MODEL)
+    _write(tmp_path / "checkpoints" / "demo" / "config.json", "{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def _complaint(file: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_file(file)
+    return str(caught.value)
+
+
+# --- what we ship ---
+
+
+@pytest.mark.parametrize("file", sorted(PROJECT.glob("configs/*.yaml")), ids=lambda file: file.name)
+def test_shipped_model_config_loads(file: Path) -> None:
+    config = load_model_config(file)
+    assert config.source.hub is not Hub.PATH or Path(config.source.id).is_relative_to(PROJECT)
+
+
+def test_shipped_serve_config_is_valid_as_it_is() -> None:
+    (model,) = check_file(PROJECT / "serve_config.yaml")
+    assert model.model_id == "demo"
+    assert checkpoint_problem(model) is None
+
+
+def test_shipped_serve_config_listens_on_this_machine_only() -> None:
+    assert "host: 127.0.0.1" in (PROJECT / "serve_config.yaml").read_text()
+
+
+@pytest.mark.parametrize("model", [ModelConfig, WeightsArgs, AppArgs])
+def test_every_field_has_a_description(model: type[BaseModel]) -> None:
+    def bare(schema: object) -> list[object]:
+        if isinstance(schema, list):
+            return [found for item in schema for found in bare(item)]
+        if not isinstance(schema, dict):
+            return []
+        here = [
+            name
+            for name, field in schema.get("properties", {}).items()
+            if "description" not in field
+        ]
+        return here + [found for item in schema.values() for found in bare(item)]
+
+    assert bare(model.model_json_schema()) == []
+
+
+# --- where paths start ---
+
+
+def test_checkpoint_path_starts_from_the_project_of_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    config = load_model_config(folder / "configs" / "demo.yaml")
+    assert config.source.id == str(folder / "checkpoints" / "demo")
+
+
+def test_file_outside_any_project_starts_from_its_own_folder(tmp_path: Path) -> None:
+    _write(tmp_path / "demo.yaml", MODEL)
+    assert load_model_config(tmp_path / "demo.yaml").source.id == str(
+        tmp_path / "checkpoints" / "demo"
+    )
+
+
+def test_args_without_a_file_start_from_the_project_of_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder / "configs")
+    args = AppArgs.model_validate({"models": ["configs/demo.yaml"]})
+    assert args.models[0].source.id == str(folder / "checkpoints" / "demo")
+
+
+def test_args_far_from_any_project_start_from_the_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = WeightsArgs.model_validate({"models": ["configs/demo.yaml"]})
+    assert args.models[0].source.id == str(PROJECT / "configs" / "demo" / "model")
+
+
+def test_hub_id_is_no_path(folder: Path) -> None:
+    entry = {"model_id": "big", "source": {"hub": "modelscope", "id": "owner/name"}}
+    args = AppArgs.model_validate({"models": [entry]})
+    assert args.models[0].source.id == "owner/name"
+    assert checkpoint_problem(args.models[0]) is None
+
+
+def test_model_in_place_is_the_same_as_in_a_file(folder: Path) -> None:
+    entry = {"model_id": "demo", "source": {"id": "checkpoints/demo"}}
+    args = AppArgs.model_validate({"models": [entry]})
+    assert args.models == (load_model_config("configs/demo.yaml"),)
+
+
+# --- mistakes in a model's file ---
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            MODEL + "sleep: {idle_timeout: 5}",
+            "sleep.idle_timeout: unknown key; did you mean idle_timeout_s?",
+        ),
+        (
+            MODEL + "source: {id: x}",
+            "line 3: source is here twice",
+        ),
+        (
+            MODEL + "sleep: {idle_timeout_s: 5m}",
+            "sleep.idle_timeout_s: expected a number of seconds, found '5m'",
+        ),
+        (
+            MODEL + "sleep: {idle_timeout_s: -1}",
+            "sleep.idle_timeout_s: should be greater than 0, found -1",
+        ),
+        (MODEL + "sleep: 5", "sleep: expected a mapping, found 5"),
+        (
+            MODEL + "engine: {num_blocks: 1.5}",
+            "engine.num_blocks: expected a whole number, found 1.5",
+        ),
+        (
+            MODEL + "engine: {gpu_memory_utilization: 90}",
+            "engine.gpu_memory_utilization: should be less than or equal to 1, found 90",
+        ),
+        (
+            MODEL + "engine: {max_requests_per_batch: 64, max_batch_tokens: 32}",
+            "engine: max_requests_per_batch is 64, but max_batch_tokens 32: a step computes a token of "
+            "each sequence, so lower the one or raise the other",
+        ),
+        (
+            MODEL + "engine: {xyz: 1}",
+            "engine.xyz: unknown key; known here: cpu_threads, device, ",
+        ),
+        (
+            MODEL + "dtype: bf16",
+            "dtype: expected 'auto', 'float32', 'bfloat16' or 'float16', found 'bf16'",
+        ),
+        (
+            "model_id: demo\nsource: {hub: hf, id: a/b}",
+            "source.hub: expected 'path', 'modelscope' or 'huggingface', found 'hf'",
+        ),
+        ("model_id: demo\nsource: {}", "source.id: required, but missing"),
+        ("model_id: demo", "source: required, but missing"),
+        (
+            MODEL + "autoscaling: {max_replica: 2}",
+            "autoscaling.max_replica: unknown key; did you mean max_replicas?",
+        ),
+        (
+            MODEL + "autoscaling: {min_replicas: 3, max_replicas: 2}",
+            "autoscaling.max_replicas: 2, but min_replicas 3 and standby_replicas 0 need 3 or more",
+        ),
+        (
+            MODEL + "autoscaling: {max_replicas: many}",
+            "autoscaling.max_replicas: expected a whole number, found 'many'",
+        ),
+        (
+            MODEL + "autoscaling: {max_replicas: 2, upscaling_factor: 2}",
+            "autoscaling.upscaling_factor: a key of Ray Serve's own policy, which is not used; remove it",
+        ),
+        (
+            MODEL + "max_ongoing_requests: 8\nautoscaling: {target_ongoing_requests: 9}",
+            "autoscaling.target_ongoing_requests: 9, but max_ongoing_requests is 8: a replica never has "
+            "so many, so none would be created while requests queue",
+        ),
+        (
+            MODEL + "num_replicas: 1\nautoscaling: {max_replicas: 2}",
+            "num_replicas: not together with autoscaling",
+        ),
+        (
+            MODEL + "engine: {device: cuda}",
+            "num_gpus: 0, but engine.device is cuda; set num_gpus: 1",
+        ),
+        (
+            MODEL + "num_gpus: 2",
+            "num_gpus: 2, but a replica computes on one GPU; set 1, and more replicas",
+        ),
+        (MODEL + "engine: [", "line 3: expected the node content, but found '<stream end>'"),
+        ("- model_id", "expected a mapping, found ['model_id']"),
+        (
+            "model_id: demo\nsource: {id: checkpoints/tiny}",
+            "source.id: no checkpoint in checkpoints/tiny; "
+            "`sleepserve make-checkpoint checkpoints/tiny --shape tiny` makes it",
+        ),
+        (
+            "model_id: demo\nsource: {id: models/big}",
+            "source.id: no checkpoint in models/big; "
+            "name a directory with config.json and *.safetensors, or a hub in source.hub",
+        ),
+    ],
+)
+def test_mistake_in_a_model_file(folder: Path, text: str, complaint: str) -> None:
+    _write(folder / "configs" / "demo.yaml", text)
+    if complaint.endswith(" "):  # a list of every known key
+        assert _complaint("configs/demo.yaml").startswith(f"configs/demo.yaml: {complaint}")
+    else:
+        assert _complaint("configs/demo.yaml") == f"configs/demo.yaml: {complaint}"
+
+
+def test_default_target_is_no_higher_than_what_a_replica_takes(folder: Path) -> None:
+    file = folder / "configs" / "demo.yaml"
+    _write(file, MODEL + "max_ongoing_requests: 8\nautoscaling: {max_replicas: 2}")
+    scaling = load_model_config(file).scaling
+    assert scaling is not None
+    assert scaling.target_ongoing_requests == 8
+    assert scaling.max_replicas == 2
+
+
+def test_every_mistake_has_its_line(folder: Path) -> None:
+    _write(folder / "configs" / "demo.yaml", MODEL + "num_cpu: 1\nsleep: {level: 3}")
+    assert _complaint("configs/demo.yaml").splitlines() == [
+        "configs/demo.yaml: sleep.level: expected 1 or 2, found 3",
+        "configs/demo.yaml: num_cpu: unknown key; did you mean num_cpus?",
+    ]
+
+
+# --- mistakes in serve_config.yaml ---
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        (
+            "configs/demo.yaml",
+            "configs/dmo.yaml",
+            "serve_config.yaml: applications.weights.args.models.0: "
+            "no file configs/dmo.yaml in {folder}; did you mean configs/demo.yaml?",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[configs/demo.yaml, configs/demo.yaml]",
+            "serve_config.yaml: applications.weights.args.models.1.model_id: "
+            "demo is the name of models.0 already",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[]",
+            "serve_config.yaml: applications.weights.args.models: names no model",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[{model_id: a, source: {id: checkpoints/demo}, sleep: {levl: 1}}]",
+            "serve_config.yaml: applications.weights.args.models.0.sleep.levl: "
+            "unknown key; did you mean level?",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[{model_id: a, source: {id: nowhere}}]",
+            "serve_config.yaml: applications.weights.args.models.0.source.id: "
+            "no checkpoint in nowhere; "
+            "name a directory with config.json and *.safetensors, or a hub in source.hub",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, htp: {}}",
+            "serve_config.yaml: applications.llm.args.htp: unknown key; did you mean http?",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, http: {max_body_byte: 1}}",
+            "serve_config.yaml: applications.llm.args.http.max_body_byte: "
+            "unknown key; did you mean max_body_bytes?",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, http: {max_body_bytes: 8M}}",
+            "serve_config.yaml: applications.llm.args.http.max_body_bytes: "
+            "expected a whole number of bytes, found '8M'",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {}",
+            "serve_config.yaml: applications.llm.args.models: required, but missing",
+        ),
+        (
+            "build_app",
+            "bild_app",
+            "serve_config.yaml: applications.llm.import_path: "
+            "nothing to build at serve_app.app:bild_app; did you mean serve_app.app:build_app?",
+        ),
+        (
+            "http_options: {host: 127.0.0.1}",
+            "http_options: {port: 8000}",
+            "serve_config.yaml: http_options.host: "
+            "missing, and Ray would listen on every interface; write host: 127.0.0.1",
+        ),
+        (
+            "host: 127.0.0.1",
+            "host: 127.0.0.1, prot: 8000",
+            "serve_config.yaml: http_options.prot: unknown key; did you mean port?",
+        ),
+        (
+            "host: 127.0.0.1",
+            "host: 127.0.0.1, port: http",
+            "serve_config.yaml: http_options.port: expected a whole number, found 'http'",
+        ),
+        (
+            "http_options",
+            "http_option",
+            "serve_config.yaml: http_option: unknown key; did you mean http_options?\n"
+            "serve_config.yaml: http_options.host: "
+            "missing, and Ray would listen on every interface; write host: 127.0.0.1",
+        ),
+        (
+            "route_prefix: /",
+            "route_prefx: /",
+            "serve_config.yaml: applications.llm.route_prefx: "
+            "unknown key; did you mean route_prefix?",
+        ),
+        ("applications:", "aplications:", "serve_config.yaml: applications: required, but missing"),
+    ],
+)
+def test_mistake_in_serve_config(folder: Path, old: str, new: str, complaint: str) -> None:
+    assert old in SERVE
+    _write(folder / "serve_config.yaml", SERVE.replace(old, new, 1))
+    assert _complaint("serve_config.yaml") == complaint.format(folder=folder)
+
+
+def test_mistake_in_a_named_file_is_told_once_with_that_file(folder: Path) -> None:
+    _write(folder / "configs" / "demo.yaml", MODEL + "num_cpu: 1")
+    assert _complaint("serve_config.yaml") == (
+        "configs/demo.yaml: num_cpu: unknown key; did you mean num_cpus?"
+    )
+
+
+def test_somebody_elses_application_may_stand_beside_ours(folder: Path) -> None:
+    theirs = "  - {name: theirs, route_prefix: /theirs, import_path: 'theirs:app'}\n"
+    _write(folder / "serve_config.yaml", SERVE + theirs)
+    assert [model.model_id for model in check_file("serve_config.yaml")] == ["demo"]
+
+
+# --- sleepserve check ---
+
+
+def test_check_says_one_line_and_exits_0(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["check", "serve_config.yaml"])
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "serve_config.yaml: ok, models: demo\n"
+
+
+@pytest.mark.parametrize("hub", ["path", "modelscope"])
+def test_check_refuses_quantised_weights_that_are_there(
+    tmp_path: Path, tiny_checkpoint: Path, hub: str
+) -> None:
+    source = {"hub": hub, "id": "a/b" if hub != "path" else str(tmp_path / "a--b" / "default")}
+    if hub != "path":
+        source["models_dir"] = str(tmp_path)
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "a--b" / "default")
+    file = tmp_path / "model.yaml"
+    file.write_text(json.dumps({"model_id": "a", "source": source}))
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    (checkpoint / "quantize_config.json").write_text('{"bits": 4}')
+    result = CliRunner().invoke(app, ["check", str(file)])
+    assert result.exit_code == 2
+    assert "source.id: the weights are quantised (gptq, by quantize_config.json)" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_check_of_missing_file_says_so_and_exits_2(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["check", "serve.yaml"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "serve.yaml: no such file\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "decided"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 0.5, "auto"),
+        ("auto", 1, "auto"),
+        ("cuda", 1, "cuda"),
+        ("cpu", 0, "cpu"),
+    ],
+)
+def test_card_that_ray_has_not_reserved_is_not_taken(
+    device: str, num_gpus: float, decided: str
+) -> None:
+    model = ModelConfig.model_validate(
+        {
+            "model_id": "m",
+            "source": {"id": "/m"},
+            "engine": {"device": device},
+            "num_gpus": num_gpus,
+        }
+    )
+    assert model.engine_of_replica.device == decided
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_gpus", "has_driver", "told"),
+    [
+        ({}, 0, True, "m computes on the CPU although there is an NVIDIA GPU: num_gpus is 0"),
+        ({"device": "cpu"}, 0, True, None),
+        ({}, 1, True, None),
+        ({}, 0, False, None),
+    ],
+)
+def test_card_that_nobody_asked_for_is_told_in_one_line(
+    engine: dict[str, str], num_gpus: float, has_driver: bool, told: str | None
+) -> None:
+    fields = {"model_id": "m", "source": {"id": "/m"}, "engine": engine, "num_gpus": num_gpus}
+    line = ModelConfig.model_validate(fields).unused_card(has_driver)
+    assert line is None if told is None else line is not None and line.startswith(told)
