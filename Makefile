@@ -17,8 +17,10 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 LOOPBACK := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 
 # Serve's proxy takes streamed events over gRPC: half of its time for each (2.60). An answer that is not streamed is
-# one message; gRPC's own limit, 4 MiB, is reached by 3,000 tokens with 20 log-probabilities each.
-QUICK_PROXY := RAY_SERVE_PROXY_USE_GRPC=1 RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH=268435456
+# one message; gRPC's own limit, 4 MiB, is reached by 3,000 tokens with 20 log-probabilities each. And no event goes
+# from thread to thread within a process (docs/decisions/74).
+QUICK_SERVE := RAY_SERVE_PROXY_USE_GRPC=1 RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH=268435456 \
+	RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0 RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0
 
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -43,7 +45,7 @@ serve: $(STAMP)
 	@echo 'When the models are up, try:'
 	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"demo\", \"max_tokens\": 32, \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(LOOPBACK) $(QUICK_PROXY) exec $(PY) -m ray.serve.scripts run serve_config.yaml
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(LOOPBACK) $(QUICK_SERVE) exec $(PY) -m ray.serve.scripts run serve_config.yaml
 
 # The unit tests in a process per core; all others need the machine to themselves. With arguments, as one command.
 test: NOT = gpu or slow or browser

@@ -127,6 +127,11 @@ class ServeProcess:
         assert len(found) < 2, f"{len(found)} processes of {name}"
         return found[0] if found else None
 
+    def cpu_s(self, title: str) -> float:
+        """Seconds of a core that the processes whose titles start like this have used."""
+        used = [p.cpu_times() for p in self.processes() if _title(p).startswith(title)]
+        return sum(each.user + each.system for each in used)
+
     def driver(
         self, script: str, *args: str, stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen[str]:
@@ -231,6 +236,8 @@ def _environment(home: Path) -> dict[str, str]:
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),
         "RAY_SERVE_PROXY_USE_GRPC": "1",  # half of the proxy's time for a streamed event
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(MESSAGE_BYTES),  # 4 MiB by default
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_COLOR_PREFIX": "0",

@@ -72,7 +72,9 @@ for application in config["applications"]:
 yaml.safe_dump(config, sys.stdout)
 PYTHON
     set -m  # a job that bash does not control ignores SIGINT
-    RAY_SERVE_PROXY_USE_GRPC=1 "${PY:-python3}" -m ray.serve.scripts run "$work/serve_config.yaml" > "$work/serve_many.log" 2>&1 &
+    # As `make serve` has it.
+    RAY_SERVE_PROXY_USE_GRPC=1 RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0 RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 \
+        "${PY:-python3}" -m ray.serve.scripts run "$work/serve_config.yaml" > "$work/serve_many.log" 2>&1 &
     server=$!
     set +m
     for _ in $(seq 120); do ((SECONDS < ends)) && ! "${ask[@]}" > "$work/ready.txt" || break; sleep 1; done

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from serve_app.bench.local import Progress
 
 Found = dict[str, Any]
+CpuSeconds = Mapping[str, float]  # of those in `WAY`
 Phase = Callable[[Found], Awaitable[None]]  # fills in what it finds, as it finds it
 
 MODEL = "m"
@@ -43,6 +44,12 @@ PHASES: Mapping[str, float] = {  # and how many seconds it may take
     "memory": 60,
 }
 _HOLDER = "weights:WeightHolder"
+# Who handles each event on its way to the client, by the titles of their processes.
+WAY = {
+    "replica": f"ray::ServeReplica:llm:model:{MODEL}",
+    "ingress": "ray::ServeReplica:llm:Ingress",
+    "proxy": "ray::ProxyActor",
+}
 _LOGGED_WITHIN_S = 30.0
 _RETRY_S = 0.05
 _MANY = 64  # requests at once, above which two timed rounds will do
@@ -243,11 +250,18 @@ class Phases:
             what = f"throughput, {current.load.label}"
             self._progress(what, len(current.records), current.load.requests or 0)
 
-        bench = HttpBench(Target(self._server.url), workload, self._clients, on_progress=show)
+        looks: list[CpuSeconds] = []  # before and after each round
+        bench = HttpBench(
+            Target(self._server.url),
+            workload,
+            self._clients,
+            on_progress=show,
+            on_round=lambda: looks.append(self._cpu()),
+        )
         try:
             await bench.run(plan.loads())
         finally:
-            found |= throughput_of(bench.rounds)
+            found |= throughput_of(bench.rounds, list(zip(looks[::2], looks[1::2], strict=False)))
         for current in bench.rounds:
             if failures := [r for r in current.records if r.error is not None]:
                 first = failures[0]
@@ -257,6 +271,9 @@ class Phases:
                 )
             if any(record.tokens != plan.answer_tokens for record in current.records):
                 raise ServeFailed(f"{current.load.label}: not {plan.answer_tokens} tokens each")
+
+    def _cpu(self) -> CpuSeconds:
+        return {who: self._server.cpu_s(title) for who, title in WAY.items()}
 
     async def _redeploy(self, found: Found) -> None:
         """What an operator does with `serve delete` and `serve deploy`; the holder stays."""
@@ -337,11 +354,17 @@ _get_global_client().deploy_apps(ServeDeploySchema.model_validate(yaml.safe_load
 """
 
 
-def throughput_of(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Requests at once -> how the figures of its rounds lie, the first of them left out."""
+def throughput_of(
+    rounds: Sequence[Round], looks: Sequence[tuple[CpuSeconds, CpuSeconds]]
+) -> dict[str, Any]:
+    """Requests at once -> how the figures of its rounds lie, the first of them left out.
+
+    Args:
+        looks: before and after each round that was finished.
+    """
     figures: dict[str, list[dict[str, float]]] = {}
     warm: set[str] = set()
-    for current in rounds:
+    for number, current in enumerate(rounds):
         name = str(current.load.concurrency)
         if name not in warm:
             warm.add(name)
@@ -349,13 +372,17 @@ def throughput_of(rounds: Sequence[Round]) -> dict[str, Any]:
         summary = summarize(current.load, current.records)
         times = summary.times
         if current.finished and times.ttft is not None and times.tpot is not None:
+            before, after = looks[number]
+            events = sum(len(record.event_s) for record in current.records)
             figures.setdefault(name, []).append(
                 {
                     "tokens_per_s": summary.output_tokens_per_s,
                     "ttft_p50_s": times.ttft.percentiles[50],
                     "tpot_p50_s": times.tpot.percentiles[50],
                     "prompt_tokens": summary.prompt_tokens or 0.0,
+                    "tokens_per_event": sum(record.tokens for record in current.records) / events,
                 }
+                | {f"{who}_event_s": (after[who] - before[who]) / events for who in before}
             )
     return {
         name: {figure: spread([each[figure] for each in timed]) for figure in timed[0]}

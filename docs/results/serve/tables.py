@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from docs.results.serve.phases import PHASES
+from docs.results.serve.phases import PHASES, WAY
 from serve_app.bench.figures import Table, facts, ms
 
 Result = dict[str, Any]
@@ -45,15 +45,22 @@ def _latency(result: Result) -> Iterator[tuple[str, str]]:
 
 
 def _throughput(result: Result) -> Table:
-    head = ("requests at once", "tokens/s", "min", "max", "TTFT p50 ms", "TPOT p50 ms")
+    """What an event costs is a core's time in each process on its way, with the rest of its request's."""
+    times = {"TTFT p50 ms": ("ttft_p50_s", 1e3), "TPOT p50 ms": ("tpot_p50_s", 1e3)}
+    costs = {f"{who} us/event": (f"{who}_event_s", 1e6) for who in WAY}
+    medians = times | {"tokens/event": ("tokens_per_event", 1.0)} | costs
     rows = []
     for concurrency, found in result.get("throughput", {}).items():
         if concurrency != "failed":
             speed = found["tokens_per_s"]
             rates = (f"{speed[name]:.1f}" for name in ("median", "min", "max"))
-            times = (f"{1e3 * found[f'{n}_p50_s']['median']:.1f}" for n in ("ttft", "tpot"))
-            rows.append((concurrency, *rates, *times))
-    return Table(head, rows)
+            # Results of before 2026-11-24 know nothing of events.
+            others = (
+                f"{scale * found[name]['median']:.1f}" if name in found else ""
+                for name, scale in medians.values()
+            )
+            rows.append((concurrency, *rates, *others))
+    return Table(("requests at once", "tokens/s", "min", "max", *medians), rows)
 
 
 def _ends(result: Result) -> Table:

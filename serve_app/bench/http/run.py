@@ -74,6 +74,7 @@ class HttpBench:
         processes: to send with; without any, this process does.
         workers: how many of them every round takes; None: as many as it needs.
         on_progress: called after each request and at the ends of a gap.
+        on_round: called before and after each round.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class HttpBench:
         *,
         workers: int | None = None,
         on_progress: Callable[[Round], None] = lambda current: None,
+        on_round: Callable[[], None] = lambda: None,
     ) -> None:
         self.target = target
         self.workload = workload
@@ -92,6 +94,7 @@ class HttpBench:
         self._processes = processes
         self._wanted = workers
         self._on_progress = on_progress
+        self._on_round = on_round
         self._client: Client
         self._workers: Sequence[Worker]
 
@@ -105,7 +108,9 @@ class HttpBench:
             self.server_version = await self._version()
             await asyncio.gather(*(worker.ready() for worker in self._workers))
             for number, load in enumerate(loads):
+                self._on_round()
                 await self._run_round(number, load)
+                self._on_round()
 
     # --- before the load ---
 

@@ -74,9 +74,12 @@ def test_round_that_warms_up_and_one_that_was_broken_off_do_not_count() -> None:
             round_of(2, 2, token_s=1.0),
             round_of(3, 2, token_s=50.0, finished=False),
             round_of(4, 8, token_s=1.0),
-        ]
+        ],
+        [({"proxy": 1.0}, {"proxy": 1.0 + seconds}) for seconds in (9.0, 2.0, 4.0)],
     )
     assert list(found) == ["2"]
+    assert found["2"]["tokens_per_event"]["median"] == 2.5
+    assert found["2"]["proxy_event_s"]["max"] == 4.0 / 4
     assert found["2"]["tokens_per_s"]["max"] == 10 / 2.0
     assert found["2"]["tokens_per_s"]["min"] == 10 / 5.0
     assert found["2"]["tpot_p50_s"]["median"] == 0.625

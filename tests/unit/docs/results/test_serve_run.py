@@ -40,6 +40,7 @@ class StubProcess:
         self.url = f"http://127.0.0.1:{port}"
         self.interrupted = False
         self.reads = 0
+        self.looks = 0
         self.instances.append(self)
 
     def alive(self) -> bool:
@@ -49,6 +50,11 @@ class StubProcess:
         """Later than the first answer, as with Ray, of how it came to that."""
         self.reads += 1
         return RESTORED + (STARTED if self.reads > 1 else "")
+
+    def cpu_s(self, title: str) -> float:
+        """One more second in each round."""
+        self.looks += 1
+        return self.looks // len(serve_phases.WAY)
 
     def log_tail(self) -> str:
         return "the end of the log"
@@ -101,6 +107,9 @@ def test_phases_are_measured(front: OurFront, model: PacedModel, tmp_path: Path)
     assert latency["ttft_asleep_s"]["min"] > 0
     assert [order for order in model.orders if order != ()] == [SleepCommand(level=1)] * 3
     assert list(result["throughput"]) == ["1", "2"]
+    events = 2 * 4 * TOKENS  # of two streams, four requests each
+    assert result["throughput"]["2"]["tokens_per_event"]["median"] == 1
+    assert result["throughput"]["2"]["proxy_event_s"]["median"] == pytest.approx(1 / events)
     assert "redeploy" not in result
     assert (tmp_path / "serve.log").read_text().startswith("restored 2000")
 
