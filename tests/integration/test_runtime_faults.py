@@ -34,7 +34,10 @@ from actors.memory.transfer import Transfer
 from actors.protocol import FinishReason, ReplicaState, SleepCommand, SleepMode, TokenEvent
 from actors.replica.lifecycle import Lifecycle, SleepConfig
 from actors.replica.runtime import ModelRuntime
+from actors.worker import model_worker
 from actors.worker.lull import Lull
+from actors.worker.messages import Failed
+from actors.worker.model_worker import ModelWorker, build_module
 from actors.worker.watchdog import WatchdogConfig
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, load, run
 
@@ -507,6 +510,44 @@ def test_hung_start_is_told_instead_of_waited_for(
             run(tiny_checkpoint, image, scenario, watchdog=hasty)
         assert time.monotonic() - begun_s < 25
         released.set()
+
+
+def test_device_that_hangs_as_it_is_opened_is_told(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that looks; the one that starts comes back only here."""
+    released, told = threading.Event(), list[object]()
+
+    def hang(*_: object) -> None:
+        released.wait(30)
+        raise DeviceMemoryError("the driver has come back")
+
+    def send(message: object) -> None:
+        told.append(message)
+        released.set()
+
+    monkeypatch.setattr(model_worker, "ModelMemory", hang)
+    hasty = HASTY.model_copy(update={"other_timeout_s": 0.1})
+    module = build_module(tiny_checkpoint, "auto", "cpu")
+
+    async def nothing(*_: object) -> WeightImage:
+        return image
+
+    with leaving_no_threads(), pytest.raises(DeviceMemoryError, match="has come back"):
+        ModelWorker(
+            module,
+            tiny_checkpoint,
+            image,
+            nothing,
+            nothing,
+            ENGINE,
+            0,
+            send,
+            hasty,  # type: ignore[arg-type]
+        )
+    (failed,) = told
+    assert isinstance(failed, Failed)
+    assert "opening the device has not ended after" in str(failed.error)
 
 
 @pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "not yet noticed"])
