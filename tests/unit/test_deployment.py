@@ -35,7 +35,7 @@ from actors.worker.connection import Connection
 from actors.worker.messages import Failed, Starting, ToWorker
 from actors.worker.watchdog import WatchdogConfig
 from serve_app.process.logs import log_to
-from serve_app.replica import device_reading, worker_process
+from serve_app.replica import device_reading, worker_actor, worker_process
 from serve_app.replica import replica as deployment
 from serve_app.replica.device_reading import DeviceReading
 from serve_app.replica.replica import ModelReplica, kept_running
@@ -471,3 +471,20 @@ def test_worker_that_cannot_start_says_why_and_is_ended(monkeypatch: pytest.Monk
         with pytest.raises(ValueError, match="no such architecture"):
             asyncio.run(WorkerProcess.start(settings, {}, Observer()))
         assert process.wait(5) == -signal.SIGKILL
+
+
+def test_part_of_a_start_that_hangs_on_a_thread_is_waited_for_no_longer() -> None:
+    """Its event loop goes on giving signs of life."""
+
+    async def scenario(work: Awaitable[object]) -> None:
+        async with worker_actor._within(0.01, "looking at model and device"):
+            await work
+
+    with pytest.raises(EngineDied, match=r"looking at .* not ended after 0.01 s .watchdog.other_"):
+        asyncio.run(scenario(asyncio.Event().wait()))
+
+    async def fail() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        asyncio.run(scenario(fail()))
