@@ -59,7 +59,11 @@ class Engine(Protocol):
         """Forget a sequence and free its blocks at the next step. No output follows."""
 
     def pause(self) -> None:
-        """Return between two steps, with the device idle; nothing runs until `resume`."""
+        """Return between two steps, with the device idle; nothing runs until `resume`.
+
+        Raises:
+            Exception: the device has failed. The engine has ended without another step, and is not paused.
+        """
 
     def resume(self) -> None: ...
 
@@ -189,9 +193,15 @@ class TransformersEngine:
 
     def pause(self) -> None:
         self._loop.pause()
-        if self._runner is not None:
+        if self._runner is None:
+            return
+        try:
             torch.cuda.synchronize()  # the loop waits for its compute stream only
-            workspaces.end_use()
+        except Exception as exc:
+            # Who takes a pause for granted would unmap; who resumes one, compute with what has failed.
+            self._loop.fail(exc)
+            raise
+        workspaces.end_use()
 
     def resume(self) -> None:
         assert self.paused, "not paused"

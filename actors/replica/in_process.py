@@ -21,7 +21,7 @@ from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.connection import Connection
 from actors.worker.messages import ToWorker
 from actors.worker.model_worker import ModelWorker
-from actors.worker.service import WorkerService
+from actors.worker.service import WorkerService, signs_of_life
 from actors.worker.watchdog import WatchdogConfig
 
 
@@ -62,24 +62,25 @@ async def build_in_process(
     loop = asyncio.get_running_loop()
     observer = observer or Observer()
     watchdog = watchdog or WatchdogConfig()
-    client = WorkerClient(observer, watchdog.silence_timeout_s)
+    client = WorkerClient(observer, watchdog)
     connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, lambda: None)
     upper, lower = socket.socketpair()
     await loop.create_connection(lambda: client.protocol, sock=upper)
     await loop.create_connection(lambda: connection, sock=lower)
     try:
-        worker = await asyncio.to_thread(
-            ModelWorker,
-            module,
-            checkpoint,
-            image,
-            reload_image,
-            release_image,
-            engine,
-            keep_layers,
-            connection.send,
-            watchdog,
-        )
+        async with signs_of_life(connection):
+            worker = await asyncio.to_thread(
+                ModelWorker,
+                module,
+                checkpoint,
+                image,
+                reload_image,
+                release_image,
+                engine,
+                keep_layers,
+                connection.send,
+                watchdog,
+            )
     except BaseException:
         client.close()
         raise

@@ -2,7 +2,8 @@
 
     AWAKE ──sleep──► DRAINING ──drained, unmapped──► ASLEEP ──request or wake_up──► WAKING ──► AWAKE
       ▲                 │                              ▲
-      └── drain timeout ┘                              │ another worker is ready; AWAKE follows if it was
+      └── drain timeout ┘                              │ another worker is ready; AWAKE follows if it was,
+                                                       │ and a sleep at level 2 if it was to be in one
      `restart`, or an effect that raises ──► RESTARTING ──► FAILED, for good, if no worker lives
 
 All methods run on one event loop. Only `_enter` writes the state. A transition is entered before its
@@ -145,6 +146,7 @@ class Lifecycle:
         self._drained.set()
         self._drains = False  # waits for requests, or is about to
         self._wakes_asked = 0  # by operators
+        self._deep: SleepCause | None = None  # of the sleep at level 2 that it is in, or goes to
         self._transition: asyncio.Task[bool] | None = None
         self._work: asyncio.Task[None] | None = None  # of the transition
         self._frozen_since_s: float | None = None  # requests in flight while it does not compute
@@ -181,7 +183,8 @@ class Lifecycle:
     ) -> None:
         """Finish, abort or freeze the requests in flight, then sleep. Idempotent.
 
-        A drain that is under way is cut short by a command that does not wait for requests. What an
+        Where a worker fails meanwhile, the next one sleeps as deep, unless somebody wants it awake by then: the
+        replica is theirs, and this returns. A drain that is under way is cut short by a command that does not wait for requests. What an
         earlier sleep froze is aborted, too, if so asked.
 
         Raises:
@@ -192,25 +195,23 @@ class Lifecycle:
         self.held = self.held or command.hold  # at once: later requests must not queue for a wake
         if self._state is ReplicaState.DRAINING:
             self._cut_drain_short(command.mode)
-        slept = False
-        while not slept:  # again with the next worker, if one failed
+        await self._until_settled()
+        # Once more: a drain that took too long has ended all holds.
+        self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
+        self._check_not_failed()
+        if self._state is not ReplicaState.AWAKE and command.level <= self.level:
+            if command.mode is SleepMode.ABORT and self.idle.in_flight:
+                self._effects.abort_in_flight()  # what a sleep has frozen
+            return
+        # Asleep, or with requests that are kept, there is nothing to wait for.
+        self._drains = command.mode is not SleepMode.KEEP and not self.level
+        self._deep = cause if command.level == 2 else None
+        slept = await asyncio.shield(
+            self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command, cause), reason)
+        )
+        if not slept:  # a worker failed; the restart puts the next one where it was to be
             await self._until_settled()
-            # Once more: a drain that took too long has ended all holds.
-            self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
             self._check_not_failed()
-            if self._state is not ReplicaState.AWAKE and command.level <= self.level:
-                if command.mode is SleepMode.ABORT and self.idle.in_flight:
-                    self._effects.abort_in_flight()  # what a sleep has frozen
-                return
-            # Asleep, or with requests that are kept, there is nothing to wait for.
-            self._drains = command.mode is not SleepMode.KEEP and not self.level
-            slept = await asyncio.shield(
-                self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command, cause), reason)
-            )
-            if not slept and self._transition is not None:
-                await self._join(self._transition)
-                self._check_not_failed()
-                slept = command.level == 1  # so it was; who has woken it since is to have it awake
 
     async def wake_up(self, reason: str = "asked to", cause: WakeCause = WakeCause.COMMAND) -> None:
         """End a hold and wake. Idempotent.
@@ -221,6 +222,7 @@ class Lifecycle:
         """
         self.held = False
         self._wakes_asked += 1
+        self._deep = None  # also in a restart, which would have to load the image again for this
         while self._state is not ReplicaState.AWAKE:
             if await self._step_to_awake(reason, cause):
                 break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
@@ -231,7 +233,8 @@ class Lifecycle:
 
         Requests in flight end with `failure`. A transition under way ends at once, whether or not its effect
         ever returns, and who waits for it waits for the other worker. A replica that was awake, or on its
-        way there, is woken again.
+        way there, is woken again; one that slept at level 2, or was on its way there, gives the image back
+        again, unless a request waits that would have to wait for the image.
         """
         if self._state in (ReplicaState.RESTARTING, ReplicaState.FAILED):
             return
@@ -243,9 +246,18 @@ class Lifecycle:
         self._effects.fail_in_flight(failure)
 
     async def restarted(self) -> None:
-        """Return once no other worker is being started."""
-        while self._state is ReplicaState.RESTARTING and self._transition is not None:
-            await self._join(self._transition)
+        """Return once no other worker is being started, to a request that will want it awake then.
+
+        Raises:
+            WakeTimeout: none is ready within `wake_timeout_s`.
+            HeldAsleep: an operator holds the replica asleep.
+        """
+        if self._state is not ReplicaState.RESTARTING:
+            return
+        async with self._waiting():
+            while self._state is ReplicaState.RESTARTING and self._transition is not None:
+                self._check_not_held()
+                await self._join(self._transition)
 
     def _fail(self, failure: ReplicaFailed) -> None:
         """Enter FAILED, for good."""
@@ -276,16 +288,22 @@ class Lifecycle:
 
     async def _await_awake(self, request_id: str) -> None:
         started_s = self._now() if self._state is not ReplicaState.AWAKE else None
+        try:
+            async with self._waiting():
+                while self._state is not ReplicaState.AWAKE:
+                    self._check_not_held()
+                    await self._step_to_awake(f"request {request_id}", WakeCause.REQUEST)
+        finally:
+            if started_s is not None:
+                self._observer.waited(self._now() - started_s)
+
+    @asynccontextmanager
+    async def _waiting(self) -> AsyncIterator[None]:
+        """Count a request among those that wait for a wake, for no longer than it may take."""
         self.waiting_for_wake += 1
         try:
             async with asyncio.timeout(self._config.wake_timeout_s):
-                while self._state is not ReplicaState.AWAKE:
-                    if self.held:
-                        raise HeldAsleep(
-                            "the model is held asleep by an operator; POST /wake_up ends it",
-                            _HELD_RETRY_AFTER_S,
-                        )
-                    await self._step_to_awake(f"request {request_id}", WakeCause.REQUEST)
+                yield
         except TimeoutError:
             raise WakeTimeout(
                 f"the model did not wake within {self._config.wake_timeout_s:g} s "
@@ -294,8 +312,13 @@ class Lifecycle:
             ) from None
         finally:
             self.waiting_for_wake -= 1
-            if started_s is not None:
-                self._observer.waited(self._now() - started_s)
+
+    def _check_not_held(self) -> None:
+        if self.held:
+            raise HeldAsleep(
+                "the model is held asleep by an operator; POST /wake_up ends it",
+                _HELD_RETRY_AFTER_S,
+            )
 
     async def _step_to_awake(self, reason: str, cause: WakeCause) -> bool:
         """Wait for the transition under way, or begin the wake that everybody then shares.
@@ -372,9 +395,13 @@ class Lifecycle:
         if wakes and not self.held:
             self._enter(ReplicaState.WAKING, "awake before its worker failed")
             await self._run_wake(WakeCause.START)
+        elif not wakes and self._deep and (self.held or not self.waiting_for_wake):
+            self._enter(ReplicaState.DRAINING, "to sleep at level 2, as before its worker failed")
+            await self._give_memory_back(2, self._deep)
 
     async def _run_wake(self, cause: WakeCause) -> None:
         started_s = self._now()
+        self._deep = None
         result = WakeResult.FAILED
         try:
             change = await self._effects.wake()
@@ -398,16 +425,19 @@ class Lifecycle:
             self._effects.abort_in_flight()
         if self._drains:
             await self._drain()
+        await self._give_memory_back(command.level, cause)
+
+    async def _give_memory_back(self, level: int, cause: SleepCause) -> None:
         started_s = self._now()
         try:
-            change = await self._effects.sleep(command.level)
+            change = await self._effects.sleep(level)
         except Unavailable as exc:  # nobody knows what is mapped
             raise ReplicaFailed(f"{self._name} could not sleep: {exc}") from exc
         self.last_sleep_s = self._now() - started_s
         self.last_sleep = change
         self.sleeps += 1
-        self.level = command.level
-        self._observer.slept(cause, command.level, self.last_sleep_s, change.released_bytes)
+        self.level = level
+        self._observer.slept(cause, level, self.last_sleep_s, change.released_bytes)
         self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
 
     def _cut_drain_short(self, mode: SleepMode) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -12,7 +13,15 @@ from actors.replica.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILURES_IN_A_ROW = 5  # workers of which none got as far as a wake whose bytes were intact
+# Attempts in a row of which none got as far as a wake whose bytes were intact. What is wrong for a moment is over
+# after the pauses between so many; what is not, another start of the same will not mend.
+_MAX_ATTEMPTS = 5
+# In so much time with a worker that was ready, or they are no row: a sleeper whose workers die once a day has no
+# wake that could settle. The time of starts is not counted, or five that hang for ten minutes each were none either.
+_ROW_S = 600.0
+_FIRST_PAUSE_S = (
+    1.0  # before the second attempt; then twice as long each time, 8 s before the fifth
+)
 _CLOSE_TIMEOUT_S = 40.0  # a worker gives its device 30
 
 
@@ -40,19 +49,27 @@ class WorkerSupervisor:
         start_worker: Callable[[], Awaitable[Worker]],
         make_runtime: Callable[[WorkerClient], Awaitable[ModelRuntime]],
         failed: Callable[[ReplicaFailed], None],
+        now: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Make one without a worker.
 
         Args:
             start_worker: returns one that is ready.
             failed: told when a worker has failed; has to have `restart` called.
+            now: in seconds.
+            pause: returns after so many of them.
         """
         self.restarts = 0
         self._start_worker = start_worker
         self._make_runtime = make_runtime
         self._failed = failed
         self._worker: Worker | None = None
-        self._failures_in_a_row = 0
+        self._now = now
+        self._pause = pause
+        self._ready_s = 0.0  # since when there is the worker
+        self._lived_s = 0.0  # how long there have been workers, all together
+        self._attempts: list[float] = []  # in a row: the `_lived_s` of each
 
     async def start(self) -> None:
         """Have the first worker.
@@ -62,22 +79,28 @@ class WorkerSupervisor:
         """
         self._worker = worker = await self._start_worker()
         self.runtime = await self._make_runtime(worker.client)
+        self._ready_s = self._now()
         worker.client.failed.add_done_callback(self._tell)
 
     async def restart(self) -> None:
         """See Effects."""
-        self._failures_in_a_row = 0 if self.runtime.has_settled else self._failures_in_a_row + 1
+        self._lived_s += self._now() - self._ready_s
+        since_s = self._lived_s if self.runtime.has_settled else self._lived_s - _ROW_S
+        self._attempts = [at_s for at_s in self._attempts if at_s > since_s]
         while True:
             await self._end()
-            if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+            attempt = len(self._attempts)
+            if attempt == _MAX_ATTEMPTS:
                 raise ReplicaFailed(
-                    f"{_MAX_FAILURES_IN_A_ROW} workers in a row have failed before they served"
+                    f"{_MAX_ATTEMPTS} workers in a row have failed before they served"
                 )
+            if attempt:
+                await self._pause(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+            self._attempts.append(self._lived_s)
             try:
                 await self.start()
             except Exception:
                 logger.exception("a worker could not be started")
-                self._failures_in_a_row += 1
             else:
                 self.restarts += 1
                 return

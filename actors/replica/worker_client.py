@@ -33,6 +33,7 @@ from actors.worker.messages import (
     Settle,
     Settled,
     Sleep,
+    Starting,
     State,
     Stop,
     Task,
@@ -42,6 +43,7 @@ from actors.worker.messages import (
     WorkerFacts,
     WorkerState,
 )
+from actors.worker.watchdog import WatchdogConfig
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +64,12 @@ class WorkerClient:
     facts: WorkerFacts
     state: WorkerState
 
-    def __init__(self, observer: Observer, silence_timeout_s: float) -> None:
-        """Make one that is not connected.
+    def __init__(self, observer: Observer, limits: WatchdogConfig) -> None:
+        """Make one that is not connected; the time until the worker's first word counts from now on.
 
         Args:
             observer: told of wakes and images.
-            silence_timeout_s: how long a worker that was ready may say nothing.
+            limits: how long the worker may say nothing.
         """
         self.failed: asyncio.Future[ReplicaFailed] = asyncio.get_running_loop().create_future()
         self.outputs: Callable[[Sequence[EngineOutput]], None] = _nobody
@@ -80,9 +82,11 @@ class WorkerClient:
         self._new: list[NewSequence] = []
         self._cancelled: list[str] = []
         self._closed = False
-        self._silence_timeout_s = silence_timeout_s
-        self._heard_s = 0.0
-        self._listening: asyncio.TimerHandle | None = None
+        self._limits = limits
+        self._has_begun = False
+        self._heard_s = time.monotonic()
+        self._listening: asyncio.TimerHandle
+        self._notice_silence()
 
     @property
     def protocol(self) -> asyncio.Protocol:
@@ -158,8 +162,7 @@ class WorkerClient:
     def close(self) -> None:
         """Speak no more."""
         self._closed = True
-        if self._listening is not None:
-            self._listening.cancel()
+        self._listening.cancel()
         self._connection.close()
 
     async def _call(self, task: Task) -> Any:
@@ -203,16 +206,28 @@ class WorkerClient:
 
     def _notice_silence(self) -> None:
         """A stopped process, or one whose interpreter is held for good, keeps its connection."""
-        left_s = self._heard_s + self._silence_timeout_s - time.monotonic()
+        limits = self._limits
+        limit_s = limits.silence_timeout_s if self._has_begun else limits.other_timeout_s
+        left_s = self._heard_s + limit_s - time.monotonic()
         if left_s > 0:
             loop = asyncio.get_running_loop()
             self._listening = loop.call_later(left_s, self._notice_silence)
+        elif self._has_begun:
+            text = f"has said nothing for {limit_s:g} s (watchdog.silence_timeout_s)"
+            self._fail(WorkerLost(f"the worker {text}"))
         else:
-            self._fail(WorkerLost(f"the worker has said nothing for {self._silence_timeout_s:g} s"))
+            text = f"has not begun within {limit_s:g} s (watchdog.other_timeout_s)"
+            self._fail(WorkerLost(f"the worker's process {text}"))
 
     def _receive(self, message: ToReplica) -> None:
         self._heard_s = time.monotonic()
+        if not self._has_begun:
+            self._has_begun = True
+            self._listening.cancel()
+            self._notice_silence()
         match message:
+            case Starting():
+                pass  # has been heard
             case Outputs():
                 self.outputs(message.outputs)
             case State():
@@ -232,7 +247,6 @@ class WorkerClient:
             case Ready():
                 self.facts, self.state = message.facts, message.state
                 self._ready.set_result(None)
-                self._notice_silence()
             case Failed():
                 self._fail(message.error)
             case _:

@@ -130,8 +130,12 @@ class WorkerState(msgspec.Struct, frozen=True):
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
 
 
+class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A sign of life: at once, and every second until `Ready`."""
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The first of all: it is asleep, and takes calls from now on."""
+    """It is asleep, and takes calls from now on."""
 
     facts: WorkerFacts
     state: WorkerState
@@ -183,7 +187,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     error: Exception
 
 
-ToReplica: TypeAlias = Ready | Outputs | Answer | Settled | State | Obtained | Logged | Failed
+ToReplica: TypeAlias = (
+    Starting | Ready | Outputs | Answer | Settled | State | Obtained | Logged | Failed
+)
 Send: TypeAlias = Callable[[ToReplica], None]  # from any thread
 
 # What calls are answered with; None where nothing is listed.

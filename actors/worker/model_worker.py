@@ -96,13 +96,6 @@ class ModelWorker:
             LayoutMismatch: image and architecture disagree.
         """
         self._module = module
-        self.memory = ModelMemory(module, image, keep_layers, engine.device)
-        # Beside a GPU, what little is done here takes longer shared out among threads than alone. Before any
-        # thread of the engine starts: one goes by what it finds then, and runs compiled layers only with as
-        # many as they were compiled with.
-        threads = engine.cpu_threads or (None if self.memory.device.type == "cpu" else 1)
-        if threads is not None:
-            torch.set_num_threads(threads)
         # Most calls of the engine's thread into torch give up Python's lock, and to get it back from a busy
         # event loop takes this long: 5 ms by default, as long as a step, and hundreds of times in a prefill.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -121,6 +114,14 @@ class ModelWorker:
         with ExitStack() as undo:
             undo.callback(self._control.shutdown, wait=False)
             undo.callback(self._watchdog.close)
+            with self._watchdog.open:
+                self.memory = ModelMemory(module, image, keep_layers, engine.device)
+            # Beside a GPU, what little is done here takes longer shared out among threads than alone. Before
+            # any thread of the engine starts: one goes by what it finds then, and runs compiled layers only
+            # with as many as they were compiled with.
+            threads = engine.cpu_threads or (None if self.memory.device.type == "cpu" else 1)
+            if threads is not None:
+                torch.set_num_threads(threads)
             self._engine = self._control.submit(self._build_engine, module, engine).result()
             # Its thread would keep the process from ending.
             undo.callback(self._control.submit, self._engine.stop)

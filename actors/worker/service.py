@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, assert_never
 
 import msgspec
@@ -21,6 +22,7 @@ from actors.worker.messages import (
     Sequences,
     Settle,
     Sleep,
+    Starting,
     State,
     Stop,
     Task,
@@ -34,6 +36,23 @@ logger = logging.getLogger(__name__)
 
 _STATE_INTERVAL_S = 0.1
 _STATES_OF_SILENCE = 10  # without a change; then the state is told again, as a sign of life
+_STARTING_INTERVAL_S = 1.0
+
+
+@asynccontextmanager
+async def signs_of_life(connection: Connection[ToWorker]) -> AsyncIterator[None]:
+    """Tell the replica of one that starts, however long the body takes. The event loop must be free for it."""
+
+    async def tell() -> None:
+        while True:
+            connection.send(Starting())
+            await asyncio.sleep(_STARTING_INTERVAL_S)
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 class WorkerService:

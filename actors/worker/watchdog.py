@@ -35,13 +35,15 @@ class WatchdogConfig(BaseModel):
     silence_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="Seconds that the worker's process may say nothing; it tells its state every second.",
+        description="Seconds that the worker's process may say nothing, from its first word on; it gives a sign "
+        "of life every second, while it starts as well.",
     )
     other_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds for anything else: the engine to be made ready, layers to be compiled, graphs "
-        "to be captured.",
+        description="Seconds for anything else: the worker's process to begin and import what it needs, the "
+        "engine to be made ready, layers to be compiled, graphs to be captured. An image may take as long as it "
+        "takes.",
     )
 
 
@@ -105,6 +107,7 @@ class Watchdog:
             config.other_timeout_s,
         )
         self.step = Watch("a step of the engine", step_s)
+        self.open = Watch("opening the device", other_s)
         self.compile = Watch("compiling the layers", other_s)
         # All that the control thread does, whether or not anybody thought of a limit for it.
         self.control = control = Watch("work on the control thread", other_s)
@@ -117,7 +120,8 @@ class Watchdog:
         self.collect = Watch("taking back what the device has cleared", memory_s, control)
         self.capture = Watch("capturing the engine's graphs", other_s, control)
         parts = self.pause, self.prompt, self.copy, self.map, self.unmap, self.unpin
-        self._watches = (self.step, self.compile, control, *parts, self.collect, self.capture)
+        alone = self.step, self.open, self.compile
+        self._watches = (*alone, control, *parts, self.collect, self.capture)
         self._bark = bark
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()

@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
+from actors.errors import EngineDied
 from actors.worker.connection import Connection
 from actors.worker.messages import Logged, Obtained, ToWorker
 from actors.worker.watchdog import WatchdogConfig
@@ -44,8 +47,9 @@ class WorkerActor:
         """What Ray puts before the lines that this process prints."""
         return f"Worker of {self._settings.model_id}/{self._settings.replica_id}"
 
-    async def ping(self) -> None:
-        """Answers as soon as there is a process."""
+    async def ping(self) -> int:
+        """The process, as soon as there is one."""
+        return os.getpid()
 
     async def start(self, socket: str) -> None:
         """Return when the worker is ready, asleep.
@@ -56,41 +60,45 @@ class WorkerActor:
         Raises:
             Exception: anything wrong with image, configuration or device.
         """
-        settings = self._settings
-        connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, _replica_is_gone)
-        await asyncio.get_running_loop().create_unix_connection(lambda: connection, socket)
-        log_to(lambda level, name, text: connection.send(Logged(level, name, text)))
+        settings, loop = self._settings, asyncio.get_running_loop()
+        # Before there is a connection, on which silence counts: imports let nothing else run here meanwhile.
         with uncollected():
             from actors.image.holder import ImageRequest
             from actors.image.obtain import FastLoad
             from actors.worker.model_worker import ModelWorker, build_module
-            from actors.worker.service import WorkerService
+            from actors.worker.service import WorkerService, signs_of_life
             from serve_app.weights.holders import HolderOfThisNode
 
-        # First what needs no weights: a model that cannot be served is refused in a second.
-        device = settings.engine.device
-        module = await asyncio.to_thread(build_module, settings.checkpoint, settings.dtype, device)
-        load = FastLoad(
-            holder=HolderOfThisNode(),
-            request=ImageRequest(
-                settings.model_id, settings.source, settings.dtype, settings.image_ttl_s
-            ),
-            checkpoint=settings.checkpoint,
-            lessee=settings.lessee,
-            on_obtained=lambda source: connection.send(Obtained(source)),
-        )
-        worker = await asyncio.to_thread(
-            ModelWorker,
-            module,
-            settings.checkpoint,
-            await load.obtain(),
-            load.obtain,
-            load.release,
-            settings.engine,
-            settings.keep_layers,
-            connection.send,
-            settings.watchdog,
-        )
+        connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, _replica_is_gone)
+        await loop.create_unix_connection(lambda: connection, socket)
+        log_to(lambda level, name, text: connection.send(Logged(level, name, text)))
+        async with signs_of_life(connection):
+            # First what needs no weights: a model that cannot be served is refused in a second.
+            async with _within(settings.watchdog.other_timeout_s, "looking at model and device"):
+                module = await asyncio.to_thread(
+                    build_module, settings.checkpoint, settings.dtype, settings.engine.device
+                )
+            load = FastLoad(
+                holder=HolderOfThisNode(),
+                request=ImageRequest(
+                    settings.model_id, settings.source, settings.dtype, settings.image_ttl_s
+                ),
+                checkpoint=settings.checkpoint,
+                lessee=settings.lessee,
+                on_obtained=lambda source: connection.send(Obtained(source)),
+            )
+            worker = await asyncio.to_thread(
+                ModelWorker,
+                module,
+                settings.checkpoint,
+                await load.obtain(),
+                load.obtain,
+                load.release,
+                settings.engine,
+                settings.keep_layers,
+                connection.send,
+                settings.watchdog,
+            )
         self._service = WorkerService(worker, connection)
         set_aside()
         self._compiling = asyncio.create_task(self._set_compiled_aside(worker))
@@ -98,6 +106,20 @@ class WorkerActor:
     async def _set_compiled_aside(self, worker: "ModelWorker") -> None:
         await worker.compiled()
         set_aside()  # what compiling has left
+
+
+@asynccontextmanager
+async def _within(limit_s: float, what: str) -> AsyncIterator[None]:
+    """Raises EngineDied if the body waits for longer: for a thread that hangs in a driver, say."""
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise EngineDied(
+            f"{what} has not ended after {limit_s:g} s (watchdog.other_timeout_s)"
+        ) from None
 
 
 def _replica_is_gone() -> None:

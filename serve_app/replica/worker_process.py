@@ -40,10 +40,11 @@ def bundles(num_cpus: float, num_gpus: float) -> list[dict[str, float]]:
 class WorkerProcess:
     """One worker of this replica, in the second bundle of its placement group."""
 
-    def __init__(self, client: WorkerClient, actor: Any) -> None:
+    def __init__(self, client: WorkerClient, actor: Any, process_id: int) -> None:
         self.client = client
         self._actor = actor
-        self._pidfd = os.pidfd_open(client.facts.process_id)
+        self._process_id = process_id
+        self._pidfd = os.pidfd_open(process_id)
 
     @classmethod
     async def start(
@@ -55,25 +56,35 @@ class WorkerProcess:
             resources: of its bundle; all of them, so that the next one waits for its end.
 
         Raises:
-            Exception: what kept it from starting.
+            ReplicaFailed: it says nothing for too long, or has failed.
+            Exception: what else kept it from starting. Nothing is left of it.
         """
-        client = WorkerClient(observer, settings.watchdog.silence_timeout_s)
         actor = _place(settings, resources)
+        try:
+            process_id = await _placed(actor)
+            worker = cls(WorkerClient(observer, settings.watchdog), actor, process_id)
+        except BaseException:
+            ray.kill(actor)
+            raise
+        try:
+            await worker._ready()
+        except BaseException:
+            worker.client.close()
+            await worker.end()
+            raise
+        return worker
+
+    async def _ready(self) -> None:
         with tempfile.TemporaryDirectory(prefix="sleepserve-") as folder:
             socket = str(Path(folder) / "worker")
             server = await asyncio.get_running_loop().create_unix_server(
-                lambda: client.protocol, socket
+                lambda: self.client.protocol, socket
             )
             try:
-                await _placed(actor)
-                await actor.start.remote(socket)
-                await client.ready()
-            except BaseException:
-                ray.kill(actor)
-                raise
+                # A worker that hangs never answers the call; its silence is told by the client.
+                await asyncio.gather(self._actor.start.remote(socket), self.client.ready())
             finally:
                 server.close()
-        return cls(client, actor)
 
     async def end(self) -> None:
         """Kill it, and return when the process is gone, and with it what it had of its card. Idempotent."""
@@ -87,8 +98,9 @@ class WorkerProcess:
             if not await _happens(gone, _KILL_AFTER_S):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 if not await _happens(gone, _END_TIMEOUT_S):
-                    pid = self.client.facts.process_id
-                    logger.error("worker %d does not end; its card does not answer", pid)
+                    logger.error(
+                        "worker %d does not end; its card does not answer", self._process_id
+                    )
         finally:
             loop.remove_reader(pidfd)
             os.close(pidfd)
@@ -102,14 +114,15 @@ async def _happens(event: asyncio.Event, within_s: float) -> bool:
     return True
 
 
-async def _placed(actor: Any) -> None:
-    """Raises WorkerLost if the actor has no process in time."""
+async def _placed(actor: Any) -> int:
+    """The actor's process. Raises WorkerLost if it has none in time."""
     try:
-        await asyncio.wait_for(actor.ping.remote(), _PLACE_TIMEOUT_S)
+        process_id: int = await asyncio.wait_for(actor.ping.remote(), _PLACE_TIMEOUT_S)
     except TimeoutError:
         raise WorkerLost(
             f"no process for a worker within {_PLACE_TIMEOUT_S:g} s: its share of the node is taken"
         ) from None
+    return process_id
 
 
 def _place(settings: WorkerSettings, resources: Mapping[str, float]) -> Any:

@@ -25,6 +25,7 @@ WARM_UP = 3  # deaths before anything is counted
 WOBBLE = 2  # of what is counted; a death that left something would show as 17
 MAX_FAILURES_IN_A_ROW = 5
 SILENCE_TIMEOUT_S = 3.0
+BEGIN_TIMEOUT_S = 30.0  # also for an engine to be made ready
 
 
 @pytest.fixture
@@ -264,7 +265,7 @@ def test_worker_that_says_nothing_is_replaced(
     servers: Servers, puzzles: tuple[Puzzle, ...]
 ) -> None:
     servers.stop()
-    watchdog = {"silence_timeout_s": SILENCE_TIMEOUT_S}
+    watchdog = {"silence_timeout_s": SILENCE_TIMEOUT_S, "other_timeout_s": BEGIN_TIMEOUT_S}
     config = config_with("tiny_cpu.yaml", watchdog=watchdog, sleep={"idle_timeout_s": None})
     with serving(config) as server:
         replica = server.wake_up()
@@ -274,8 +275,16 @@ def test_worker_that_says_nothing_is_replaced(
             stream.to_its_end().check({"worker_lost"})
             assert [each.result() for each in crowd] == [puzzle.answer for puzzle in puzzles]
         wait_until_gone(replica["worker_process_id"])
-        check_replaced(server, replica)
+        replica = check_replaced(server, replica)
         assert f"has said nothing for {SILENCE_TIMEOUT_S:g} s" in server.log()
+
+        # And one that is stopped in its start, before or after its first word.
+        kill_worker(replica)
+        second = next_worker(server, {replica["worker_process_id"]})
+        os.kill(second, signal.SIGSTOP)
+        right_answers(server, puzzles)
+        wait_until_gone(second)
+        assert check_replaced(server, replica)["worker_process_id"] != second
 
 
 # --- several ---

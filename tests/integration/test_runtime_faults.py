@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,12 +30,16 @@ from actors.errors import (
 from actors.image.checksum import Checksums
 from actors.image.image import WeightImage
 from actors.image.layout import Checksum
+from actors.memory import workspaces
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.transfer import Transfer
 from actors.protocol import FinishReason, ReplicaState, SleepCommand, SleepMode, TokenEvent
 from actors.replica.lifecycle import Lifecycle, SleepConfig
 from actors.replica.runtime import ModelRuntime
+from actors.worker import model_worker
 from actors.worker.lull import Lull
+from actors.worker.messages import Failed
+from actors.worker.model_worker import ModelWorker, build_module
 from actors.worker.watchdog import WatchdogConfig
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, load, run
 
@@ -324,6 +329,54 @@ def test_paused_engine_that_is_stopped_computes_nothing(
     run(tiny_checkpoint, image, scenario)
 
 
+@pytest.mark.parametrize("what", ["a sleep", "log-probabilities", "compiled layers"])
+def test_engine_whose_device_fails_in_a_pause_ends_without_another_step(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As on a card, where it waits for the device once the loop stands still."""
+    forwards, paused_after = [0], []
+
+    def refuse() -> None:
+        paused_after.append(forwards[0])
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    async def scenario(h: Harness) -> None:
+        engine = h.worker._engine
+        monkeypatch.setattr(engine, "_runner", SimpleNamespace(compiles=False))
+        users = workspaces._users
+        workspaces.begin_use()  # as by a start on a card
+
+        def count(*_: object) -> None:
+            forwards[0] += 1
+
+        engine._model.register_forward_pre_hook(count)  # type: ignore[attr-defined]
+        stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=900, ignore_eos=True))
+        await anext(stream)
+        monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+        if what == "a sleep":
+            with pytest.raises(EngineDied):
+                await h.runtime.sleep(1)
+        elif what == "log-probabilities":
+            with pytest.raises(EngineDied):
+                await h.events(PROMPTS[1], echo=True, logprobs=1)
+        else:
+            await h.worker._on_control(h.worker._residency._use_compiled)
+        assert "went wrong: RuntimeError" in str(await h.runtime.worker.failed)
+        await h.worker._on_control(lambda: None)  # behind what has failed
+        assert not engine.paused
+        with pytest.raises(EngineDied):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDied):
+            engine.check_health()
+        await h.worker._on_control(engine.stop)
+        assert [forwards[0]] == paused_after
+        assert workspaces._users == users
+        monkeypatch.undo()
+
+    run(tiny_checkpoint, image, scenario)
+
+
 def test_pages_are_unpinned_though_the_engine_does_not_stop(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +560,44 @@ def test_hung_start_is_told_instead_of_waited_for(
             run(tiny_checkpoint, image, scenario, watchdog=hasty)
         assert time.monotonic() - begun_s < 25
         released.set()
+
+
+def test_device_that_hangs_as_it_is_opened_is_told(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that looks; the one that starts comes back only here."""
+    released, told = threading.Event(), list[object]()
+
+    def hang(*_: object) -> None:
+        released.wait(30)
+        raise DeviceMemoryError("the driver has come back")
+
+    def send(message: object) -> None:
+        told.append(message)
+        released.set()
+
+    monkeypatch.setattr(model_worker, "ModelMemory", hang)
+    hasty = HASTY.model_copy(update={"other_timeout_s": 0.1})
+    module = build_module(tiny_checkpoint, "auto", "cpu")
+
+    async def nothing(*_: object) -> WeightImage:
+        return image
+
+    with leaving_no_threads(), pytest.raises(DeviceMemoryError, match="has come back"):
+        ModelWorker(
+            module,
+            tiny_checkpoint,
+            image,
+            nothing,
+            nothing,
+            ENGINE,
+            0,
+            send,
+            hasty,  # type: ignore[arg-type]
+        )
+    (failed,) = told
+    assert isinstance(failed, Failed)
+    assert "opening the device has not ended after" in str(failed.error)
 
 
 @pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "not yet noticed"])

@@ -130,6 +130,12 @@ class GenerationLoop:
         pause, self._pause = self._pause, None
         pause.__exit__(None, None, None)
 
+    def fail(self, error: Exception) -> None:
+        """End out of a pause without another step, because of `error`."""
+        self._manager.died(error)  # before the sequences in flight hear of it
+        self.refuse_steps()
+        self.resume()
+
     def start_over(self) -> None:
         """Forget what the KV cache holds; running sequences begin again from their tokens so far.
 

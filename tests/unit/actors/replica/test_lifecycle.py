@@ -1076,6 +1076,113 @@ def test_deep_sleep_stays_one_if_its_worker_fails_right_behind_it() -> None:
     run(scenario)
 
 
+async def asleep_at_2(**config: object) -> Bench:
+    bench = Bench(**config)
+    await bench.awake()
+    await bench.lifecycle.sleep(SleepCommand(level=2))
+    bench.states.clear()
+    bench.effects.calls.clear()
+    return bench
+
+
+def test_next_worker_of_a_deep_sleeper_gives_the_image_back_as_well() -> None:
+    async def scenario() -> None:
+        bench = await asleep_at_2()
+        for _ in range(2):
+            bench.lifecycle.restart(LOST)
+            await settled(bench)
+            assert bench.lifecycle.level == 2
+        assert bench.states == [RESTARTING, ASLEEP, DRAINING, ASLEEP] * 2
+        assert bench.effects.calls == ["restart", "sleep 2"] * 2
+        assert bench.lifecycle.reason == "to sleep at level 2, as before its worker failed"
+        assert await bench.request() == "served"
+        bench.effects.calls.clear()
+        bench.lifecycle.restart(LOST)  # it is awake now, and the sleep long over
+        await settled(bench)
+        assert bench.effects.calls == ["restart", "wake"]
+
+    run(scenario)
+
+
+def test_next_worker_that_fails_as_it_gives_the_image_back_is_replaced_and_the_third_does() -> None:
+    async def scenario() -> None:
+        bench = await asleep_at_2()
+        bench.effects.next_gate = asyncio.Event()
+        bench.lifecycle.restart(LOST)
+        await until(lambda: bench.effects.calls == ["restart", "sleep 2"])
+        bench.effects.next_gate = opened()
+        bench.lifecycle.restart(LOST)
+        await settled(bench)
+        assert bench.effects.calls == ["restart", "sleep 2"] * 2
+        assert bench.lifecycle.level == 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("who", ["request", "request that needs a worker first", "operator"])
+def test_deep_sleeper_that_somebody_wants_awake_by_then_does_not_load_its_image_twice(
+    who: str,
+) -> None:
+    async def scenario() -> None:
+        bench = await asleep_at_2()
+
+        async def ask() -> None:
+            if who == "operator":
+                await bench.lifecycle.wake_up()
+                return
+            if who != "request":
+                await bench.lifecycle.restarted()
+                await asyncio.sleep(0)  # the worker checks its grammar
+            assert await bench.request() == "served"
+
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        asking = asyncio.create_task(ask())
+        await until(lambda: bench.effects.calls == ["restart"])
+        assert bench.lifecycle.waiting_for_wake == (who != "operator")
+        bench.effects.restart_gate.set()
+        await asking
+        assert bench.effects.calls == ["restart", "wake"]
+        assert bench.lifecycle.waiting_for_wake == 0
+
+    run(scenario)
+
+
+def test_refused_wake_ends_a_deep_sleep_for_the_next_worker_as_well() -> None:
+    """It may have the image by then; the next one has."""
+
+    async def scenario() -> None:
+        bench = await asleep_at_2()
+        bench.effects.failure = Unavailable("another process holds the card", 7)
+        with pytest.raises(Unavailable):
+            await bench.request()
+        bench.lifecycle.restart(LOST)
+        await settled(bench)
+        assert bench.effects.calls == ["wake", "restart"]
+        assert bench.lifecycle.level == 1
+
+    run(scenario)
+
+
+def test_wait_for_a_restart_ends_as_one_for_a_wake_does() -> None:
+    async def scenario() -> None:
+        bench = await asleep_at_2(wake_timeout_s=0.01)
+        bench.effects.restart_gate.clear()
+        bench.lifecycle.restart(LOST)
+        with pytest.raises(WakeTimeout, match=r"0\.01 s"):
+            await bench.lifecycle.restarted()
+        holding = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(level=2, hold=True)))
+        await until(lambda: bench.lifecycle.held)
+        with pytest.raises(HeldAsleep):
+            await bench.lifecycle.restarted()
+        assert bench.lifecycle.waiting_for_wake == 0
+        bench.effects.restart_gate.set()
+        await holding
+        assert bench.effects.calls == ["restart", "sleep 2"], "nobody waited any longer"
+
+    run(scenario)
+
+
 def test_sleep_asked_for_during_a_restart_follows_it() -> None:
     async def scenario() -> None:
         bench = Bench()
@@ -1144,16 +1251,18 @@ def test_wake_up_during_a_restart_waits_and_ends_the_hold() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("mode", SleepMode)
 def test_request_that_came_behind_a_sleep_that_a_restart_cut_is_served_and_not_put_to_sleep(
-    mode: SleepMode,
+    mode: SleepMode, level: int
 ) -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.awake()
         bench.effects.gate.clear()
-        sleeping = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(mode=mode)))
-        await until(lambda: bench.effects.calls[-1:] == ["sleep 1"])
+        command = SleepCommand(mode=mode, level=level)
+        sleeping = asyncio.create_task(bench.lifecycle.sleep(command))
+        await until(lambda: bench.effects.calls[-1:] == [f"sleep {level}"])
         bench.effects.restart_gate.clear()
         bench.lifecycle.restart(LOST)
         request, ends = asyncio.Event(), asyncio.Event()

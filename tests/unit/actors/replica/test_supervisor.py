@@ -11,7 +11,8 @@ from actors.protocol import MemoryChange
 from actors.replica import supervisor as module
 from actors.replica.supervisor import WorkerSupervisor
 
-LIMIT = module._MAX_FAILURES_IN_A_ROW
+LIMIT = module._MAX_ATTEMPTS
+PAUSES = [1.0, 2.0, 4.0, 8.0]
 
 
 class Client:
@@ -70,6 +71,8 @@ class Bench:
     Attributes:
         broken: numbers of the workers that do not start, or that there is no runtime for.
         told: failures that the lifecycle would have learnt.
+        now_s: the time; only the test moves it, and a start that takes `start_s`.
+        pauses: between attempts.
     """
 
     def __init__(self) -> None:
@@ -80,14 +83,25 @@ class Bench:
         self.broken: set[int] = set()
         self.without_runtime: set[int] = set()
         self.dead_at_start: set[int] = set()
-        self.supervisor = WorkerSupervisor(self._start, self._runtime, self.told.append)
+        self.now_s = 0.0
+        self.start_s = 0.0
+        self.pauses: list[float] = []
+        self.supervisor = WorkerSupervisor(
+            self._start, self._runtime, self.told.append, lambda: self.now_s, self._pause
+        )
 
     @property
     def runtime(self) -> Any:
         return self.supervisor.runtime
 
+    async def _pause(self, seconds: float) -> None:
+        assert self.log[-1].startswith(("ended", "start")), "between two attempts"
+        self.pauses.append(seconds)
+        await asyncio.sleep(0)
+
     async def _start(self) -> Any:
         self.started += 1
+        self.now_s += self.start_s
         self.log.append(f"start {self.started}")
         await asyncio.sleep(0)
         if self.started in self.broken:
@@ -239,14 +253,15 @@ def test_gives_up_when_so_many_in_a_row_have_failed_before_they_served(first_set
     async def scenario(bench: Bench) -> None:
         await bench.supervisor.start()
         bench.runtime.has_settled = first_settled
-        for _ in range(LIMIT - (not first_settled)):
+        for _ in range(LIMIT):
             await bench.supervisor.restart()
-        workers = LIMIT + first_settled
+        workers = 1 + LIMIT
         assert bench.started == workers
         with pytest.raises(ReplicaFailed, match=f"{LIMIT} workers in a row"):
             await bench.supervisor.restart()
         assert bench.started == workers
         assert bench.log[-1] == f"ended {workers}", "the last one keeps no card"
+        assert bench.pauses == PAUSES, "none before the first attempt, none before giving up"
 
     run(scenario)
 
@@ -260,6 +275,7 @@ def test_gives_up_when_none_can_be_started() -> None:
             await bench.supervisor.restart()
         assert bench.started == 1 + LIMIT
         assert bench.supervisor.restarts == 0
+        assert bench.pauses == PAUSES
 
     run(scenario)
 
@@ -273,20 +289,72 @@ def test_counts_anew_after_a_wake_that_settled() -> None:
             bench.runtime.has_settled = True
             await bench.supervisor.restart()
         assert bench.supervisor.restarts == 3 * LIMIT
+        assert bench.pauses == PAUSES[:-1] + PAUSES * 2, "they begin anew as well"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_workers_that_live_long_enough_are_no_row_though_none_ever_wakes(gives_up: bool) -> None:
+    """As of a model that is held asleep."""
+    apart_s = module._ROW_S / LIMIT - (1 if gives_up else 0)
+
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        for _ in range(LIMIT):
+            bench.now_s += apart_s
+            await bench.supervisor.restart()
+        assert max(bench.pauses) == PAUSES[-1]
+        bench.now_s += apart_s
+        if gives_up:
+            with pytest.raises(ReplicaFailed, match=f"{LIMIT} workers in a row"):
+                await bench.supervisor.restart()
+            return
+        for _ in range(10 * LIMIT):
+            await bench.supervisor.restart()
+            bench.now_s += apart_s
+        assert max(bench.pauses) == PAUSES[-1]
+
+    run(scenario)
+
+
+def test_long_after_the_last_failure_there_is_no_pause() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        for _ in range(LIMIT - 1):
+            await bench.supervisor.restart()
+        bench.pauses.clear()
+        bench.now_s += module._ROW_S
+        await bench.supervisor.restart()
+        assert bench.pauses == []
+
+    run(scenario)
+
+
+def test_starts_that_take_long_and_fail_are_a_row_all_the_same() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        bench.broken = {2, 4, 6}
+        bench.start_s = module._ROW_S
+        await bench.supervisor.restart()
+        await bench.supervisor.restart()
+        with pytest.raises(ReplicaFailed, match=f"{LIMIT} workers in a row"):
+            await bench.supervisor.restart()
+        assert bench.started == 1 + LIMIT
 
     run(scenario)
 
 
 def test_failed_starts_and_failed_workers_count_together() -> None:
     async def scenario(bench: Bench) -> None:
-        await bench.supervisor.start()  # 1 has failed when the first restart is asked for
+        await bench.supervisor.start()
         bench.broken = {2, 3}
         await bench.supervisor.restart()
         assert bench.runtime.number == 4
         bench.broken = set(range(5, 100))
         with pytest.raises(ReplicaFailed):
-            await bench.supervisor.restart()  # 1 to 4, and 5 as well
-        assert bench.started == 5 == LIMIT
+            await bench.supervisor.restart()  # 2 to 4, and 5 and 6 as well
+        assert bench.started == 6 == 1 + LIMIT
 
     run(scenario)
 

@@ -36,6 +36,7 @@ from actors.worker.messages import (
     Settle,
     Settled,
     Sleep,
+    Starting,
     State,
     Stop,
     ToReplica,
@@ -45,6 +46,7 @@ from actors.worker.messages import (
     WorkerFacts,
     WorkerState,
 )
+from actors.worker.watchdog import WatchdogConfig
 
 FACTS = WorkerFacts(4711, 8192, 151_936, 2**34, 2**33)
 STATE = WorkerState(EngineStats(1, 2, 3, 4), 5, 6, "disk", 7, 8, 9, 10, None, None)
@@ -68,9 +70,12 @@ class Told(Observer):
 class Peer:
     """A client, and instead of a worker what the test says."""
 
-    def __init__(self, silence_timeout_s: float = 60.0) -> None:
+    def __init__(self, silence_timeout_s: float = 60.0, begin_timeout_s: float = 60.0) -> None:
         self.told = Told()
-        self.client = WorkerClient(self.told, silence_timeout_s)
+        limits = WatchdogConfig(
+            silence_timeout_s=silence_timeout_s, other_timeout_s=begin_timeout_s
+        )
+        self.client = WorkerClient(self.told, limits)
         self.received: list[ToWorker] = []
         self.is_lost = False
         self.worker: Connection[ToWorker] = Connection(ToWorker, self.received.append, self._lose)
@@ -354,17 +359,21 @@ def test_nothing_hangs_that_a_stopped_worker_did_not_answer() -> None:
     run(scenario)
 
 
-def test_worker_that_says_nothing_for_too_long_has_failed() -> None:
+@pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "starting"])
+def test_worker_that_says_nothing_for_too_long_has_failed(is_ready: bool) -> None:
     async def scenario() -> None:
         async with asyncio.timeout(5), connected(Peer(silence_timeout_s=0.2)) as peer:
-            peer.worker.send(Ready(FACTS, STATE))
-            await peer.client.ready()
-            calls = waiters(peer.client)
+            peer.worker.send(Starting())
+            calls = [asyncio.ensure_future(peer.client.ready())]
+            if is_ready:
+                peer.worker.send(Ready(FACTS, STATE))
+                await calls.pop()
+                calls = waiters(peer.client)
             loop, began_s = asyncio.get_running_loop(), time.monotonic()
             spoken = asyncio.Event()
 
             def speak() -> None:
-                peer.worker.send(State(STATE))
+                peer.worker.send(State(STATE) if is_ready else Starting())
                 spoken.set()
 
             loop.call_later(0.15, speak)  # puts the end off
@@ -375,6 +384,46 @@ def test_worker_that_says_nothing_for_too_long_has_failed() -> None:
             assert "nothing for 0.2 s" in str(failure)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             assert all(outcome is failure for outcome in outcomes)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_worker_that_never_says_a_word_has_failed(is_connected: bool) -> None:
+    async def scenario() -> None:
+        peer = Peer(silence_timeout_s=60.0, begin_timeout_s=0.05)
+        async with asyncio.timeout(5):
+            if not is_connected:
+                with pytest.raises(WorkerLost, match=r"not begun within 0.05 s .watchdog.other_"):
+                    await peer.client.ready()
+                return
+            async with connected(peer):
+                with pytest.raises(WorkerLost, match="not begun within"):
+                    await peer.client.ready()
+
+    asyncio.run(scenario())
+
+
+def test_worker_that_has_begun_has_all_the_time_it_wants_while_it_speaks() -> None:
+    """Its first word in time is enough."""
+
+    async def scenario() -> None:
+        async with asyncio.timeout(5), connected(Peer(begin_timeout_s=0.05)) as peer:
+            peer.worker.send(Starting())
+            ready = asyncio.ensure_future(peer.client.ready())
+            await asyncio.sleep(0.1)  # past the limit
+            peer.worker.send(Ready(FACTS, STATE))
+            await ready
+
+    asyncio.run(scenario())
+
+
+def test_client_that_is_closed_listens_no_more() -> None:
+    async def scenario() -> None:
+        peer = Peer(begin_timeout_s=0.01)
+        peer.client.close()
+        await asyncio.sleep(0.05)
+        assert not peer.client.failed.done()
 
     asyncio.run(scenario())
 

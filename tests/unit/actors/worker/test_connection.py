@@ -24,7 +24,7 @@ from actors.protocol import (
     WakeReport,
 )
 from actors.text.sampling_defaults import ResolvedSampling
-from actors.worker import messages
+from actors.worker import messages, service
 from actors.worker.connection import Connection
 from actors.worker.messages import (
     ANSWERS,
@@ -45,6 +45,7 @@ from actors.worker.messages import (
     Settle,
     Settled,
     Sleep,
+    Starting,
     State,
     Stop,
     Task,
@@ -90,6 +91,7 @@ DOWN: list[Any] = [
     Abandon(7),
 ]
 UP: list[Any] = [
+    Starting(),
     Ready(WorkerFacts(4711, 8192, 151_936, 2**34, 2**33), STATE),
     Outputs(
         [
@@ -377,6 +379,24 @@ def test_end_that_closes_sends_what_is_left_and_is_told_too() -> None:
             worker.connection.close()
             await until(lambda: replica.lost == worker.lost == 1)
             assert replica.received == [Logged(20, "actors", text)]
+
+    run(scenario)
+
+
+def test_signs_of_life_are_given_for_as_long_as_a_start_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "_STARTING_INTERVAL_S", 0.001)
+
+    async def scenario() -> None:
+        async with pair() as (replica, worker):
+            async with service.signs_of_life(worker.connection):
+                await until(lambda: replica.received == [Starting()] * 3)
+            worker.connection.send(Obtained("disk"))
+            await until(lambda: replica.received[-1] == Obtained("disk"))
+            told = len(replica.received)
+            await asyncio.sleep(0.02)
+            assert len(replica.received) == told
 
     run(scenario)
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import signal
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +31,15 @@ from actors.protocol import (
     SamplingParams,
     TokenEvent,
 )
+from actors.worker.connection import Connection
+from actors.worker.messages import Failed, Starting, ToWorker
+from actors.worker.watchdog import WatchdogConfig
 from serve_app.process.logs import log_to
-from serve_app.replica import device_reading
+from serve_app.replica import device_reading, worker_actor, worker_process
 from serve_app.replica import replica as deployment
 from serve_app.replica.device_reading import DeviceReading
 from serve_app.replica.replica import ModelReplica, kept_running
-from serve_app.replica.worker_process import bundles
+from serve_app.replica.worker_process import WorkerProcess, bundles
 
 
 class Runtime:
@@ -399,3 +404,87 @@ def test_driver_that_raises_is_heard_of() -> None:
         assert await reading.now() == LATER
 
     read(scenario)
+
+
+# --- a worker's process ---
+
+
+class Actor:
+    """Of a process that Ray cannot end, because it is stopped or hangs; `start` goes as the test says."""
+
+    def __init__(self, process_id: int, start: Callable[[str], Awaitable[None]]) -> None:
+        async def ping() -> int:
+            return process_id
+
+        self.ping = SimpleNamespace(remote=ping)
+        self.start = SimpleNamespace(remote=start)
+
+
+@pytest.mark.parametrize("how", ["never connects", "connects and is silent", "says that it hangs"])
+def test_worker_that_hangs_in_its_start_is_noticed_and_ended(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = EngineDied("opening the device has not ended")
+
+    async def start(socket: str) -> None:
+        if how != "never connects":
+            connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, lambda: None)
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: connection, socket)
+            connection.send(Failed(failure) if how == "says that it hangs" else Starting())
+        await asyncio.Event().wait()
+
+    limits = WatchdogConfig(
+        other_timeout_s=0.1 if how == "never connects" else 60,
+        silence_timeout_s=0.1 if how == "connects and is silent" else 60,
+    )
+    settings: Any = SimpleNamespace(watchdog=limits)
+    expected = {
+        "never connects": "not begun within 0.1 s",
+        "connects and is silent": "said nothing for 0.1 s",
+        "says that it hangs": str(failure),
+    }
+    monkeypatch.setattr(worker_process, "_KILL_AFTER_S", 0.01)
+    monkeypatch.setattr(worker_process.ray, "kill", lambda actor: None)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        actor = Actor(process.pid, start)
+        monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
+
+        async def scenario() -> None:
+            async with asyncio.timeout(5):
+                with pytest.raises(ReplicaFailed, match=expected[how]):
+                    await WorkerProcess.start(settings, {}, Observer())
+
+        asyncio.run(scenario())
+        assert process.wait(5) == -signal.SIGKILL
+
+
+def test_worker_that_cannot_start_says_why_and_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(socket: str) -> None:
+        raise ValueError("no such architecture")
+
+    settings: Any = SimpleNamespace(watchdog=WatchdogConfig())
+    with subprocess.Popen(["sleep", "60"]) as process:
+        actor = Actor(process.pid, start)
+        monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
+        monkeypatch.setattr(worker_process.ray, "kill", lambda actor: process.kill())
+        with pytest.raises(ValueError, match="no such architecture"):
+            asyncio.run(WorkerProcess.start(settings, {}, Observer()))
+        assert process.wait(5) == -signal.SIGKILL
+
+
+def test_part_of_a_start_that_hangs_on_a_thread_is_waited_for_no_longer() -> None:
+    """Its event loop goes on giving signs of life."""
+
+    async def scenario(work: Awaitable[object]) -> None:
+        async with worker_actor._within(0.01, "looking at model and device"):
+            await work
+
+    with pytest.raises(EngineDied, match=r"looking at .* not ended after 0.01 s .watchdog.other_"):
+        asyncio.run(scenario(asyncio.Event().wait()))
+
+    async def fail() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        asyncio.run(scenario(fail()))
