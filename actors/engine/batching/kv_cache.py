@@ -83,6 +83,8 @@ class KvCache:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that belong to sequences; on any thread."""
+        """Blocks that belong to sequences, each once however many share it; on any thread."""
         allocators = self.paged.cache_allocators.values()
-        return sum(len(blocks) for a in allocators for blocks in list(a.block_table.values()))
+        held = sum(len(blocks) for a in allocators for blocks in list(a.block_table.values()))
+        again = sum(n - 1 for a in allocators for n in list(a.ledger.shared_ref_counts.values()))
+        return max(0, held - again)  # the engine may go on between the two

@@ -148,6 +148,16 @@ def test_switched_off_nothing_is_looked_up_or_remembered() -> None:
     assert loop.remembered == 0
 
 
+def test_blocks_that_sequences_share_are_in_use_once() -> None:
+    loop = Loop()
+    loop.ask(prompt(9))
+    for _ in range(3):
+        loop.submit(prompt(9), 3)
+    seen = [(len(batch), loop.cache.used_blocks) for batch in loop.batches()]
+    assert seen == [(3, 9 + 3)] * 3
+    assert loop.cache.used_blocks == 0
+
+
 # --- room for others ---
 
 

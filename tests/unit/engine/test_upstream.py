@@ -144,7 +144,7 @@ ATTRIBUTES = {
     "use_prefix_sharing",
     "allocator": "block_physical_stride block_table blocks_per_sector bytes_per_block index layer_type ledger "
     "num_blocks supports_block_table tokens_per_page",
-    "ledger": "block_to_hash cached_blocks hash_to_block",
+    "ledger": "block_to_hash cached_blocks hash_to_block shared_ref_counts",
     "pool": "free_sectors num_free_sectors num_reserved_sectors",
     "io": "block_table compute_stream input_ids num_q_tokens num_request_in_batch "
     "req_id_to_new_token_position requests_in_batch use_block_table",
