@@ -104,6 +104,14 @@ class Observer:
             gaps: seconds since its token before, and how many sequences had to wait so long.
         """
 
+    def looked_up(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Prompts of sequences that got their first token were looked up in the KV cache.
+
+        Args:
+            prompt_tokens: all of theirs.
+            cached_tokens: how many of these were found there, and not computed.
+        """
+
     def ended(self, course: Course, ending: Ending, now_s: float) -> None:
         """A sequence is over."""
 
@@ -150,6 +158,9 @@ class GuardedObserver(Observer):
     def stepped(self, prompt_tokens: int, tokens: int, gaps: Sequence[tuple[float, int]]) -> None:
         self._tell(self._inner.stepped, prompt_tokens, tokens, gaps)
 
+    def looked_up(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self._tell(self._inner.looked_up, prompt_tokens, cached_tokens)
+
     def ended(self, course: Course, ending: Ending, now_s: float) -> None:
         self._tell(self._inner.ended, course, ending, now_s)
 
@@ -184,6 +195,7 @@ class EngineMeter:
         """Take one step's outputs; those of sequences that are over are left out."""
         now = self._now()
         prompt_tokens = tokens = 0
+        looked_up = cached_tokens = 0  # of these prompts
         gaps: dict[float, int] = {}  # by when the token before came, which most sequences share
         for output in outputs:
             course = self._courses.get(output.sequence_id)
@@ -192,6 +204,9 @@ class EngineMeter:
             if course.first_s is None:
                 course.first_s, course.started_s = now, output.started_s
                 prompt_tokens += course.prompt_tokens
+                if output.cached_tokens is not None:
+                    looked_up += course.prompt_tokens
+                    cached_tokens += output.cached_tokens
                 self._observer.first_token(now - course.arrived_s)
             else:
                 gaps[course.last_s] = gaps.get(course.last_s, 0) + 1
@@ -202,6 +217,9 @@ class EngineMeter:
             self._observer.stepped(
                 prompt_tokens, tokens, [(now - last, count) for last, count in gaps.items()]
             )
+
+        if looked_up:
+            self._observer.looked_up(looked_up, cached_tokens)
 
     def ended(self, sequence_id: str, ending: Ending) -> None:
         """Tell of a sequence's end; the first call for it counts."""

@@ -161,6 +161,7 @@ class TokenEvent:
     # One per entry of `token_ids`; in an echo, one per token of the prompt.
     logprobs: tuple[TokenLogprob, ...] | None = None
     form: MessageForm | None = None  # in the first event of a continuation in a chat
+    cached_tokens: int = 0  # of the prompt, found in the KV cache; known with the first token
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,17 @@ class EngineConfig(BaseModel):
         description="Tokens in a page of the KV cache. What a sequence's last page does not hold is lost to "
         "others. The kernels of flash-attn, where it is installed, want a multiple of 256.",
     )
+    prefix_caching: bool = Field(
+        default=True,
+        description="Remember prompts and answers in what of the KV cache nobody needs, in full pages, and do "
+        "not compute again what a prompt begins with and is remembered. A sleep forgets it all. Of no effect "
+        "for models with sliding windows, which remember nothing.",
+    )
     min_shared_prefix_tokens: int = Field(
         default=256,
         gt=0,
-        description="Tokens that a prompt must have in common with what earlier ones left in the KV cache, "
-        "for it to share them, in full pages, instead of computing them again. For fewer, reading the cache "
-        "takes longer; with more than max_model_len nothing is shared.",
+        description="Remembered tokens from which on a prompt takes its beginning from the KV cache "
+        "(prefix_caching); for fewer, reading the cache takes longer than computing them.",
     )
     gpu_memory_utilization: float = Field(
         default=0.9,

@@ -23,6 +23,8 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None  # the token that ended it, if a token did
     error: Exception | None = None
     started_s: float | None = None  # when it left the queue last, of `time.perf_counter`
+    # With its first token: how many of its prompt were found in the KV cache. None: nobody looked.
+    cached_tokens: int | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

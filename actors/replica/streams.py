@@ -217,6 +217,8 @@ class OpenStreams:
             ]
         told = output.stop_token_id if output.stop_token_id in stream.stop_token_ids else None
         assembler = stream.assemblers[index]
+        if output.cached_tokens is not None:
+            assembler.cached_tokens = output.cached_tokens
         assembler.push(output.token_ids, logprobs, output.finish, told)
         if assembler.finish is not None:
             if output.finish is None:  # a stop string: the engine knows nothing of it

@@ -121,6 +121,7 @@ class OutputAssembler:
     ) -> None:
         self.finish: FinishReason | None = None  # why it ended; None while it goes on
         self.final_event_sent = False  # the event with the finish reason has been taken
+        self.cached_tokens = 0  # goes with every event
         self._decoder = decoder
         self._index = index
         self._prompt_tokens = prompt_tokens
@@ -195,6 +196,7 @@ class OutputAssembler:
             stop_reason=self._stop_reason,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             form=self._form,
+            cached_tokens=self.cached_tokens,
         )
         self.final_event_sent = self.is_finished
         self._token_ids, self._logprobs, self._form = [], None, None

@@ -105,6 +105,15 @@ SLEEP_STATE = _gauge(
     sleep_state=("awake", "weights_offloaded", "discard_all"),
 )
 PROMPT_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens of sequences that got a token.")
+PREFIX_QUERIES = _counter(
+    "vllm:prefix_cache_queries_total",
+    "Prompt tokens that were looked up in the KV cache: all of `prompt_tokens_total`, unless "
+    "`engine.prefix_caching` is off or the model has sliding windows.",
+)
+PREFIX_HITS = _counter(
+    "vllm:prefix_cache_hits_total",
+    "Prompt tokens that were found in the KV cache, and not computed again.",
+)
 GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Tokens generated.")
 REQUESTS = _counter(
     "vllm:request_success_total",
@@ -252,7 +261,8 @@ SILENT_REPLICAS = Metric(
 )
 
 OF_REPLICAS = (
-    *(RUNNING, WAITING, KV_USAGE, SLEEP_STATE, PROMPT_TOKENS, GENERATION_TOKENS, REQUESTS),
+    *(RUNNING, WAITING, KV_USAGE, SLEEP_STATE),
+    *(PROMPT_TOKENS, PREFIX_QUERIES, PREFIX_HITS, GENERATION_TOKENS, REQUESTS),
     *(TTFT, INTER_TOKEN, TIME_PER_TOKEN, LATENCY),
     *(QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME),
     *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS),

@@ -79,6 +79,10 @@ class Instruments(Observer):
         for seconds, times in gaps:
             self._tally.observe(metrics.INTER_TOKEN, seconds, times=times)
 
+    def looked_up(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self._tally.add(metrics.PREFIX_QUERIES, by=prompt_tokens)
+        self._tally.add(metrics.PREFIX_HITS, by=cached_tokens)
+
     def ended(self, course: Course, ending: Ending, now_s: float) -> None:
         observe = self._tally.observe
         self._tally.add(metrics.REQUESTS, ending)

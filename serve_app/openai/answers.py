@@ -73,6 +73,7 @@ class _Answer:
         }
         self._continuations = [_Continuation() for _ in range(len(ask.prompts) * ask.n)]
         self._prompt_tokens = [0] * len(ask.prompts)
+        self._cached_tokens = [0] * len(ask.prompts)
         self._completion_tokens = 0
 
     @property
@@ -144,6 +145,10 @@ class _Answer:
         index = prompt_index * self._ask.n + event.index
         continuation = self._continuations[index]
         self._prompt_tokens[prompt_index] = event.prompt_tokens
+        if (
+            event.index == 0
+        ):  # a prompt counts once, and later continuations may find what this one left
+            self._cached_tokens[prompt_index] = event.cached_tokens
         self._completion_tokens += len(event.token_ids)
         continuation.form = continuation.form or event.form
         if event.finish_reason is not None:
@@ -156,12 +161,13 @@ class _Answer:
             return chunk
         return {**chunk, "usage": self._usage() if self._ask.continuous_usage else None}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt, completion = sum(self._prompt_tokens), self._completion_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
 
     def _deltas(self, continuation: _Continuation, event: TokenEvent) -> list[dict[str, Any]]:

@@ -37,7 +37,12 @@ def const(value: str) -> Schema:
 
 _FINISH = {"enum": ["stop", "length", "tool_calls"]}
 _NUMBER: Schema = {"type": "number"}
-_USAGE = an_object(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
+_USAGE = an_object(
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
+    prompt_tokens_details=an_object(cached_tokens=COUNT),
+)
 _STOP_REASON: Schema = {"type": ["string", "integer"]}
 _FUNCTION = an_object(name=TEXT, arguments=TEXT)
 _TOLD_CALL = an_object(id=TEXT, type=const("function"), function=_FUNCTION)

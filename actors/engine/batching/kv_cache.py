@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from actors.engine.batching.kv_growth import GrowingPool
-from actors.engine.batching.prefixes import share_from
+from actors.engine.batching.prefixes import PrefixCache
 from actors.engine.batching.upstream import (
     PagedAttentionCache,
     infer_max_single_request_tokens,
@@ -25,9 +25,10 @@ class KvCache:
 
     def __init__(self, paged: PagedAttentionCache, min_shared_prefix_tokens: int) -> None:
         self.paged = paged
-        share_from(paged, min_shared_prefix_tokens)
         self._pool = GrowingPool(paged.num_sectors, len(paged.cache_allocators))
         paged.pool = self._pool
+        if paged.use_prefix_sharing:
+            PrefixCache(paged, min_shared_prefix_tokens)
 
     @property
     def num_blocks(self) -> int:
@@ -82,6 +83,8 @@ class KvCache:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that belong to sequences; on any thread."""
+        """Blocks that belong to sequences, each once however many share it; on any thread."""
         allocators = self.paged.cache_allocators.values()
-        return sum(len(blocks) for a in allocators for blocks in list(a.block_table.values()))
+        held = sum(len(blocks) for a in allocators for blocks in list(a.block_table.values()))
+        again = sum(n - 1 for a in allocators for n in list(a.ledger.shared_ref_counts.values()))
+        return max(0, held - again)  # the engine may go on between the two

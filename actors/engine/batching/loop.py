@@ -207,6 +207,7 @@ def _settings(
     return ContinuousBatchingConfig(
         page_size=config.page_size,
         num_blocks=limits.num_blocks,
+        allow_block_sharing=config.prefix_caching,
         max_batch_tokens=limits.max_batch_tokens,
         max_requests_per_batch=limits.max_requests_per_batch,
         max_memory_percent=1.0 if on_cuda else None,  # what fits has been planned

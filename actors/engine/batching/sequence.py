@@ -16,12 +16,16 @@ class SequenceState(RequestState):
     """A request of the manager that carries its sampling state and reports only what is new."""
 
     sampling: SequenceSampling = field(kw_only=True)
+    # Of its prompt, found in the KV cache; None before its first batch, and where nothing is looked up.
+    cached_tokens: int | None = field(default=None, init=False)
     _reported: int = field(default=0, init=False)
 
     def to_generation_output(self) -> EngineOutput:
         """What came since the last call; the base class would copy the whole list every step."""
         new = tuple(self.generated_tokens[self._reported :])
         self._reported += len(new)
+        # Told once. One that starts over has all it computed before for a prompt.
+        cached_tokens = None if self.sampling.output_ids else self.cached_tokens
         self.sampling.output_ids.extend(new)
         finish: FinishReason | None = None
         stop_token_id: int | None = None
@@ -33,7 +37,14 @@ class SequenceState(RequestState):
         grammar = self.sampling.grammar
         error = None if grammar is None else grammar.refusal
         return EngineOutput(
-            self.request_id, new, logprobs, finish, stop_token_id, error, self.lifespan[0]
+            self.request_id,
+            new,
+            logprobs,
+            finish,
+            stop_token_id,
+            error,
+            self.lifespan[0],
+            cached_tokens,
         )
 
     def create_equivalent_initial_request(self) -> "SequenceState":

@@ -30,6 +30,7 @@ def test_chat(client, model):
         "prompt_tokens": PROMPT_TOKENS,
         "completion_tokens": 6,
         "total_tokens": PROMPT_TOKENS + 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     (request,) = model.requests
     assert request.prompt == ChatPrompt(messages=({"role": "user", "content": "hi"},))

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -367,7 +368,31 @@ async def test_collect_waits_for_all():
     await collect([aiter(script) for script in scripts], answer, NEVER_S, anything)
     whole = json.loads(answer.written())
     assert [choice["text"] for choice in whole["choices"]] == ["a", "b"]
-    assert whole["usage"] == {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
+    assert whole["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 2,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+@on_loop
+async def test_cached_tokens_of_a_prompt_are_those_of_its_first_continuation():
+    begun = TokenEvent(0, "", (), 300)
+    scripts = [
+        Script(
+            begun,
+            *(
+                replace(event("a", FinishReason.LENGTH, index), cached_tokens=found)
+                for index, found in told
+            ),
+        )
+        for told in ([(0, 256), (1, 288)], [(1, 288), (0, 32)])
+    ]
+    answer = text_answer(prompt=["x", "y"], n=2)
+    await collect([aiter(script) for script in scripts], answer, NEVER_S, anything)
+    usage = json.loads(answer.written())["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 256 + 32}
 
 
 def with_logprobs(count: int, finish: FinishReason | None = None) -> TokenEvent:

@@ -32,6 +32,9 @@ class Told(Observer):
     def stepped(self, prompt_tokens: int, tokens: int, gaps: Sequence[tuple[float, int]]) -> None:
         self.told.append((prompt_tokens, tokens, sorted(gaps)))
 
+    def looked_up(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self.told.append(("looked up", prompt_tokens, cached_tokens))
+
     def ended(self, course: Course, ending: Ending, now_s: float) -> None:
         self.told.append((course.tokens, ending, now_s))
 
@@ -64,6 +67,24 @@ def test_each_step_is_told_once_with_gaps_that_sequences_share() -> None:
     assert metered.step(3, a=1, b=1, c=1) == [("first", 4), (10, 3, [(2, 2)])]
     assert metered.step(4, b=2) == [(0, 2, [(1, 1)])]
     assert metered.step(8, a=1, b=1, c=1) == [(0, 3, [(4, 1), (5, 2)])]
+
+
+def test_prompts_are_looked_up_once_with_their_first_token() -> None:
+    metered = Metered()
+    for name, length in (("a", 10), ("b", 300), ("c", 7), ("d", 5)):
+        metered.meter.submitted(name, length, arrived_s=0)
+
+    def step(**cached: int | None) -> list[tuple[object, ...]]:
+        metered.meter.advanced(
+            [EngineOutput(name, (1,), None, cached_tokens=found) for name, found in cached.items()]
+        )
+        told, metered.told.told = metered.told.told, []
+        return [each for each in told if each[0] == "looked up"]
+
+    assert step(a=0, b=288) == [("looked up", 310, 288)]
+    assert step(a=None, b=None) == []
+    assert step(a=5, c=0) == [("looked up", 7, 0)]  # `a` started over
+    assert step(d=None) == []  # nothing is looked up there
 
 
 def test_a_sequence_ends_once_and_nothing_after_it_counts() -> None:
@@ -158,7 +179,7 @@ def test_ray_s_own_dashboard_finds_what_this_engine_has() -> None:
     absent = {
         name
         for name in asked - ours
-        if not re.match(r"vllm_(external_prefix|prefix_cache|kv_offload|nixl)_", name)
+        if not re.match(r"vllm_(external_prefix|kv_offload|nixl)_", name)
     }
     assert absent == {"vllm_num_requests_swapped"}, "vLLM has none since V1"
 

@@ -21,6 +21,7 @@ from actors.engine.batching import upstream
 from actors.engine.batching.graphs import GraphRunner
 from actors.engine.batching.kv_growth import GrowingPool
 from actors.engine.batching.pipeline import PipelinedManager, _StatusThatReads
+from actors.engine.batching.prefixes import PrefixCache
 from actors.engine.batching.scheduling import TurnsScheduler
 from actors.engine.batching.sequence import SequenceState, StepRouter
 from actors.engine.model.compiled_layers import _PAGED
@@ -47,6 +48,8 @@ METHODS = {
     },
     "CachePool": {
         "__init__": "self, num_sectors, num_allocators, num_reserved_sectors",
+        "count_free_blocks": "self, index",
+        "free_blocks": "self, index, block_ids",
         "reset": "self",
     },
     "ContinuousBatchProcessor": {
@@ -96,8 +99,11 @@ METHODS = {
         "set_request_cancellation": "self, request_id",
     },
     "FullAttentionCacheAllocator": {
+        "acquire_prefix_blocks": "self, request_id, prefix_len, block_ids",
         "get_bytes_per_page": "num_key_value_heads, head_dim, cache_dtype, page_size",
+        "mark_complete_blocks": "self, request_id, token_ids, new_new_blocks",
         "match_prefix_blocks": "self, prompt_ids",
+        "needs_new_blocks": "self, request_id, past_length, query_length",
         "register_cache_tensor": "self, bytes_per_sector, non_trash_bytes, cache_tensor, pool",
     },
     "HostDeviceIOPair": {"transfer_inputs_h2d": "self, stream"},
@@ -111,8 +117,10 @@ METHODS = {
     "PagedAttentionCache": {
         "can_store_request_tokens": "self, state, request_len, dry_run",
         "compute_free_capacity": "self, relative",
+        "count_new_complete_blocks": "self, state, request_len",
         "fill_block_table": "self, request_id, past_length, query_length, block_table",
         "free_blocks": "self, request_id, no_cache",
+        "mark_complete_blocks": "self, state, complete_blocks",
         "reset": "self",
         "search_prefix_match": "self, request_id, prompt_ids",
         "update": "self, key_states, value_states, layer_idx, kwargs",
@@ -132,9 +140,12 @@ ATTRIBUTES = {
     "status": "fatal_error local_status tp_status",
     "processor": "cache cb_config inputs_and_outputs logit_processor model_runner output_router scheduler",
     "scheduler": "active_requests block_new_requests max_requests_per_batch waiting_requests",
-    "cache": "bytes_per_sector cache_allocators cache_tensor max_batch_tokens num_blocks num_sectors pool",
-    "allocator": "block_physical_stride block_table num_blocks supports_block_table tokens_per_page",
-    "pool": "free_sectors num_reserved_sectors",
+    "cache": "bytes_per_sector cache_allocators cache_tensor max_batch_tokens num_blocks num_sectors pool "
+    "use_prefix_sharing",
+    "allocator": "block_physical_stride block_table blocks_per_sector bytes_per_block index layer_type ledger "
+    "num_blocks supports_block_table tokens_per_page",
+    "ledger": "block_to_hash cached_blocks hash_to_block shared_ref_counts",
+    "pool": "free_sectors num_free_sectors num_reserved_sectors",
     "io": "block_table compute_stream input_ids num_q_tokens num_request_in_batch "
     "req_id_to_new_token_position requests_in_batch use_block_table",
     "runner": "cache cb_config graph_pool_id inputs_and_outputs logit_processor pad_inputs "
@@ -154,6 +165,7 @@ OURS: list[tuple[type, type]] = [
     (GraphRunner, upstream.ModelRunner),
     (GrowingPool, upstream.CachePool),
     (PipelinedManager, upstream.ContinuousBatchingManager),
+    (PrefixCache, upstream.PagedAttentionCache),
     (SequenceState, upstream.RequestState),
     (TurnsScheduler, upstream.FIFOScheduler),
     (_StatusThatReads, upstream.BackgroundThreadStatus),
@@ -174,13 +186,15 @@ def arguments(function: Any) -> str:
 def objects() -> Iterator[dict[str, Any]]:
     manager = manager_on_cpu(max_batch_tokens=16, max_requests_per_batch=2, num_blocks=4)
     processor = manager._create_batch_processor()
+    allocator = next(iter(processor.cache.cache_allocators.values()))
     yield {
         "manager": manager,
         "status": manager.background_thread_status,
         "processor": processor,
         "scheduler": processor.scheduler,
         "cache": processor.cache,
-        "allocator": next(iter(processor.cache.cache_allocators.values())),
+        "allocator": allocator,
+        "ledger": allocator.ledger,
         "pool": processor.cache.pool,
         "io": processor.inputs_and_outputs,
         "runner": processor.model_runner,
