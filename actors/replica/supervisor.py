@@ -19,9 +19,7 @@ _MAX_ATTEMPTS = 5
 # In so much time with a worker that was ready, or they are no row: a sleeper whose workers die once a day has no
 # wake that could settle. The time of starts is not counted, or five that hang for ten minutes each were none either.
 _ROW_S = 600.0
-_FIRST_PAUSE_S = (
-    1.0  # before the second attempt; then twice as long each time, 8 s before the fifth
-)
+_FIRST_PAUSE_S = 1.0  # before the second attempt; then twice as long, 8 s before the fifth
 _CLOSE_TIMEOUT_S = 40.0  # a worker gives its device 30
 
 
