@@ -12,16 +12,6 @@ OLDEST := .venv-oldest
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-# Ray 2.60 opens its own ports on every interface unless this is 0 (ray/_private/services.py); one
-# machine needs none of them from outside.
-LOOPBACK := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
-
-# Serve's proxy takes streamed events over gRPC: half of its time for each (2.60). An answer that is not streamed is
-# one message; gRPC's own limit, 4 MiB, is reached by 3,000 tokens with 20 log-probabilities each. And no event goes
-# from thread to thread within a process (docs/decisions/74).
-QUICK_SERVE := RAY_SERVE_PROXY_USE_GRPC=1 RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH=268435456 \
-	RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0 RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0
-
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
@@ -41,11 +31,7 @@ help:
 	@echo 'make clean   remove the environment, the caches and what tests wrote to checkpoints/'
 
 serve: $(STAMP)
-	@$(VENV)/bin/sleepserve check serve_config.yaml
-	@echo 'When the models are up, try:'
-	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
-	@echo "    -d '{\"model\": \"demo\", \"max_tokens\": 32, \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(LOOPBACK) $(QUICK_SERVE) exec $(PY) -m ray.serve.scripts run serve_config.yaml
+	@exec $(VENV)/bin/sleepserve serve serve_config.yaml
 
 # The unit tests in a process per core; all others need the machine to themselves. With arguments, as one command.
 test: NOT = gpu or slow or browser
@@ -64,7 +50,7 @@ test-page: $(STAMP)
 		echo 'make test-page needs a browser. Debian, Ubuntu: apt-get install chromium' >&2; exit 1; }
 	@$(PY) -c 'import playwright' 2>/dev/null || \
 		$(PY) -m pip install --quiet -c constraints.txt -e ".[page]"
-	$(LOOPBACK) $(PY) -m pytest -m browser $(ARGS) tests/browser
+	$(PY) -m pytest -m browser $(ARGS) tests/browser
 	@echo 'Pictures of the page: .pytest_cache/page'
 
 # Clients in an environment without the server's packages; they start a server of the other one.

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from serve_app.process.environment import LOOPBACK
+
 collect_ignore = ["clients"]  # in an environment of their own: make test-clients
 
-# Without it Ray 2.60 listens on every interface, whatever the node's address, and does not find a
-# cluster on loopback (ray/_private/services.py, resolve_ip_for_localhost). Ray reads it when anything
-# imports it for the first time.
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ.update(LOOPBACK)  # Ray reads it when anything imports it for the first time
 
 # From the end of the tests to the end of their process. What a test left running could keep it for ever.
 EXIT_TIMEOUT_S = 60

@@ -16,19 +16,19 @@ from pathlib import Path
 import psutil
 
 from serve_app.config.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE
+from serve_app.process.environment import serve_environment
 
 PROJECT = Path(__file__).parents[1]
 SHARED_MEMORY = Path("/dev/shm")
 
 STOP_DEADLINE_S = 30.0
 OBJECT_STORE_BYTES = 400_000_000
-MESSAGE_BYTES = 2**28  # as `make serve` has it
 
 # A shell's background job ignores SIGINT, and so would its children.
 _LISTEN_TO_SIGINT = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+os.execv(sys.argv[1], sys.argv[1:])
 """
 
 _JOIN = """
@@ -87,18 +87,25 @@ class ServeProcess:
         self._shared_memory_before = _shared_memory()
         config_file = self._home / "serve_config.yaml"
         config_file.write_text(self.config)
-        serve = ["-m", "ray.serve.scripts", "run", str(config_file)]
         self.started_s = time.time()
         with self._log.open("wb") as log:
             self._leader = subprocess.Popen(
-                [sys.executable, "-c", _LISTEN_TO_SIGINT, *serve],
-                cwd=PROJECT,
+                [sys.executable, "-c", _LISTEN_TO_SIGINT, *self._command(config_file)],
+                cwd=self._folder(),
                 env=_environment(self._home) | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def _command(self, config_file: Path) -> list[str]:
+        """What is run, with the path of its program."""
+        return [sys.executable, "-m", "ray.serve.scripts", "run", str(config_file)]
+
+    def _folder(self) -> Path:
+        """Where it is run."""
+        return PROJECT
 
     # --- processes ---
 
@@ -220,24 +227,18 @@ def free_port() -> int:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """The caller's without its Ray and its keys; Ray as `make serve` has it, with a modest store and a place of its own."""
+    """The caller's without its Ray and its keys; Ray as `sleepserve serve` has it, with a modest store and a place of its own."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("RAY_") and name not in (API_KEYS_VARIABLE, ADMIN_KEYS_VARIABLE)
     }
     search = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return inherited | {
+    return serve_environment(inherited) | {
         "PYTHONPATH": os.pathsep.join(search),
-        # Ray 2.60 opens its own ports on every interface unless this is 0 (ray/_private/services.py).
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ADDRESS": "local",  # never join a Ray that somebody else has started
         "RAY_TMPDIR": str(home),
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),
-        "RAY_SERVE_PROXY_USE_GRPC": "1",  # half of the proxy's time for a streamed event
-        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(MESSAGE_BYTES),  # 4 MiB by default
-        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_COLOR_PREFIX": "0",

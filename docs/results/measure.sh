@@ -35,7 +35,7 @@ checkpoint=${CHECKPOINT:-/tmp/deepseek-r1-distill-qwen-7b}
 shape=${SHAPE:-deepseek-r1-distill-qwen-7b}
 config=${CONFIG:-configs/deepseek-r1-distill-qwen-7b_h200.yaml}
 port=${PORT:-8321}
-export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 PYTHONUNBUFFERED=1
+export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 cd "$project" || exit 1
 page=$("${PY:-python3}" -c 'from actors.engine.config import DEFAULT_PAGE_SIZE; print(DEFAULT_PAGE_SIZE)') || exit 1
 blocks="num_blocks=$((${CACHE_TOKENS:-153600} / page))"
@@ -72,9 +72,7 @@ for application in config["applications"]:
 yaml.safe_dump(config, sys.stdout)
 PYTHON
     set -m  # a job that bash does not control ignores SIGINT
-    # As `make serve` has it.
-    RAY_SERVE_PROXY_USE_GRPC=1 RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0 RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 \
-        "${PY:-python3}" -m ray.serve.scripts run "$work/serve_config.yaml" > "$work/serve_many.log" 2>&1 &
+    "${PY:-python3}" -m serve_app.cli.main serve "$work/serve_config.yaml" > "$work/serve_many.log" 2>&1 &
     server=$!
     set +m
     for _ in $(seq 120); do ((SECONDS < ends)) && ! "${ask[@]}" > "$work/ready.txt" || break; sleep 1; done

@@ -17,6 +17,7 @@ import yaml
 from serve_app.cli.bench_http import ManyValues
 from serve_app.cli.bench_run import check_writable, measure, run, tell, usage_errors
 from serve_app.cli.output import EXIT_FAILED, say
+from serve_app.process.environment import LOOPBACK
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Subject
@@ -192,9 +193,7 @@ def soak(
 
 
 def prepare_imports() -> None:
-    # Our Ray is for this process and its children. Ray 2.60 opens its own ports on every interface
-    # unless this is 0 when it is imported (ray/_private/ray_constants.py, services.py).
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.update({**LOOPBACK, **os.environ})  # our Ray is for this process and its children
     say("importing torch")
 
 

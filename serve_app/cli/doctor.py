@@ -108,7 +108,10 @@ def check_packages(required: Iterable[str] | None, installed: Mapping[str, str])
         required: lines as of a package's metadata; None: sleepserve itself is not installed.
         installed: normalised name -> version.
     """
-    name, remedy = "packages", "pip install -c constraints.txt -e . in the project's folder"
+    name = "packages"
+    remedy = (
+        "pip install the wheel again; in the project's folder: pip install -c constraints.txt -e ."
+    )
     if required is None:
         return Finding(name, Verdict.WARN, "sleepserve is not installed", remedy)
     wrong = []
@@ -167,7 +170,10 @@ def check_cuda(has_driver: bool, torch: Torch | None, installed: Mapping[str, st
         remedy = "nvidia-smi tells what the driver supports; containers need --gpus all"
         return Finding(name, Verdict.FAIL, text, remedy)
     if missing := [each for each in ("cuda-bindings", "nvidia-ml-py") if each not in installed]:
-        remedy = "pip install -c constraints.txt -e '.[gpu]' in the project's folder"
+        remedy = (
+            "pip install the wheel with its extra gpu, as sleepserve[gpu]; in the project's folder: "
+            "pip install -c constraints.txt -e '.[gpu]'"
+        )
         return Finding(name, Verdict.FAIL, f"{' and '.join(missing)} missing", remedy)
     text = f"{torch.devices} device(s), torch for CUDA {torch.cuda}"
     problems = {number: card_problem(each) for number, each in enumerate(torch.capabilities)}

@@ -37,6 +37,9 @@ from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
 
 EXIT_PARTIAL = 3
 
+HubName = Literal["modelscope", "huggingface"]
+DEFAULT_HUB: HubName = "modelscope"
+
 
 def download(
     model: Annotated[
@@ -51,9 +54,7 @@ def download(
             "OWNER/NAME on the hub.",
         ),
     ] = None,
-    source: Annotated[
-        Literal["modelscope", "huggingface"], typer.Option(help="The hub.")
-    ] = "modelscope",
+    source: Annotated[HubName, typer.Option(help="The hub.")] = DEFAULT_HUB,
     revision: Annotated[
         str | None,
         typer.Option(metavar="REV", help="Branch, tag or commit; the hub's default when absent."),

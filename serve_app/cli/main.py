@@ -18,7 +18,8 @@ from serve_app.cli.doctor_command import doctor
 from serve_app.cli.download import download
 from serve_app.cli.eval import evaluate
 from serve_app.cli.operate import sleep, status, wake
-from serve_app.cli.output import EXIT_USAGE, say
+from serve_app.cli.output import errors_in_one_line, say
+from serve_app.cli.serve import Dashes, serve
 
 if TYPE_CHECKING:
     from actors.checkpoints.making import DtypeName, ShapeName
@@ -28,6 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command(cls=Dashes)(serve)
 app.command()(download)
 app.command("eval")(evaluate)
 app.command()(status)
@@ -63,7 +65,7 @@ def check(
     from actors.engine.model.cards import has_nvidia_driver
     from serve_app.config.files import check_file
 
-    with _errors_in_one_line():
+    with errors_in_one_line():
         models = check_file(file)
     for model in models:
         if note := model.unused_card(has_nvidia_driver()):
@@ -98,7 +100,7 @@ def make_checkpoint(
 
     shape_name: ShapeName = shape.value
     dtype_name: DtypeName | None = dtype.value if dtype else None
-    with _errors_in_one_line(), _bar(str(directory)) as on_progress:
+    with errors_in_one_line(), _bar(str(directory)) as on_progress:
         write_checkpoint(
             directory,
             shape_name,
@@ -124,15 +126,6 @@ def settings() -> None:
 def version() -> None:
     """Print the version."""
     print(__version__)
-
-
-@contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        say(str(error))
-        raise typer.Exit(EXIT_USAGE) from error
 
 
 @contextmanager

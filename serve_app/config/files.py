@@ -271,10 +271,10 @@ class AppArgs(_ModelList):
     )
 
 
-_ARGS: dict[str, type[_ModelList]] = {
-    "serve_app.app:build_weights": WeightsArgs,
-    "serve_app.app:build_app": AppArgs,
-}
+# Import paths of the applications `weights` and `llm`.
+WEIGHTS = "serve_app.app:build_weights"
+LLM = "serve_app.app:build_app"
+ARGS_OF: dict[str, type[_ModelList]] = {WEIGHTS: WeightsArgs, LLM: AppArgs}
 
 
 # --- reading ---
@@ -333,12 +333,45 @@ def check_file(path: str | Path) -> tuple[ModelConfig, ...]:
             config = load_model_config(file)
             _require_checkpoints((config,), [str(file.absolute())], file.parent)
             return (config,)
-        return _check_serve_config(data, _project_around(file.absolute().parent))
+        return check_serve_config(data, _project_around(file.absolute().parent))
     except ConfigError as error:
         raise error.inside(file=_shown(file)) from error
 
 
-def _check_serve_config(data: dict[str, Any], project: Path) -> tuple[ModelConfig, ...]:
+def is_serve_config(path: str | Path) -> bool:
+    """Whether it is a file, and no model's.
+
+    Raises:
+        ConfigError: it is a file, but not of YAML's mappings.
+    """
+    file = Path(path)
+    try:
+        return file.is_file() and "applications" in _read_yaml(file)
+    except ConfigError as error:
+        raise error.inside(file=_shown(file)) from error
+
+
+def in_place(path: str | Path) -> dict[str, Any]:
+    """What a valid serve_config.yaml says, with its models' files written out and its paths absolute."""
+    file = Path(path)
+    data = _read_yaml(file)
+    context = {"project": _project_around(file.absolute().parent)}
+    for application in data["applications"]:
+        if (args := ARGS_OF.get(application["import_path"])) is not None:
+            valid = validate(args, application["args"], context)
+            application["args"] = valid.model_dump(mode="json", exclude_unset=True)
+    return data
+
+
+def check_serve_config(data: dict[str, Any], project: Path) -> tuple[ModelConfig, ...]:
+    """Every model that the contents of a serve_config.yaml name; all of it valid.
+
+    Args:
+        project: where its relative paths start.
+
+    Raises:
+        ConfigError: something is wrong, or a checkpoint is not there.
+    """
     from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
     problems = list(unknown_keys(data, ServeDeploySchema))  # here, too, Ray drops them
@@ -368,13 +401,13 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> tuple[ModelConfi
 def _check_application(
     import_path: str, args: dict[str, Any], project: Path
 ) -> tuple[ModelConfig, ...]:
-    if import_path not in _ARGS:
+    if import_path not in ARGS_OF:
         if not import_path.startswith("serve_app."):
             return ()  # somebody else's application beside ours
-        text = f"nothing to build at {import_path}{did_you_mean(import_path, _ARGS)}"
+        text = f"nothing to build at {import_path}{did_you_mean(import_path, ARGS_OF)}"
         raise ConfigError([Problem(text, ("import_path",))])
     try:
-        valid = validate(_ARGS[import_path], args, {"project": project})
+        valid = validate(ARGS_OF[import_path], args, {"project": project})
         _require_checkpoints(valid.models, args["models"], project)
         if isinstance(valid, AppArgs):
             read_keys(valid.http.api_keys_file, valid.http.admin_keys_file, {})

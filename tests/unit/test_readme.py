@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from serve_app.cli.main import app
 from serve_app.config.http import HttpSettings
 from serve_app.front.app import build_asgi
+from serve_app.process.environment import CHEAP_STREAMS
 
 KB = 1000
 DECISION = ("Question", "Choice", "Reason", "Cost", "Limits", "Measured", "Rejected", "Remaining")
@@ -56,6 +57,11 @@ def test_settings_are_those_of_the_code(project: Path) -> None:
     found = re.search(r"<!-- settings: .*? -->\n(.*?)<!-- /settings -->", text, re.DOTALL)
     assert found is not None
     assert found[1] == result.stdout, "paste what `sleepserve settings` prints"
+
+
+def test_variables_of_the_environment_are_those_of_the_code(project: Path) -> None:
+    text = read(project / "docs" / "operations.md")
+    assert dict(re.findall(r"(RAY_SERVE_\w+)=(\d+)(?!`)", text)) == CHEAP_STREAMS
 
 
 def test_every_route_is_described(project: Path) -> None:
