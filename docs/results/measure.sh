@@ -60,10 +60,11 @@ pack() {
 serve() {  # COMMAND...: while a server runs whose model falls asleep after 2 s without requests
     local server ask=(curl -sf -m 60 "127.0.0.1:$port/v1/completions" -H 'Content-Type: application/json' -d '{"prompt": "Hi", "max_tokens": 4}')
     "${PY:-python3}" - "$config" "$checkpoint" "$port" > "$work/serve_config.yaml" << 'PYTHON'
+import os
 import sys
 import yaml
 settings, checkpoint, port = sys.argv[1:]
-model = yaml.safe_load(open(settings)) | {"source": {"id": checkpoint}}
+model = yaml.safe_load(open(settings)) | {"source": {"id": os.path.abspath(checkpoint)}}
 model["sleep"] = model.get("sleep", {}) | {"idle_timeout_s": 2.0}
 config = yaml.safe_load(open("docs/results/serve_many.yaml"))
 config["http_options"]["port"] = int(port)
