@@ -148,6 +148,8 @@ class ServeProcess:
         found = (a.removeprefix(option) for a in raylet.cmdline() if a.startswith(option))
         # A Ray that was started locally asks for the token in ~/.ray; who joins has to say so.
         joins = {"RAY_ADDRESS": next(found), "RAY_AUTH_MODE": "token"}
+        # Without an event loop of its own it can call handles only by Serve's, on a thread.
+        joins["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"] = "1"
         return subprocess.Popen(
             [sys.executable, "-c", _JOIN + script, *args],
             cwd=PROJECT,

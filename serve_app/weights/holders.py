@@ -244,7 +244,10 @@ class _DeploymentPeer:
 
     @cached_property
     def _handle(self) -> "DeploymentHandle[Any]":
-        return serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
+        handle = serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
+        # There is no event loop on these threads for its router to be on (docs/decisions/74).
+        handle._init(_run_router_in_separate_loop=True)
+        return handle
 
 
 def _node_peers() -> "Iterable[Peer]":

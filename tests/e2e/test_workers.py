@@ -25,7 +25,7 @@ WARM_UP = 3  # deaths before anything is counted
 WOBBLE = 2  # of what is counted; a death that left something would show as 17
 MAX_FAILURES_IN_A_ROW = 5
 SILENCE_TIMEOUT_S = 3.0
-BEGIN_TIMEOUT_S = 30.0  # also for an engine to be made ready
+BEGIN_TIMEOUT_S = 20.0  # also for an engine to be made ready
 
 
 @pytest.fixture
@@ -182,6 +182,11 @@ def next_worker(server: ServeProcess, known: set[int]) -> int:
     return new
 
 
+def imports_torch(process_id: int) -> bool:
+    """Or has done so."""
+    return any("libtorch" in each.path for each in psutil.Process(process_id).memory_maps())
+
+
 def test_worker_killed_before_it_is_ready_is_replaced_as_well(
     tiny: ServeProcess, replica: dict[str, Any], puzzles: tuple[Puzzle, ...]
 ) -> None:
@@ -266,7 +271,8 @@ def test_worker_that_says_nothing_is_replaced(
 ) -> None:
     servers.stop()
     watchdog = {"silence_timeout_s": SILENCE_TIMEOUT_S, "other_timeout_s": BEGIN_TIMEOUT_S}
-    config = config_with("tiny_cpu.yaml", watchdog=watchdog, sleep={"idle_timeout_s": None})
+    sleep = {"idle_timeout_s": None, "wake_timeout_s": 4 * BEGIN_TIMEOUT_S}  # two starts are in it
+    config = config_with("tiny_cpu.yaml", watchdog=watchdog, sleep=sleep)
     with serving(config) as server:
         replica = server.wake_up()
         with streaming(server, puzzles[:1], n=1) as (stream,), ThreadPoolExecutor(8) as pool:
@@ -278,9 +284,10 @@ def test_worker_that_says_nothing_is_replaced(
         replica = check_replaced(server, replica)
         assert f"has said nothing for {SILENCE_TIMEOUT_S:g} s" in server.log()
 
-        # And one that is stopped in its start, before or after its first word.
+        # And one that is stopped in its start, most likely before its first word.
         kill_worker(replica)
         second = next_worker(server, {replica["worker_process_id"]})
+        wait_until(lambda: imports_torch(second), what="the replica has called it", pause_s=0.01)
         os.kill(second, signal.SIGSTOP)
         right_answers(server, puzzles)
         wait_until_gone(second)

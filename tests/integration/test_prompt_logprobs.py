@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,9 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> Pieces:
 
 
 async def echo(h: Harness, **sampling: object) -> list[TokenEvent]:
-    return await h.events(LONG, **{"echo": True, "logprobs": 1, "max_tokens": 1} | sampling)
+    """But for what of the prompt the KV cache had: that depends on who asked before."""
+    events = await h.events(LONG, **{"echo": True, "logprobs": 1, "max_tokens": 1} | sampling)
+    return [replace(event, cached_tokens=0) for event in events]
 
 
 async def until_dropped(h: Harness, pieces: Pieces) -> None:
