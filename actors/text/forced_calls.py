@@ -83,5 +83,5 @@ def _text(text: str) -> str:
 
 
 def _object(schema: Mapping[str, Any]) -> str:
-    """A tool's arguments are an object, whether its schema says so or not."""
-    return json.dumps({"type": "object", **_WITHIN_JSON, **schema}, ensure_ascii=False)
+    """A tool's arguments are an object, whatever its schema says."""
+    return json.dumps({**_WITHIN_JSON, **schema, "type": "object"}, ensure_ascii=False)

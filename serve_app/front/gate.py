@@ -42,8 +42,8 @@ class Gate:
 
     What a request takes on of the budgets of `serve_app.front.work`, it takes on through `scope["admission"]`.
 
-    Plain ASGI, inside `Edge`, which says what the client speaks, and turns what is raised here into an answer. Reads the routes of the
-    application that it is in.
+    Plain ASGI, inside `Edge`, which says what the client speaks, and turns what is raised here into an answer.
+    Reads the routes of the application that it is in.
     """
 
     def __init__(

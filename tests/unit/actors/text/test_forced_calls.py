@@ -28,6 +28,8 @@ TOOLS: Any = tuple(
         {"name": 'say "x"', "parameters": {**SCHEMA, "properties": {"kind": {"const": "é"}}}},
         {"name": "other", "parameters": {"type": "object", "additionalProperties": False}},
         {"name": "bare"},
+        {"name": "wrong", "parameters": {"type": "string"}},
+        {"name": "o\x01\n\u2028\\/%json", "parameters": SCHEMA},
     )
 )
 FORMS = ["qwen", "deepseek", "llama"]
@@ -72,15 +74,26 @@ def test_one_call_comes_out_whatever_the_logits_are(
     assert json.loads(call.arguments).get("kind") in kinds[call.name]
 
 
+@pytest.mark.parametrize("name", ["bare", "wrong"])
 @pytest.mark.parametrize("tools", FORMS)
-def test_arguments_without_a_schema_are_an_object(
-    codec: TextCodec, compiler: GrammarCompiler, tools: str
+def test_arguments_are_an_object_whatever_the_schema_says(
+    codec: TextCodec, compiler: GrammarCompiler, tools: str, name: str
 ) -> None:
     form = MessageForm(tools=tools)
-    grammar = compiler.compile(forced_call(form, prompt("bare")))
+    grammar = compiler.compile(forced_call(form, prompt(name)))
     *tokens, last = generate(sequence(codec, grammar, 1), 1, limit=3000)
     assert last in codec.eos_ids
-    assert [call.name for call in read(form, codec.decode(tokens)).calls] == ["bare"]
+    assert [call.name for call in read(form, codec.decode(tokens)).calls] == [name]
+
+
+@pytest.mark.parametrize("tools", ["qwen", "llama"])
+def test_name_may_have_any_characters(
+    codec: TextCodec, compiler: GrammarCompiler, tools: str
+) -> None:
+    form, name = MessageForm(tools=tools), TOOLS[-1]["function"]["name"]
+    grammar = compiler.compile(forced_call(form, prompt(name)))
+    *tokens, _ = generate(sequence(codec, grammar, 1), 1)
+    assert [call.name for call in read(form, codec.decode(tokens)).calls] == [name]
 
 
 def follows(codec: TextCodec, compiler: GrammarCompiler, form: MessageForm, text: str) -> bool:
