@@ -22,7 +22,7 @@ help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
 	@echo 'make test    the tests that need no GPU and are quick'
 	@echo 'make test-all  all that need no GPU: half an hour on two cores'
-	@echo 'make test-clients  what other people wrote: OpenAI, schemathesis, evalscope; 1.3 GB in .venv-clients'
+	@echo 'make test-clients  what other people wrote: OpenAI, Anthropic, schemathesis, evalscope; 1.3 GB in .venv-clients'
 	@echo 'make test-oldest  the unit tests with the oldest versions that pyproject.toml allows, in .venv-oldest'
 	@echo 'make test-page  the status page in a browser; needs chromium'
 	@echo 'make gpu     the tests that need one; PY=python3: with that interpreter, installing nothing'

@@ -91,6 +91,9 @@ class ChatPrompt:
     tools: tuple[Mapping[str, Any], ...] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    must_call: tuple[
+        str, ...
+    ] = ()  # the output must be a call of one of these tools; none: as it likes
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt  # text, token ids or messages

@@ -22,6 +22,7 @@ from actors.protocol import (
 )
 from actors.replica.streams import OpenStreams, Prepared, RequestStream, pieces
 from actors.replica.worker_client import WorkerClient
+from actors.text.forced_calls import forced_call
 from actors.text.sampling_defaults import ResolvedSampling, resolve
 from actors.text.validation import check_request
 
@@ -88,18 +89,21 @@ class ModelRuntime:
             max_tokens=self.worker.facts.max_model_len,
         )
         facts = self.worker.facts
-        params = resolve(request.sampling, self._defaults, facts.max_model_len - len(prompt_ids))
+        form = None
+        sampling = request.sampling
+        if isinstance(prompt, ChatPrompt):
+            form = self.codec.message_form(prompt, prompt_ids)
+            if prompt.must_call:
+                sampling = replace(sampling, grammar=forced_call(form, prompt))
+            elif sampling.grammar is not None:
+                # It leaves no room to reason, whatever the prompt ends with.
+                form = replace(form, in_reasoning=False)
+        params = resolve(sampling, self._defaults, facts.max_model_len - len(prompt_ids))
         check_request(params, prompt_ids, facts.vocab_size, facts.max_model_len)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids)
         if params.grammar is not None or not params.ignore_eos:
             stops |= self.codec.eos_ids
-        form = None
-        if isinstance(prompt, ChatPrompt):
-            form = self.codec.message_form(prompt, prompt_ids)
-            if params.grammar is not None:
-                # It leaves no room to reason, whatever the prompt ends with.
-                form = replace(form, in_reasoning=False)
         seeds = tuple(_wrap_int64(seed + i) for i in range(request.n))
         return Prepared(request, prompt_ids, params, seeds, stops, form, arrived_s)
 

@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.config.http import HttpSettings
@@ -14,6 +14,7 @@ from serve_app.config.keys import Access, KeyRing
 from serve_app.front.about import About
 from serve_app.front.bodies import Bodies
 from serve_app.front.browsers import Browsers
+from serve_app.front.dialects import OPENAI, Dialect
 from serve_app.front.endpoints.catalogue import ENDPOINTS
 from serve_app.front.endpoints.endpoint import Handlers
 from serve_app.front.errors import Edge, http_exception
@@ -71,7 +72,7 @@ def build_asgi(
         routes=_routes(handlers, settings, everybody.account),
         middleware=[
             *_cors(settings),  # outermost: a page of another origin may read errors, too
-            Middleware(Edge, send_request_id=send_request_id),
+            Middleware(Edge, dialect_of=_dialect_of, send_request_id=send_request_id),
             Middleware(
                 Gate,
                 keys=keys,
@@ -83,6 +84,21 @@ def build_asgi(
     )
     app.router.redirect_slashes = False  # a redirect behind a TLS proxy leads to plain HTTP
     return app
+
+
+_DIALECTS: Mapping[str, Dialect] = {
+    endpoint.path: endpoint.dialect for endpoint in ENDPOINTS if endpoint.dialect is not OPENAI
+}
+
+
+def _dialect_of(scope: Scope) -> Dialect:
+    """That of the endpoint at this path, with whatever method; elsewhere OpenAI's."""
+    routes = scope["app"].routes
+    others = [route for route in routes if getattr(route, "path", "") in _DIALECTS]
+    return next(
+        (_DIALECTS[route.path] for route in others if route.matches(scope)[0] is not Match.NONE),
+        OPENAI,
+    )
 
 
 def _routes(handlers: Handlers, settings: HttpSettings, account: Account) -> list[BaseRoute]:

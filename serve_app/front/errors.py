@@ -1,13 +1,13 @@
-"""ServingError -> status, OpenAI error body, Retry-After: one table, and the middleware that sends it.
+"""ServingError -> status, error body, Retry-After: one table, and the middleware that sends it.
 
-Bodies carry all four keys of OpenAI's `error` object. Codes are strings, because openai-python shows
+Bodies are those of the endpoint's dialect. OpenAI's carry all four keys of its `error` object. Codes are strings, because openai-python shows
 them as `error.code`; vLLM and Ray put the HTTP status there.
 """
 
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from uuid import uuid4
@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors import errors
+from serve_app.front.dialects import OPENAI, Dialect, Row
 from serve_app.models.remote_errors import unwrap
 
 logger = logging.getLogger(__name__)
@@ -57,15 +58,6 @@ class KeyBusy(errors.Unavailable):
 
 class ServerBusy(errors.Unavailable):
     """As much work is in flight as this process takes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """How one class of errors looks to an HTTP client."""
-
-    status: int
-    type: str
-    code: str
 
 
 _CLIENT = "invalid_request_error"
@@ -116,7 +108,7 @@ class Problem:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def describe(exc: Exception, request_id: str) -> Problem:
+def describe(exc: Exception, request_id: str, dialect: Dialect = OPENAI) -> Problem:
     """What the client learns about `exc`.
 
     Errors that are ours, and those nobody expected, are logged with the request's id; of the latter
@@ -126,12 +118,12 @@ def describe(exc: Exception, request_id: str) -> Problem:
     if not isinstance(root, errors.ServingError):
         logger.error("request %s failed unexpectedly", request_id, exc_info=exc)
         message = f"internal error; the server's log has it under request id {request_id}"
-        return Problem(_UNEXPECTED.status, error_body(_UNEXPECTED, message))
+        return Problem(_UNEXPECTED.status, _error_body(dialect, _UNEXPECTED, message))
     row = row_of(type(root))
     if row.status == 500:
         logger.error("request %s failed: %s", request_id, root, exc_info=exc)
     param = root.param if isinstance(root, errors.InvalidRequest) else None
-    return Problem(row.status, error_body(row, str(root), param), _headers(root))
+    return Problem(row.status, _error_body(dialect, row, str(root), param), _headers(root))
 
 
 def row_of(kind: type[errors.ServingError]) -> Row:
@@ -139,11 +131,13 @@ def row_of(kind: type[errors.ServingError]) -> Row:
     return next(TABLE[base] for base in kind.__mro__ if base in TABLE)
 
 
-def error_body(row: Row, message: str, param: str | None = None) -> dict[str, object]:
-    """OpenAI's error object. A chat template or a library may put a whole request into its message."""
+def _error_body(
+    dialect: Dialect, row: Row, message: str, param: str | None = None
+) -> dict[str, object]:
+    """A chat template or a library may put a whole request into its message."""
     if len(message) > MAX_MESSAGE_CHARS:
         message = f"{message[: MAX_MESSAGE_CHARS - 3]}..."
-    return {"error": {"message": message, "type": row.type, "param": param, "code": row.code}}
+    return dialect.error_body(row, message, param)
 
 
 def _headers(exc: errors.ServingError) -> dict[str, str]:
@@ -160,14 +154,18 @@ def _headers(exc: errors.ServingError) -> dict[str, str]:
 
 
 class Edge:
-    """The outermost layer: gives each request an id, and whatever is raised an OpenAI error body.
+    """The outermost layer: gives each request an id, and whatever is raised an error body.
 
     The id is the caller's `x-request-id` where that is fit for a log line. It is in
-    `scope["request_id"]`. Plain ASGI: Starlette's BaseHTTPMiddleware hides a client's disconnect.
+    `scope["request_id"]`, and what the client speaks in `scope["dialect"]`. Plain ASGI: Starlette's
+    BaseHTTPMiddleware hides a client's disconnect.
     """
 
-    def __init__(self, app: ASGIApp, *, send_request_id: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, *, dialect_of: Callable[[Scope], Dialect], send_request_id: bool
+    ) -> None:
         self._app = app
+        self._dialect_of = dialect_of
         self._send_request_id = send_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,6 +175,7 @@ class Edge:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _SANE_REQUEST_ID.fullmatch(given) else uuid4().hex
         scope["request_id"] = request_id
+        dialect = scope["dialect"] = self._dialect_of(scope)
         begun = False
 
         async def send_named(message: Message) -> None:
@@ -192,7 +191,7 @@ class Edge:
         except ClientDisconnect:
             logger.debug("request %s: the client went away", request_id)
         except Exception as exc:
-            problem = describe(exc, request_id)
+            problem = describe(exc, request_id, dialect)
             if begun:
                 raise  # the server cuts the connection, which is all that can still be said
             response = JSONResponse(problem.body, problem.status, problem.headers)
@@ -203,7 +202,7 @@ async def http_exception(request: Request, exc: Exception) -> Response:
     """No such path, or not with this method: what Starlette's router raises."""
     assert isinstance(exc, HTTPException)
     code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_")
-    body = error_body(
-        Row(exc.status_code, _CLIENT, code), f"{exc.detail}: {request.method} {request.url.path}"
-    )
+    row = Row(exc.status_code, _CLIENT, code)
+    message = f"{exc.detail}: {request.method} {request.url.path}"
+    body = _error_body(request.scope["dialect"], row, message)
     return JSONResponse(body, exc.status_code, exc.headers)

@@ -42,8 +42,8 @@ class Gate:
 
     What a request takes on of the budgets of `serve_app.front.work`, it takes on through `scope["admission"]`.
 
-    Plain ASGI, inside `Edge`, which turns what is raised here into an answer. Reads the routes of the
-    application that it is in.
+    Plain ASGI, inside `Edge`, which says what the client speaks, and turns what is raised here into an answer.
+    Reads the routes of the application that it is in.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Gate:
         access = access_of(scope, scope["app"].routes)
         key: ApiKey | None = None
         if self._keys.guards(access):
-            key = self._key_for(access, Headers(scope=scope).get("authorization", ""))
+            key = self._key_for(access, Headers(scope=scope), scope["dialect"].key_header)
         elif access is not Access.PUBLIC and scope["path"] != METRICS.path:
             # A scraper knows a service by any name, and nothing at its path is an order.
             self._browsers.check(scope)
@@ -98,12 +98,18 @@ class Gate:
             logger.info("keys have changed; there are now %s", names)
         self._keys, self._refused = found, ""
 
-    def _key_for(self, access: Access, authorization: str) -> ApiKey:
-        scheme, _, token = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
-            raise InvalidApiKey("this server needs a key: send Authorization: Bearer KEY")
+    def _key_for(self, access: Access, headers: Headers, key_header: str | None) -> ApiKey:
+        name = "Authorization"
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            token = ""
+        if key_header is not None and key_header in headers:
+            name, token = key_header, headers[key_header]
+        if not token.strip():
+            other = "" if key_header is None else f", or {key_header}: KEY"
+            raise InvalidApiKey(f"this server needs a key: send Authorization: Bearer KEY{other}")
         if (key := self._keys.find(token.strip())) is None:
-            raise InvalidApiKey("the key of the Authorization header is not one of this server's")
+            raise InvalidApiKey(f"the key of the {name} header is not one of this server's")
         if key.access < access:
             missing = "" if self._keys.has(access) else ", and this server has none"
             raise AdminKeyRequired(f"this route needs an admin key{missing}")

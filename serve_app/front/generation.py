@@ -1,4 +1,4 @@
-"""What models generate: chat, completions, and the form of the project this one started from.
+"""What models generate: chat, messages, completions, and the form of the project this one started from.
 
 Whether a request waits, wakes a replica or is refused is the replica's to say. Of all endpoints only these and
 `/wake_up` can wake a model; the others never do, nor wait for one.
@@ -7,7 +7,7 @@ Whether a request waits, wakes a replica or is refused is the replica's to say. 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from actors.protocol import TokenEvent
 from serve_app import __version__
+from serve_app.anthropic.answers import MessageAnswer
 from serve_app.config.http import HttpSettings
 from serve_app.front.endpoints import catalogue
 from serve_app.front.endpoints.endpoint import EVENTS, JSON, TEXT, Handler, Handlers
@@ -27,7 +28,9 @@ from serve_app.openai.requests import Ask
 
 logger = logging.getLogger(__name__)
 
-A = TypeVar("A", bound=ChatAnswer | CompletionAnswer)
+Answer = ChatAnswer | CompletionAnswer | MessageAnswer
+A = TypeVar("A", bound=Answer)
+C = TypeVar("C", ChatAnswer, CompletionAnswer)
 
 _LARGE_ANSWER = 16 * 1024  # bytes; what is smaller is written in a millisecond or two
 
@@ -45,18 +48,23 @@ class Generation:
 
     def handlers(self) -> Handlers:
         return [
-            Handler(catalogue.CHAT, lambda request, ask: self._answer(request, ask, ChatAnswer)),
+            Handler(
+                catalogue.CHAT, lambda request, ask: self._answer(request, ask, _openai(ChatAnswer))
+            ),
             Handler(
                 catalogue.COMPLETION,
-                lambda request, ask: self._answer(request, ask, CompletionAnswer),
+                lambda request, ask: self._answer(request, ask, _openai(CompletionAnswer)),
+            ),
+            Handler(
+                catalogue.MESSAGES, lambda request, ask: self._answer(request, ask, MessageAnswer)
             ),
             Handler(catalogue.SEED_COMPLETION, self.seed_completion),
         ]
 
     async def _answer(
-        self, request: Request, ask: Ask, kind: type[ChatAnswer | CompletionAnswer]
+        self, request: Request, ask: Ask, make: Callable[[Ask, str], Answer]
     ) -> Response:
-        answer, generations = self._begin(request, ask, kind)
+        answer, generations = self._begin(request, ask, make)
         if not ask.stream:
             await self._collect(request, generations, answer, ask)
             return Response(await self._written(answer), media_type=JSON)
@@ -66,12 +74,13 @@ class Generation:
             self._settings.keepalive_after_s,
             self._settings.keepalive_interval_s,
             request.scope["request_id"],
+            request.scope["dialect"],
         )
         return HeldResponse(frames, EVENTS)
 
     async def seed_completion(self, request: Request, ask: Ask) -> Response:
         """The form of the project this one started from; the prompt leads the output."""
-        answer, generations = self._begin(request, ask, CompletionAnswer)
+        answer, generations = self._begin(request, ask, _openai(CompletionAnswer))
         prompt = str(ask.prompts[0])
         if ask.stream:
             return HeldResponse(text_stream(generations, answer, prompt), TEXT)
@@ -79,15 +88,18 @@ class Generation:
         return JSONResponse({"output": prompt + answer.text})
 
     def _begin(
-        self, request: Request, ask: Ask, kind: type[A]
+        self, request: Request, ask: Ask, make: Callable[[Ask, str], A]
     ) -> tuple[A, list[AsyncIterator[TokenEvent]]]:
         """The answer to be, and one generation per prompt, none of which runs yet.
+
+        Args:
+            make: an answer, for the model of that id.
 
         Raises:
             ServerBusy, KeyBusy: so many more continuations would be too many now.
         """
         model = self._models.one(ask.model)
-        answer = kind(ask, model.info.model_id, int(time.time()), f"sleepserve-{__version__}")
+        answer = make(ask, model.info.model_id)
         logger.debug("request %s is answered as %s", request.scope["request_id"], answer.answer_id)
         request.scope["admission"].take(self._continuations, len(ask.prompts) * ask.n)
         return answer, [model.generate(each) for each in ask.requests(answer.answer_id)]
@@ -96,7 +108,7 @@ class Generation:
         self,
         request: Request,
         generations: Sequence[AsyncIterator[TokenEvent]],
-        answer: ChatAnswer | CompletionAnswer,
+        answer: Answer,
         ask: Ask,
     ) -> None:
         admission: Admission = request.scope["admission"]
@@ -109,8 +121,13 @@ class Generation:
         work = collect(generations, answer, self._settings.request_timeout_s, admit)
         await unless_gone(request.receive, work)
 
-    async def _written(self, answer: ChatAnswer | CompletionAnswer) -> bytes:
+    async def _written(self, answer: Answer) -> bytes:
         if answer.size <= _LARGE_ANSWER:
             return answer.written()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._writer, answer.written)
+
+
+def _openai(kind: type[C]) -> Callable[[Ask, str], C]:
+    """OpenAI's answers tell of when and by what they were made."""
+    return lambda ask, model_id: kind(ask, model_id, int(time.time()), f"sleepserve-{__version__}")

@@ -1,4 +1,4 @@
-"""Token events -> server-sent events: keep-alives, `[DONE]`, an error in mid-stream.
+"""Token events -> server-sent events: keep-alives, the end, an error in mid-stream.
 
 A stream's status line waits for its first chunk, so that an error before it is a real HTTP status.
 While a model wakes for long, keep-alives hold the connection open. Which form they take depends on
@@ -7,7 +7,6 @@ asks for `include_usage` and such clients must handle a chunk without choices.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -20,13 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from actors.errors import ReplicaFailed, ServingError, ShuttingDown
 from actors.protocol import TokenEvent
+from serve_app.front.dialects import OPENAI, Dialect
 from serve_app.front.errors import RequestTimeout, describe
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DONE: Final = b"data: [DONE]\n\n"
 COMMENT: Final = b": keep-alive\n\n"
 
 # Merged ahead of the client. What a slower one has not read waits in the call to its replica, which goes on
@@ -36,7 +35,7 @@ _AT_ONCE = 64  # of one request; what one replica takes by default (max_ongoing_
 
 
 class Answer(Protocol):
-    """What `serve_app.openai.answers` makes of token events."""
+    """What `serve_app.openai.answers` and `serve_app.anthropic.answers` make of token events."""
 
     @property
     def finished(self) -> bool:
@@ -55,19 +54,10 @@ class Answer(Protocol):
         """
 
     def keep_alive(self) -> Mapping[str, Any] | None:
-        """A chunk without choices, or None where a comment is better."""
+        """A chunk that says nothing, or None where a comment is better."""
 
     def trailer(self) -> Mapping[str, Any] | None:
         """The chunk with the usage, if the client asked for it."""
-
-
-def frame(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event.
-
-    Escaped to ASCII: clients that split lines with `str.splitlines` (httpx's `iter_lines`) would
-    otherwise cut an event at U+2028 or U+0085.
-    """
-    return b"data: " + json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class EventSource:
@@ -179,13 +169,14 @@ async def event_stream(
     keepalive_after_s: float,
     keepalive_interval_s: float,
     request_id: str,
+    dialect: Dialect = OPENAI,
 ) -> AsyncGenerator[bytes, None]:
     """The body of a streamed answer.
 
     Raises:
         Exception: what went wrong before the first chunk; later it becomes an event of the stream.
     """
-    timeout_s, begun = keepalive_after_s, False
+    frame, timeout_s, begun = dialect.frame, keepalive_after_s, False
     alive = answer.keep_alive()
     keep_alive = COMMENT if alive is None else frame(alive)
     try:
@@ -209,11 +200,12 @@ async def event_stream(
     except Exception as exc:
         if not begun:
             raise
-        yield frame(describe(exc, request_id).body)
+        yield frame(describe(exc, request_id, dialect).body)
     else:
         if (trailer := answer.trailer()) is not None:
             yield frame(trailer)
-    yield DONE
+    if dialect.end:
+        yield dialect.end
 
 
 async def text_stream(

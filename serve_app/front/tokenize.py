@@ -1,4 +1,4 @@
-"""Routes that tokenise: vLLM's /tokenize, /detokenize and /tokenizer_info. They wake no model."""
+"""Routes that tokenise: vLLM's /tokenize, /detokenize, /tokenizer_info, and Anthropic's count. They wake no model."""
 
 import asyncio
 import json
@@ -31,6 +31,7 @@ class Tokenizing:
         return [
             Handler(catalogue.TOKENIZE, self.tokenize),
             Handler(catalogue.DETOKENIZE, self.detokenize),
+            Handler(catalogue.COUNT_TOKENS, self.count_tokens),
             Handler(catalogue.TOKENIZER_INFO, self.tokenizer_info),
         ]
 
@@ -45,6 +46,11 @@ class Tokenizing:
             "token_strs": texts,
         }
         return await asyncio.to_thread(_answer, answer)
+
+    async def count_tokens(self, request: Request, asked: TokenizeAsk) -> Response:
+        tokenizer = self._models.one(asked.model).info.tokenizer
+        token_ids = await tokenizer.encode(asked.prompt, asked.add_special_tokens)
+        return JSONResponse({"input_tokens": len(token_ids)})
 
     async def detokenize(self, request: Request, form: DetokenizeForm) -> Response:
         tokenizer = self._models.one(form.model).info.tokenizer

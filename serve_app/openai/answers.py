@@ -6,16 +6,14 @@ short and OpenAI's list has no word for that (typed clients refuse vLLM's "abort
 `stop_reason` "abort".
 """
 
-import codecs
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from actors.protocol import FinishReason, MessageForm, TokenEvent, TokenLogprob
-from serve_app.openai.message import MessageParser, Parts
+from actors.protocol import FinishReason, TokenEvent, TokenLogprob
+from serve_app.openai.growing import Continuation, GrowingAnswer, to_json
+from serve_app.openai.message import Parts
 from serve_app.openai.requests import Ask
 from serve_app.openai.tool_calls import ToolCall
 
@@ -25,60 +23,24 @@ _FINISH: Mapping[FinishReason, str] = {
     FinishReason.ABORT: "length",
 }
 _MIN_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's value
-_LOGPROB_BYTES = 64  # of one entry, written
 _AT_A_TIME = 256  # entries of log-probabilities are written in a millisecond or three
 
 
-class _TextOffsets:
-    """Where each token begins in the text, though a character may span tokens."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._chars = 0
-
-    def next(self, token: bytes) -> int:
-        offset = self._chars
-        self._chars += len(self._decoder.decode(token))
-        return offset
-
-
-@dataclass(slots=True)
-class _Continuation:
-    """One choice as it grows."""
-
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    last: TokenEvent | None = None  # the event with the finish reason
-    offsets: _TextOffsets = field(default_factory=_TextOffsets)
-    form: MessageForm | None = None
-    parser: MessageParser | None = None  # of a streamed chat, once it has begun
-    calls: int = 0  # told so far
-
-
-class _Answer:
-    """What both kinds of answer share. `serve_app.front.stream.Answer` says what the methods are for."""
+class _Answer(GrowingAnswer):
+    """What both kinds of OpenAI's answers share."""
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def __init__(self, ask: Ask, model_id: str, created: int, fingerprint: str) -> None:
-        self.answer_id = f"{self.prefix}-{uuid4().hex}"
-        self._ask = ask
+        super().__init__(ask, f"{self.prefix}-{uuid4().hex}")
         self._head = {
             "id": self.answer_id,
             "created": created,
             "model": model_id,
             "system_fingerprint": fingerprint,
         }
-        self._continuations = [_Continuation() for _ in range(len(ask.prompts) * ask.n)]
-        self._prompt_tokens = [0] * len(ask.prompts)
-        self._cached_tokens = [0] * len(ask.prompts)
-        self._completion_tokens = 0
-
-    @property
-    def finished(self) -> bool:
-        return all(continuation.last is not None for continuation in self._continuations)
 
     def chunks(self, prompt_index: int, event: TokenEvent) -> list[dict[str, Any]]:
         index, continuation = self._count(prompt_index, event)
@@ -87,34 +49,16 @@ class _Answer:
             for choice in self._deltas(continuation, event)
         ]
 
-    def add(self, prompt_index: int, event: TokenEvent) -> None:
-        _, continuation = self._count(prompt_index, event)
-        continuation.text.append(event.text)
-        continuation.logprobs.extend(event.logprobs or ())
-
-    @property
-    def text(self) -> str:
-        """Of the first continuation."""
-        return "".join(self._continuations[0].text)
-
-    @property
-    def size(self) -> int:
-        """Of `written`, in bytes; roughly, and not counting the likeliest tokens beside each."""
-        return sum(
-            sum(map(len, continuation.text)) + _LOGPROB_BYTES * len(continuation.logprobs)
-            for continuation in self._continuations
-        )
-
     def written(self) -> bytes:
-        head = _json({**self._head, "object": self.whole_object, "usage": self._usage()})
+        head = to_json({**self._head, "object": self.whole_object, "usage": self._usage()})
         choices = b",".join(
             self._written_choice(index, continuation)
             for index, continuation in enumerate(self._continuations)
         )
         return head[:-1] + b',"choices":[' + choices + b"]}"
 
-    def _written_choice(self, index: int, continuation: _Continuation) -> bytes:
-        choice = _json(
+    def _written_choice(self, index: int, continuation: Continuation) -> bytes:
+        choice = to_json(
             {"index": index, **self._choice(continuation), **_stop_reason(continuation.last)}
         )
         logprobs = b"null"
@@ -122,38 +66,26 @@ class _Answer:
             logprobs = self._written_logprobs(continuation)
         return choice[:-1] + b',"logprobs":' + logprobs + b"}"
 
-    def _written_logprobs(self, continuation: _Continuation) -> bytes:
+    def _written_logprobs(self, continuation: Continuation) -> bytes:
         """A part at a time: json keeps the interpreter's lock for as long as it writes."""
         entries, lists, others = continuation.logprobs, defaultdict[str, list[bytes]](list), {}
         for begin in range(0, max(1, len(entries)), _AT_A_TIME):
             part = self._logprobs(entries[begin : begin + _AT_A_TIME], continuation)
             for name, value in part.items():
                 if isinstance(value, list):
-                    lists[name].append(_json(value)[1:-1])
+                    lists[name].append(to_json(value)[1:-1])
                 else:
-                    others[name] = _json(value)
+                    others[name] = to_json(value)
         whole = {name: b"[" + b",".join(parts) + b"]" for name, parts in lists.items()} | others
-        return b"{" + b",".join(_json(name) + b":" + value for name, value in whole.items()) + b"}"
+        return (
+            b"{" + b",".join(to_json(name) + b":" + value for name, value in whole.items()) + b"}"
+        )
 
     def keep_alive(self) -> dict[str, Any] | None:
         return self._chunk([]) if self._ask.include_usage else None
 
     def trailer(self) -> dict[str, Any] | None:
         return {**self._chunk([]), "usage": self._usage()} if self._ask.include_usage else None
-
-    def _count(self, prompt_index: int, event: TokenEvent) -> tuple[int, _Continuation]:
-        index = prompt_index * self._ask.n + event.index
-        continuation = self._continuations[index]
-        self._prompt_tokens[prompt_index] = event.prompt_tokens
-        if (
-            event.index == 0
-        ):  # a prompt counts once, and later continuations may find what this one left
-            self._cached_tokens[prompt_index] = event.cached_tokens
-        self._completion_tokens += len(event.token_ids)
-        continuation.form = continuation.form or event.form
-        if event.finish_reason is not None:
-            continuation.last = event
-        return index, continuation
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
@@ -170,15 +102,15 @@ class _Answer:
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
 
-    def _deltas(self, continuation: _Continuation, event: TokenEvent) -> list[dict[str, Any]]:
+    def _deltas(self, continuation: Continuation, event: TokenEvent) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _choice(self, continuation: _Continuation) -> dict[str, Any]:
+    def _choice(self, continuation: Continuation) -> dict[str, Any]:
         """All but its log-probabilities."""
         raise NotImplementedError
 
     def _logprobs(
-        self, entries: Sequence[TokenLogprob], continuation: _Continuation
+        self, entries: Sequence[TokenLogprob], continuation: Continuation
     ) -> dict[str, Any]:
         """Of tokens that come one after the other: lists, and what is the same for all of them."""
         raise NotImplementedError
@@ -191,7 +123,7 @@ class ChatAnswer(_Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _deltas(self, continuation: _Continuation, event: TokenEvent) -> list[dict[str, Any]]:
+    def _deltas(self, continuation: Continuation, event: TokenEvent) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         if continuation.parser is None:
             continuation.parser = self._parser(continuation)
@@ -219,7 +151,7 @@ class ChatAnswer(_Answer):
             choices[-1]["finish_reason"] = _finish_reason(event, continuation.calls > 0)
         return choices
 
-    def _choice(self, continuation: _Continuation) -> dict[str, Any]:
+    def _choice(self, continuation: Continuation) -> dict[str, Any]:
         parts = self._parser(continuation).feed("".join(continuation.text), last=True)
         calls = self._told_calls(parts, 0)
         nothing_else = not (parts.reasoning or calls)
@@ -232,16 +164,11 @@ class ChatAnswer(_Answer):
             "finish_reason": _finish_reason(continuation.last, bool(calls)),
         }
 
-    def _parser(self, continuation: _Continuation) -> MessageParser:
-        return MessageParser(continuation.form or MessageForm(), self._ask.tools)
-
     def _told_calls(self, parts: Parts, told: int) -> list[dict[str, Any]]:
-        """Those that the client wants: one at most, if it said so."""
-        limit = len(parts.calls) if self._ask.parallel_tool_calls else 1 - told
-        return [_shown_call(call) for call in parts.calls[: max(0, limit)]]
+        return [_shown_call(call) for call in self._wanted(parts.calls, told)]
 
     def _logprobs(
-        self, entries: Sequence[TokenLogprob], continuation: _Continuation
+        self, entries: Sequence[TokenLogprob], continuation: Continuation
     ) -> dict[str, Any]:
         def shown(entry: TokenLogprob) -> dict[str, Any]:
             logprob = _sendable(entry)
@@ -262,21 +189,21 @@ class CompletionAnswer(_Answer):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def _deltas(self, continuation: _Continuation, event: TokenEvent) -> list[dict[str, Any]]:
+    def _deltas(self, continuation: Continuation, event: TokenEvent) -> list[dict[str, Any]]:
         if not (event.text or event.logprobs or event.finish_reason):
             return []
         logprobs = self._logprobs(event.logprobs, continuation) if event.logprobs else None
         finish = _finish_reason(event)
         return [{"text": event.text, "logprobs": logprobs, "finish_reason": finish}]
 
-    def _choice(self, continuation: _Continuation) -> dict[str, Any]:
+    def _choice(self, continuation: Continuation) -> dict[str, Any]:
         return {
             "text": "".join(continuation.text),
             "finish_reason": _finish_reason(continuation.last),
         }
 
     def _logprobs(
-        self, entries: Sequence[TokenLogprob], continuation: _Continuation
+        self, entries: Sequence[TokenLogprob], continuation: Continuation
     ) -> dict[str, Any]:
         tops = self._ask.sampling.logprobs or 0
         return {
@@ -302,10 +229,6 @@ def _top_of(entry: TokenLogprob, tops: int) -> dict[str, float | None] | None:
 
 def _sendable(entry: TokenLogprob) -> float | None:
     return None if entry.logprob is None else max(entry.logprob, _MIN_LOGPROB)
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _shown_call(call: ToolCall) -> dict[str, Any]:

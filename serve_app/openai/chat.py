@@ -3,7 +3,7 @@
 What is converted is documented in the form in which clients send it: `_TextPart`, `_ToolCall`, `_Tool`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from actors.errors import InvalidRequest
 from actors.protocol import ChatPrompt
 from serve_app.openai.fields import (
     MAX_INSIDE,
@@ -26,6 +27,7 @@ from serve_app.openai.fields import (
     MAX_TOOL_CALLS,
     MAX_TOOLS,
     bounded_inside,
+    shown,
     small_inside,
     to_text,
     to_tool_calls,
@@ -124,7 +126,7 @@ class ChatForm(Part):
         bounded_inside([message.tool_calls for message in messages], MAX_INSIDE)
         return messages
 
-    def prompt(self, *, with_tools: bool = True) -> ChatPrompt:
+    def prompt(self, *, with_tools: bool = True, must_call: tuple[str, ...] = ()) -> ChatPrompt:
         template_kwargs = dict(self.chat_template_kwargs)
         if self.continue_final_message:
             template_kwargs["continue_final_message"] = True
@@ -133,4 +135,23 @@ class ChatForm(Part):
             tools=(self.tools if with_tools else None) or None,
             template_kwargs=template_kwargs,
             add_generation_prompt=self.add_generation_prompt,
+            must_call=must_call,
         )
+
+
+def must_call(tools: Sequence[Mapping[str, Any]], name: str | None) -> tuple[str, ...]:
+    """The names of the tools of which the answer must call one, as `tool_choice` wants it.
+
+    Args:
+        tools: those of the request, as OpenAI has them.
+        name: of the tool to be called; None: any of them.
+
+    Raises:
+        InvalidRequest: it is not there.
+    """
+    names = tuple(tool["function"]["name"] for tool in tools)
+    found = tuple(each for each in names if name in (None, each))
+    if found:
+        return found
+    wanted = "" if name is None else f" with the name {shown(name)}"
+    raise InvalidRequest(f"tool_choice wants a call, but there is no tool{wanted}", "tool_choice")

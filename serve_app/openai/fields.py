@@ -283,12 +283,22 @@ def small_inside(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def to_tool_choice(value: object) -> str:
-    if value in ("auto", "none"):
+_TOOL_CHOICES = (
+    'must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+)
+
+
+def to_tool_choice(value: object) -> str | dict[str, Any]:
+    if value in ("auto", "none", "required"):
         return str(value)
-    if value == "required" or isinstance(value, dict):
-        raise unsupported('must be "auto" or "none"; this server cannot force a tool call')
-    raise wrong('must be "auto" or "none"')
+    if not isinstance(value, dict):
+        raise wrong(_TOOL_CHOICES)
+    if isinstance(kind := value.get("type"), str) and kind != "function":
+        raise unsupported(f"{_TOOL_CHOICES}, found type {shown(kind)}")
+    function = value.get("function")
+    if not isinstance(function, dict) or not _is_name(function.get("name")):
+        raise wrong(_TOOL_CHOICES)
+    return value
 
 
 # pydantic's error type -> what the field must be; `{...}` is filled from the error's context.
@@ -309,6 +319,7 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "too_short": "must not be empty",
+    "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
     "too_long": "must have at most {max_length} elements",
     "literal_error": "must be {expected}",

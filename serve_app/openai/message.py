@@ -30,7 +30,16 @@ class MessageParser:
         self._tools = tool_parser(form.tools, tools)
 
     def feed(self, text: str, *, last: bool = False) -> Parts:
-        """The parts that are certain now.
+        """The parts that are certain now, content and calls apart. See `pieces`."""
+        reasoning, found = self.pieces(text, last=last)
+        return Parts(
+            reasoning,
+            "".join(part for part in found if isinstance(part, str)),
+            tuple(part for part in found if isinstance(part, ToolCall)),
+        )
+
+    def pieces(self, text: str, *, last: bool = False) -> tuple[str, list[str | ToolCall]]:
+        """What is certain now: reasoning, and behind it content and calls in their order.
 
         Args:
             text: what came since the last call.
@@ -47,8 +56,4 @@ class MessageParser:
             reasonings.append(reasoning)
             found += self._tools.feed(answer)
             found += self._tools.flush()
-        return Parts(
-            "".join(reasonings),
-            "".join(part for part in found if isinstance(part, str)),
-            tuple(part for part in found if isinstance(part, ToolCall)),
-        )
+        return "".join(reasonings), found

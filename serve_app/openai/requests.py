@@ -22,7 +22,7 @@ from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import ChatPrompt, GenerateRequest, Prompt, SamplingParams, SleepMode
 from actors.text.validation import MAX_FLOAT32, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from serve_app.config.http import MAX_NAME_CHARS
-from serve_app.openai.chat import ChatForm, Part
+from serve_app.openai.chat import ChatForm, Part, must_call
 from serve_app.openai.fields import (
     MAX_COUNT,
     MAX_PROMPT_TOKENS,
@@ -45,7 +45,7 @@ from serve_app.openai.grammar import GrammarFields
 MAX_N = 128
 MAX_INT64 = 2**63 - 1
 
-_ModelName = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+ModelName = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 _TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Ids = Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 _Prompts = (
@@ -54,10 +54,10 @@ _Prompts = (
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
-_Stops = Annotated[list["_Stop"], Field(max_length=MAX_STOPS)]
 _StopIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
 _Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 SEED_PROMPT = "The future of artificial intelligence is"
 
@@ -117,21 +117,31 @@ class _StreamOptions(Part):
     continuous_usage_stats: bool | None = None
 
 
-class _Body(GrammarFields):
-    """What all three forms have in common."""
+class SamplingFields(Part):
+    """What every form of a body that asks for a generation has."""
 
-    model: _ModelName | None = None
-    n: int = Field(default=1, ge=1, le=MAX_N)
+    model: ModelName | None = None
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
-    # None, here and in repetition_penalty: the model's default, which only a replica knows.
+    # None: the model's default, which only a replica knows.
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
+
+    @property
+    def num_candidates(self) -> int | None:
+        """`top_k` as `SamplingParams` has it."""
+        return None if self.top_k is None else max(0, self.top_k)
+
+
+class _Body(SamplingFields, GrammarFields):
+    """What all three forms have in common."""
+
+    n: int = Field(default=1, ge=1, le=MAX_N)
+    stream_options: _StreamOptions = _StreamOptions()
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-MAX_INT64 - 1, le=MAX_INT64)
     stop: Annotated[
-        tuple[str, ...], PlainValidator(to_stop, json_schema_input_type=_Stop | _Stops)
+        tuple[str, ...], PlainValidator(to_stop, json_schema_input_type=_Stop | Stops)
     ] = ()
     stop_token_ids: Annotated[
         tuple[int, ...], PlainValidator(to_stop_token_ids, json_schema_input_type=_StopIds)
@@ -140,6 +150,7 @@ class _Body(GrammarFields):
     # As vLLM: one token at least, although OpenAI's completions take 0 together with echo.
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
+    # None: the model's default, as above
     repetition_penalty: float | None = Field(default=None, gt=0, le=MAX_FLOAT32)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -168,7 +179,7 @@ class _Body(GrammarFields):
             ignore_eos=self.ignore_eos,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=None if self.top_k is None else max(0, self.top_k),
+            top_k=self.num_candidates,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
@@ -195,15 +206,44 @@ class _Body(GrammarFields):
         )
 
 
+class _NamedFunction(Part):
+    name: str = Field(min_length=1)
+
+
+class _ToolToCall(Part):
+    type: Literal["function"]
+    function: _NamedFunction
+
+
 class ChatBody(ChatForm, _Body):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
     tool_choice: Annotated[
-        str,
-        PlainValidator(to_tool_choice, json_schema_input_type=Literal["auto", "none"]),
+        str | dict[str, Any],
+        PlainValidator(
+            to_tool_choice,
+            json_schema_input_type=Literal["auto", "none", "required"] | _ToolToCall,
+        ),
     ] = "auto"
     parallel_tool_calls: bool = True
+
+    def must_call(self) -> tuple[str, ...]:
+        """The names of the tools of which the answer must call one; none, if it need not.
+
+        Raises:
+            InvalidRequest: there is no such tool, or the answer must have another form as well.
+        """
+        choice = self.tool_choice
+        if choice in ("auto", "none"):
+            return ()
+        if (grammar := self.grammar()) is not None:
+            raise InvalidRequest(
+                f"tool_choice and {grammar.param} exclude each other", grammar.param
+            )
+        return must_call(
+            self.tools, choice["function"]["name"] if isinstance(choice, dict) else None
+        )
 
 
 class CompletionBody(_Body):
@@ -226,7 +266,7 @@ class SeedBody(_Body):
 
 
 class _TokenizeOptions(Part):
-    model: _ModelName | None = None
+    model: ModelName | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -242,7 +282,7 @@ class TokenizeChat(ChatForm, _TokenizeOptions):
 class DetokenizeForm(Part):
     """POST /detokenize."""
 
-    model: _ModelName | None = None
+    model: ModelName | None = None
     tokens: Annotated[
         tuple[int, ...],
         PlainValidator(
@@ -271,7 +311,7 @@ class NoQuery(BaseModel):
 class ModelQuery(NoQuery):
     """The query of routes that tell of one model, or of all."""
 
-    model: _ModelName | None = None
+    model: ModelName | None = None
 
 
 class SleepForm(ModelQuery):
@@ -308,7 +348,7 @@ def parse_chat(fields: Mapping[str, Any]) -> Ask:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     # "none" keeps the tools from the model: it cannot call what it does not know.
-    prompt = body.prompt(with_tools=body.tool_choice != "none")
+    prompt = body.prompt(with_tools=body.tool_choice != "none", must_call=body.must_call())
     max_tokens = body.max_completion_tokens or body.max_tokens
     logprobs = body.top_logprobs if body.logprobs else None
     return body.ask(

@@ -22,6 +22,7 @@ def main(environment_json: str) -> None:
             model_id="Qwen",  # what the snippets of the first project ask for
             engine={"max_model_len": 256},
             sleep={"idle_timeout_s": None},
+            chat={"tool_parser": "qwen"},  # its template shows none
         ),
         **environment,
     )

@@ -22,6 +22,7 @@ from actors.protocol import (
     SamplingParams,
     TokenEvent,
 )
+from serve_app.openai.message import MessageParser
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
 
 SCHEMA = {
@@ -209,6 +210,37 @@ def test_answer_to_a_prompt_that_ends_in_reasoning_is_content(
         assert h.runtime.prepare(followed).form == MessageForm(reasoning="think")
 
     run(tiny_checkpoint, image, scenario, awake=False)
+
+
+@pytest.mark.parametrize("tools", ["qwen", "deepseek", "llama"])
+def test_forced_call_comes_out_of_random_weights(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch, tools: str
+) -> None:
+    form = MessageForm(tools=tools)
+    function = {"name": "sort", "parameters": {"properties": {"kind": {"enum": ["a", "bc"]}}}}
+    function["parameters"] |= {"required": ["kind"], "additionalProperties": False}  # type: ignore[operator]
+    chat = ChatPrompt(
+        ({"role": "user", "content": "hi"},),
+        tools=({"type": "function", "function": function},),
+        must_call=("sort",),
+    )
+    request = GenerateRequest("r", chat, SamplingParams(max_tokens=150, temperature=1.0, seed=1))
+
+    async def scenario(h: Harness) -> None:
+        with pytest.raises(UnsupportedParameter, match="cannot force a call"):
+            h.runtime.prepare(request)
+        monkeypatch.setattr(h.runtime.codec, "message_form", lambda *_: form)
+        prepared = h.runtime.prepare(request)
+        await h.runtime.check_grammar(prepared)
+        events = [event async for event in h.runtime.generate(prepared)]
+        assert events[-1].finish_reason is FinishReason.STOP
+        parts = MessageParser(form, chat.tools or ()).feed(text_of(events), last=True)
+        (call,) = parts.calls
+        assert (parts.content, call.name) == ("", "sort")
+        assert json.loads(call.arguments)["kind"] in ("a", "bc")
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario)
 
 
 def test_grammar_that_turns_out_too_much_work_fails_its_request_only(

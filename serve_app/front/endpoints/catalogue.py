@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from serve_app.anthropic import requests as anthropic
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access
 from serve_app.front.bodies import check_travels
+from serve_app.front.dialects import ANTHROPIC
 from serve_app.front.endpoints.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
 from serve_app.openai import requests, schemas
 from serve_app.openai.fields import parse_form
@@ -68,6 +70,16 @@ _COMPLETION = Form(
     ),
     in_body=True,
 )
+_MESSAGES = Form(
+    (anthropic.MessagesBody,),
+    lambda fields, _: _sendable(anthropic.parse_messages(fields)),
+    in_body=True,
+)
+_COUNT_TOKENS = Form(
+    (anthropic.CountTokensBody,),
+    lambda fields, _: _short(anthropic.parse_count_tokens(fields)),
+    in_body=True,
+)
 _SEED = Form(
     (requests.SeedBody,), lambda fields, _: _sendable(requests.parse_seed(fields)), in_body=True
 )
@@ -94,6 +106,8 @@ CHAT = Endpoint(POST, "/v1/chat/completions", USERS, _CHAT, _json("ChatCompletio
     "OpenAI's chat.", is_load=True)
 COMPLETION = Endpoint(POST, "/v1/completions", USERS, _COMPLETION, _json("Completion", EVENTS),
     "OpenAI's completions.", is_load=True)
+MESSAGES = Endpoint(POST, "/v1/messages", USERS, _MESSAGES, _json("AnthropicMessage", EVENTS),
+    "Anthropic's messages.", is_load=True, dialect=ANTHROPIC)
 SEED_COMPLETION = Endpoint(POST, "/completions", USERS, _SEED, _json("Output", TEXT),
     "Plain text, or one object.", is_load=True)
 
@@ -101,6 +115,8 @@ SEED_COMPLETION = Endpoint(POST, "/completions", USERS, _SEED, _json("Output", T
 
 TOKENIZE = Endpoint(POST, "/tokenize", USERS, _TOKENIZE, _json("Tokens"),
     "Token ids of a text or of messages.")
+COUNT_TOKENS = Endpoint(POST, "/v1/messages/count_tokens", USERS, _COUNT_TOKENS,
+    _json("TokenCount"), "How many tokens Anthropic's messages are.", dialect=ANTHROPIC)
 DETOKENIZE = Endpoint(POST, "/detokenize", USERS, _DETOKENIZE, _json("Detokenized"),
     "The text of token ids.")
 TOKENIZER_INFO = Endpoint(GET, "/tokenizer_info", USERS, _MODEL, _json("TokenizerInfo"),

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access
 from serve_app.front.bodies import Bodies, query_fields
+from serve_app.front.dialects import OPENAI, Dialect
 from serve_app.openai.schemas import Schema
 
 T = TypeVar("T")
@@ -77,6 +78,7 @@ class Endpoint(Generic[T]):
     summary: str
     is_load: bool = False  # counted while it is being answered
     is_documented: bool = True  # in /openapi.json
+    dialect: Dialect = OPENAI
 
     @property
     def method(self) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from serve_app.anthropic import schemas as anthropic_schemas
 from serve_app.config.keys import Access, KeyRing
+from serve_app.front.dialects import Dialect
 from serve_app.front.endpoints.catalogue import (
     COMPLETION,
     DETOKENIZE,
@@ -21,17 +23,12 @@ from serve_app.front.endpoints.catalogue import (
 )
 from serve_app.front.endpoints.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
 from serve_app.openai import schemas
-from serve_app.openai.schemas import ANSWERS, COUNT, Schema, const, ref
+from serve_app.openai.schemas import COUNT, Schema, const, ref
 
 _DOCUMENTED = [endpoint for endpoint in ENDPOINTS if endpoint.is_documented]
-_STREAMED: Mapping[str, Schema] = {
-    TEXT: schemas.TEXT,
-    # Of what stands in a stream of events OpenAPI 3.1 has no words; a schema would be one of each event.
-    EVENTS: {
-        "description": "With `stream`: server-sent events, each with a chunk as OpenAI's clients read it, or with an "
-        "Error; at last `[DONE]`."
-    },
-}
+
+# Of all that endpoints answer, by name.
+ANSWERS: Schema = {**schemas.ANSWERS, **anthropic_schemas.ANSWERS}
 
 
 def document(version: str, models: Sequence[str], keys: KeyRing | None = None) -> Schema:
@@ -89,25 +86,39 @@ def _body(form: Form[Any]) -> Schema:
 
 def _responses(endpoint: Endpoint[Any]) -> Schema:
     answer = endpoint.answer
-    found = {"200": _response("An answer.", answer), "default": _error("OpenAI's error object.")}
+    dialect = endpoint.dialect
+    found = {
+        "200": _response("An answer.", answer, dialect),
+        "default": _error(f"{dialect.name}'s error object.", dialect),
+    }
     if links := _LINKS.get(endpoint):
         found["200"]["links"] = links
     for status, description in answer.other_statuses.items():
-        found[str(status)] = _response(description, answer)
+        found[str(status)] = _response(description, answer, dialect)
     for status, description in endpoint.errors.items():
-        found[str(status)] = _error(description)
+        found[str(status)] = _error(description, dialect)
         if headers := _ERROR_HEADERS.get(status):
             found[str(status)]["headers"] = headers
     return found
 
 
-def _response(description: str, answer: Answer) -> Schema:
-    content = {kind: {"schema": _STREAMED.get(kind, answer.schema)} for kind in answer.kinds}
+def _response(description: str, answer: Answer, dialect: Dialect) -> Schema:
+    streamed = {TEXT: schemas.TEXT, EVENTS: _events(dialect)}
+    content = {kind: {"schema": streamed.get(kind, answer.schema)} for kind in answer.kinds}
     return {"description": description, "content": content}
 
 
-def _error(description: str) -> Schema:
-    return _response(description, Answer(ref("Error")))
+def _events(dialect: Dialect) -> Schema:
+    """Of what stands in a stream of events OpenAPI 3.1 has no words; a schema would be one of each event."""
+    end = "; at last `[DONE]`." if dialect.end else "."
+    return {
+        "description": "With `stream`: server-sent events, each with a chunk as "
+        f"{dialect.name}'s clients read it, or with an {dialect.error_schema}{end}"
+    }
+
+
+def _error(description: str, dialect: Dialect) -> Schema:
+    return _response(description, Answer(ref(dialect.error_schema)), dialect)
 
 
 # --- what an answer is good for ---

@@ -14,9 +14,9 @@ from dataclasses import asdict
 
 from actors.errors import ServingError
 from actors.protocol import HeldImage, ReplicaState, ReplicaStatus
+from serve_app.front.dialects import frame
 from serve_app.front.status.history import History
 from serve_app.front.status.snapshot import View, host_view, merge_patch, model_view, replica_views
-from serve_app.front.stream import frame
 from serve_app.models.model_client import ModelClient
 from serve_app.models.registry import ServedModels
 from serve_app.models.remote_errors import unwrap

@@ -152,7 +152,11 @@ def unbounded(schema: Any, path: str = "") -> Iterator[str]:
 
 
 # A JSON schema is a tree of any shape; what is compiled of it has a limit of characters.
-ANY_SHAPE = {"._Function.properties.parameters"}
+ANY_SHAPE = {
+    "._Function.properties.parameters",
+    ".ToolParam.properties.input_schema",
+    ".ToolUseBlock.properties.input",
+}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ TEXT = {"model": "fake", "prompt": "hi"}
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": TEXT,
+    "/v1/messages": {
+        "model": "fake",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "hi"}],
+    },
+    "/v1/messages/count_tokens": {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
     "/completions": {"prompt": "hi", "stream": False},
     "/tokenize": TEXT,
     "/detokenize": {"model": "fake", "tokens": [104, 105]},

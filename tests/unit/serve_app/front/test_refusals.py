@@ -59,7 +59,7 @@ def test_bad_body_is_400_and_the_next_request_works(client, model, path, body):
     [
         (CHAT, {**CHAT_BODY, "temperature": "hot"}, "invalid_request_error", "temperature"),
         (CHAT, {"model": "fake"}, "invalid_request_error", "messages"),
-        (CHAT, {**CHAT_BODY, "tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+        (CHAT, {**CHAT_BODY, "tool_choice": "required"}, "invalid_request_error", "tool_choice"),
         (TEXT, {"model": "fake"}, "invalid_request_error", "prompt"),
         (TEXT, {**TEXT_BODY, "suffix": "x"}, "unsupported_parameter", "suffix"),
         (TEXT, {**TEXT_BODY, "n": 129}, "invalid_request_error", "n"),

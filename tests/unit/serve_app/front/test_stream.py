@@ -12,15 +12,14 @@ from starlette.requests import ClientDisconnect
 
 from actors.errors import EngineDied, QueueFull, ReplicaFailed, ShuttingDown
 from actors.protocol import FinishReason, TokenEvent, TokenLogprob
+from serve_app.front.dialects import DONE, frame
 from serve_app.front.errors import RequestTimeout
 from serve_app.front.stream import (
     COMMENT,
-    DONE,
     EventSource,
     HeldResponse,
     collect,
     event_stream,
-    frame,
     text_stream,
     unless_gone,
 )
@@ -445,7 +444,7 @@ def test_largest_part_of_an_answer_is_written_in_milliseconds() -> None:
     answer.add(0, with_logprobs(5000, FinishReason.STOP))
     encode = json.dumps
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("serve_app.openai.answers.json.dumps", dumps)
+        patched.setattr("serve_app.openai.growing.json.dumps", dumps)
         whole = answer.written()
     assert longest < len(whole) / 15
 

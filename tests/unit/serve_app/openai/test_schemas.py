@@ -190,6 +190,26 @@ def test_echo_with_logprobs_is_taken():
     assert (ask.echo, ask.sampling.logprobs) == (True, 1)
 
 
+@pytest.mark.parametrize(
+    ("choice", "must_call"),
+    [
+        ("required", ("f", "g")),
+        ({"type": "function", "function": {"name": "g"}}, ("g",)),
+        ("auto", ()),
+        ("none", ()),
+    ],
+)
+def test_tool_choice_says_what_must_be_called(choice, must_call):
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    assert chat(tools=tools, tool_choice=choice).prompts[0].must_call == must_call
+
+
+def test_forced_call_leaves_no_room_for_another_form():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(InvalidRequest, match="tool_choice and response_format exclude each other"):
+        chat(tools=tools, tool_choice="required", response_format={"type": "json_object"})
+
+
 def test_tool_choice_none_keeps_the_tools_from_the_model():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     assert chat(tools=tools).tools == tuple(tools)
@@ -400,7 +420,14 @@ CHAT_WRONG = [
             ),
         ]
     ),
-    ({"tool_choice": "maybe"}, "tool_choice", 'must be "auto" or "none", found "maybe"'),
+    ({"tool_choice": "maybe"}, "tool_choice", 'must be "auto", "none", "required" or {'),
+    ({"tool_choice": {"type": "function"}}, "tool_choice", '"name": ...}}, found {"type"'),
+    ({"tool_choice": "required"}, "tool_choice", "wants a call, but there is no tool"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+        'there is no tool with the name "f"',
+    ),
     ({"response_format": "json"}, "response_format", "response_format must be an object"),
     ({"response_format": {}}, "response_format.type", "response_format.type is required"),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs", "must be an object, found 1"),
@@ -446,9 +473,8 @@ def test_wrong_value_is_named_with_what_was_found(ask, fields, param, message):
         (completion, {"best_of": 2}, "best_of"),
         (completion, {"prompt_logprobs": 1}, "prompt_logprobs"),
         (completion, {"use_beam_search": True}, "use_beam_search"),
-        (chat, {"tool_choice": "required"}, "tool_choice"),
+        (chat, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (chat, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
-        (chat, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         (chat, {"functions": [{"name": "f"}]}, "functions"),
         (chat, {"modalities": ["text", "audio"]}, "modalities"),
         (

@@ -12,7 +12,7 @@ from serve_app.front import app
 from serve_app.front.app import build_asgi
 from serve_app.front.endpoints.catalogue import CHAT, ENDPOINTS, PING, endpoints_table
 from serve_app.front.endpoints.endpoint import JSON, Endpoint
-from serve_app.openai.schemas import ANSWERS
+from serve_app.front.endpoints.openapi import ANSWERS
 
 
 @pytest.mark.parametrize("missing", ["methods", "path", "access", "form", "answer", "summary"])

@@ -18,6 +18,18 @@ from tests.fakes import FakeModel
 from tests.unit.asgi_client import client_of
 
 HI = [{"role": "user", "content": "hi"}]
+CALLED = [
+    {"type": "thinking", "thinking": "I add.", "signature": ""},
+    {"type": "text", "text": "So:"},
+    {"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}},
+]
+ANSWERED = {
+    "role": "user",
+    "content": [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "2"}]}
+    ],
+}
+IMAGE = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -127,6 +139,21 @@ def test_every_reference_leads_somewhere(document):
             "/v1/completions",
             {"prompt": [[1], [2]], "echo": True, "logprobs": 2, "stop": ["x"]},
         ),
+        ("post", "/v1/messages", {"messages": HI, "max_tokens": 9}),
+        (
+            "post",
+            "/v1/messages",
+            {
+                "messages": [*HI, {"role": "assistant", "content": CALLED}, ANSWERED],
+                "max_tokens": 9,
+                "system": [{"type": "text", "text": "Add."}],
+                "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+                "stop_sequences": ["END"],
+                "temperature": None,
+            },
+        ),
+        ("post", "/v1/messages/count_tokens", {"messages": HI}),
         ("post", "/completions", {"stream": False}),
         ("post", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
         ("post", "/tokenize", {"messages": HI}),
@@ -167,7 +194,12 @@ def test_requests_and_answers_are_as_documented(document, client, model, method,
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions", {"messages": HI, "n": 0}),
         ("/v1/chat/completions", {"messages": HI, "model": "gpt"}),
-        ("/v1/chat/completions", {"messages": HI, "tool_choice": "required"}),
+        ("/v1/chat/completions", {"messages": HI, "tool_choice": "maybe"}),
+        ("/v1/messages", {"messages": HI}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 0}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": []}], "max_tokens": 1}),
+        ("/v1/messages", {"messages": [IMAGE], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": []}),
         ("/v1/completions", {}),
         ("/v1/completions", {"prompt": []}),
         ("/v1/completions", {"prompt": "hi", "logprobs": 6}),
@@ -189,10 +221,10 @@ def test_what_is_refused_is_not_documented(document, client, path, body):
     )
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
 def test_events_of_a_stream_are_no_strings(document, client, path):
     """schemathesis holds the schema of a stream against each of its events."""
-    body = {"messages": HI} if "chat" in path else {"prompt": "hi"}
+    body = {"prompt": "hi"} if path == "/v1/completions" else {"messages": HI, "max_tokens": 9}
     answer = client.post(path, json=body | {"stream": True})
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     schema = content[answer.headers["content-type"].partition(";")[0]]["schema"]

@@ -1,0 +1,98 @@
+"""An answer while it grows: text and counts of its continuations, whatever JSON is made of them."""
+
+import codecs
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.protocol import MessageForm, TokenEvent, TokenLogprob
+from serve_app.openai.message import MessageParser
+from serve_app.openai.requests import Ask
+from serve_app.openai.tool_calls import ToolCall
+
+_LOGPROB_BYTES = 64  # of one entry, written
+
+
+class TextOffsets:
+    """Where each token begins in the text, though a character may span tokens."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._chars = 0
+
+    def next(self, token: bytes) -> int:
+        offset = self._chars
+        self._chars += len(self._decoder.decode(token))
+        return offset
+
+
+@dataclass(slots=True)
+class Continuation:
+    """One choice as it grows."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    last: TokenEvent | None = None  # the event with the finish reason
+    offsets: TextOffsets = field(default_factory=TextOffsets)
+    form: MessageForm | None = None
+    parser: MessageParser | None = None  # of a streamed chat, once it has begun
+    calls: int = 0  # told so far
+
+
+class GrowingAnswer:
+    """What all kinds of answers share. `serve_app.front.stream.Answer` says what the methods are for."""
+
+    def __init__(self, ask: Ask, answer_id: str) -> None:
+        self.answer_id = answer_id
+        self._ask = ask
+        self._continuations = [Continuation() for _ in range(len(ask.prompts) * ask.n)]
+        self._prompt_tokens = [0] * len(ask.prompts)
+        self._cached_tokens = [0] * len(ask.prompts)
+        self._completion_tokens = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(continuation.last is not None for continuation in self._continuations)
+
+    def add(self, prompt_index: int, event: TokenEvent) -> None:
+        _, continuation = self._count(prompt_index, event)
+        continuation.text.append(event.text)
+        continuation.logprobs.extend(event.logprobs or ())
+
+    @property
+    def text(self) -> str:
+        """Of the first continuation."""
+        return "".join(self._continuations[0].text)
+
+    @property
+    def size(self) -> int:
+        """Of `written`, in bytes; roughly, and not counting the likeliest tokens beside each."""
+        return sum(
+            sum(map(len, continuation.text)) + _LOGPROB_BYTES * len(continuation.logprobs)
+            for continuation in self._continuations
+        )
+
+    def _count(self, prompt_index: int, event: TokenEvent) -> tuple[int, Continuation]:
+        index = prompt_index * self._ask.n + event.index
+        continuation = self._continuations[index]
+        self._prompt_tokens[prompt_index] = event.prompt_tokens
+        if (
+            event.index == 0
+        ):  # a prompt counts once, and later continuations may find what this one left
+            self._cached_tokens[prompt_index] = event.cached_tokens
+        self._completion_tokens += len(event.token_ids)
+        continuation.form = continuation.form or event.form
+        if event.finish_reason is not None:
+            continuation.last = event
+        return index, continuation
+
+    def _parser(self, continuation: Continuation) -> MessageParser:
+        return MessageParser(continuation.form or MessageForm(), self._ask.tools)
+
+    def _wanted(self, calls: Sequence[ToolCall], told: int) -> Sequence[ToolCall]:
+        """Those that the client wants: one at most, if it said so."""
+        return calls if self._ask.parallel_tool_calls else calls[: max(0, 1 - told)]
+
+
+def to_json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
