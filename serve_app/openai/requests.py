@@ -54,10 +54,10 @@ _Prompts = (
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
-_Stops = Annotated[list["_Stop"], Field(max_length=MAX_STOPS)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 _StopIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
 _Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
-_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 SEED_PROMPT = "The future of artificial intelligence is"
 
@@ -117,13 +117,10 @@ class _StreamOptions(Part):
     continuous_usage_stats: bool | None = None
 
 
-class _Body(GrammarFields):
-    """What all three forms have in common."""
+class Sampling(GrammarFields):
+    """How to choose the next token, in vLLM's names."""
 
-    model: _ModelName | None = None
     n: int = Field(default=1, ge=1, le=MAX_N)
-    stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
     # None, here and in repetition_penalty: the model's default, which only a replica knows.
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -146,23 +143,20 @@ class _Body(GrammarFields):
     logit_bias: Annotated[
         dict[int, float], PlainValidator(to_logit_bias, json_schema_input_type=_Biases)
     ] = Field(default_factory=dict)
-    add_special_tokens: bool | None = None
 
-    def ask(
-        self,
-        prompts: tuple[Prompt, ...],
-        *,
-        max_tokens: int | None,
-        logprobs: int | None = None,
-        echo: bool = False,
-        parallel_tool_calls: bool = True,
-    ) -> Ask:
+    def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """For an engine.
+
+        Raises:
+            InvalidRequest: fields that are right, each by itself, exclude each other.
+            UnsupportedParameter: as `grammar`.
+        """
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({max_tokens}), found {self.min_tokens}",
                 "min_tokens",
             )
-        sampling = SamplingParams(
+        return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
@@ -180,11 +174,30 @@ class _Body(GrammarFields):
             logprobs=logprobs,
             grammar=self.grammar(),
         )
+
+
+class _Body(Sampling):
+    """What all three forms have in common."""
+
+    model: _ModelName | None = None
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    add_special_tokens: bool | None = None
+
+    def ask(
+        self,
+        prompts: tuple[Prompt, ...],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        echo: bool = False,
+        parallel_tool_calls: bool = True,
+    ) -> Ask:
         include_usage = self.stream and bool(self.stream_options.include_usage)
         return Ask(
             model=self.model,
             prompts=prompts,
-            sampling=sampling,
+            sampling=self.params(max_tokens=max_tokens, logprobs=logprobs),
             n=self.n,
             echo=echo,
             stream=self.stream,
