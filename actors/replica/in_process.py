@@ -1,4 +1,4 @@
-"""Both halves of a model in one process, with a pair of sockets between them: for benches and tests."""
+"""Both halves of a model in one process, with a pair of sockets between them: for scripts, benches and tests."""
 
 import asyncio
 import socket
@@ -34,11 +34,15 @@ class InProcessModel:
     service: WorkerService
 
     async def close(self) -> None:
-        """Stop the engine. Idempotent."""
+        """Stop the engine and give its memory back, unless something hangs that may use it. Idempotent."""
         try:
             await self.runtime.close()
         finally:
             await self.service.close()
+        if (
+            self.worker.is_stopped
+        ):  # that of a card outlives the objects, and this process may go on
+            await asyncio.to_thread(self.worker.memory.unmap, 2)
 
 
 async def build_in_process(
@@ -62,32 +66,37 @@ async def build_in_process(
     loop = asyncio.get_running_loop()
     observer = observer or Observer()
     watchdog = watchdog or WatchdogConfig()
+    codec = await asyncio.to_thread(TextCodec.load, checkpoint, chat)
     client = WorkerClient(observer, watchdog)
     connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, lambda: None)
     upper, lower = socket.socketpair()
     await loop.create_connection(lambda: client.protocol, sock=upper)
     await loop.create_connection(lambda: connection, sock=lower)
+    building = asyncio.create_task(
+        asyncio.to_thread(
+            ModelWorker,
+            module,
+            checkpoint,
+            image,
+            reload_image,
+            release_image,
+            engine,
+            keep_layers,
+            connection.send,
+            watchdog,
+        )
+    )
     try:
         async with signs_of_life(connection):
-            worker = await asyncio.to_thread(
-                ModelWorker,
-                module,
-                checkpoint,
-                image,
-                reload_image,
-                release_image,
-                engine,
-                keep_layers,
-                connection.send,
-                watchdog,
-            )
+            worker = await asyncio.shield(building)
+        service = WorkerService(worker, connection)
+        await client.ready()
     except BaseException:
         client.close()
+        await _discard(building)
         raise
-    service = WorkerService(worker, connection)
-    codec = await asyncio.to_thread(TextCodec.load, checkpoint, chat)
     runtime = ModelRuntime(
-        await client.ready(),
+        client,
         codec,
         observer,
         defaults or ResolvedSampling(),
@@ -96,14 +105,38 @@ async def build_in_process(
     return InProcessModel(runtime, worker, service)
 
 
+async def _discard(building: asyncio.Task[ModelWorker]) -> None:
+    """Close what is being built, once it is.
+
+    The thread that builds cannot be stopped, and an engine that nobody stops keeps the process from ending.
+    """
+    await asyncio.wait({building})
+    if building.exception() is None:
+        await building.result().close()
+
+
 async def build_loaded(
     module: PreTrainedModel,
     image: WeightImage,
     load: FastLoad,
     engine: EngineConfig,
     keep_layers: int = 0,
+    chat: ChatConfig | None = None,
+    observer: Observer | None = None,
+    defaults: ResolvedSampling | None = None,
+    watchdog: WatchdogConfig | None = None,
 ) -> InProcessModel:
     """One whose image came from `load`."""
     return await build_in_process(
-        module, load.checkpoint, image, load.obtain, load.release, engine, keep_layers
+        module,
+        load.checkpoint,
+        image,
+        load.obtain,
+        load.release,
+        engine,
+        keep_layers,
+        chat,
+        observer,
+        defaults,
+        watchdog,
     )

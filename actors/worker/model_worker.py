@@ -29,7 +29,14 @@ from actors.engine.model.scoring import PromptScoring
 from actors.engine.outputs import EngineOutput, EngineStats, RawLogprob
 from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar
 from actors.engine.sampling.sampler import SequenceSampling
-from actors.errors import EngineDied, InvalidRequest, ReplicaFailed, ServingError, Unavailable
+from actors.errors import (
+    EngineDied,
+    InvalidRequest,
+    ReplicaFailed,
+    ServingError,
+    ShuttingDown,
+    Unavailable,
+)
 from actors.image import packer
 from actors.image.attach import build_on_meta
 from actors.image.image import WeightImage
@@ -67,6 +74,7 @@ class ModelWorker:
 
     Attributes:
         memory: weights and KV cache. To be read; only this worker's control thread moves it.
+        is_stopped: it was closed, and nothing here uses its memory any more.
     """
 
     def __init__(
@@ -109,6 +117,7 @@ class ModelWorker:
         self._failure: ReplicaFailed | None = None
         self._failure_lock = Lock()
         self._closed = False
+        self.is_stopped = False
         self._watchdog = Watchdog(watchdog or WatchdogConfig(), self._hangs)
         self._control = ControlThread(self._watchdog.control)
         with ExitStack() as undo:
@@ -319,6 +328,7 @@ class ModelWorker:
             return
         for each in last:
             each.result()
+        self.is_stopped = True
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
@@ -366,7 +376,18 @@ class ModelWorker:
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """On the engine's thread, with a step's outputs."""
-        self._send(Outputs([_fit_to_send(output) for output in outputs]))
+        self._send(Outputs([self._fit_to_send(output) for output in outputs]))
+
+    def _fit_to_send(self, output: EngineOutput) -> EngineOutput:
+        """With an error that means something to a client; of others it learns the kind."""
+        error = output.error
+        if error is None or isinstance(error, InvalidRequest | Unavailable):
+            return output
+        if self._closed:  # what an engine says of sequences that were in flight when it was stopped
+            return msgspec.structs.replace(output, error=ShuttingDown("the model is shut down"))
+        logger.error("sequence %s failed", output.sequence_id, exc_info=error)
+        told = EngineDied(f"generation failed: {type(error).__name__}")
+        return msgspec.structs.replace(output, error=told)
 
     def _sleep(self, level: int) -> MemoryChange:
         self._scoring.drop()
@@ -422,13 +443,3 @@ def build_module(checkpoint: Path, dtype: str, device: str = "auto") -> PreTrain
     module = build_on_meta(checkpoint, packer.checkpoint_dtype(checkpoint, dtype))
     check_architecture(module)
     return module
-
-
-def _fit_to_send(output: EngineOutput) -> EngineOutput:
-    """With an error that means something to a client; of others it learns the kind."""
-    error = output.error
-    if error is None or isinstance(error, InvalidRequest | Unavailable):
-        return output
-    logger.error("sequence %s failed", output.sequence_id, exc_info=error)
-    told = EngineDied(f"generation failed: {type(error).__name__}")
-    return msgspec.structs.replace(output, error=told)

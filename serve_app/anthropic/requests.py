@@ -276,6 +276,7 @@ class CountTokensBody(Part):
 class MessagesBody(CountTokensBody, SamplingFields):
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
     stop_sequences: Stops = Field(default=[])
+    stream: bool = False
 
     def ask(self) -> Ask:
         return Ask(

@@ -4,7 +4,8 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -93,15 +94,28 @@ def parse_form(form: type[Model], fields: Mapping[str, Any]) -> Model:
         InvalidRequest: naming the first field that is wrong, and what was found.
         UnsupportedParameter: the value is right, but we cannot honour it.
     """
-    known = form.model_fields
-    if form.model_config.get("extra") == "forbid":
-        for name in fields:  # the first one: pydantic would collect them all
-            if name not in known:
-                names = f"; known are {', '.join(known)}" if known else "; nothing is known"
-                hint = did_you_mean(name[:80], known) or names
-                raise InvalidRequest(f"{name[:80]} is unknown here{hint}", name[:80])
-    try:
+    refuse_unknown(form, fields)
+    with faults():
         return form.model_validate({k: v for k, v in fields.items() if v is not None})
+
+
+def refuse_unknown(form: type[BaseModel], names: Iterable[str]) -> None:
+    """Raises InvalidRequest, of the first name that `form` has not, if that forbids them."""
+    known = form.model_fields
+    if form.model_config.get("extra") != "forbid":
+        return
+    for name in names:  # the first one: pydantic would collect them all
+        if name not in known:
+            told = f"; known are {', '.join(known)}" if known else "; nothing is known"
+            hint = did_you_mean(name[:80], known) or told
+            raise InvalidRequest(f"{name[:80]} is unknown here{hint}", name[:80])
+
+
+@contextmanager
+def faults() -> Iterator[None]:
+    """Have the body's ValidationError raised as `parse_form` does."""
+    try:
+        yield
     except ValidationError as exc:
         raise _fault(exc.errors(include_url=False)[0]) from None
 

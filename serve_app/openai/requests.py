@@ -118,10 +118,8 @@ class _StreamOptions(Part):
 
 
 class SamplingFields(Part):
-    """What every form of a body that asks for a generation has."""
+    """How to choose the next token, as far as all forms of a body have it."""
 
-    model: ModelName | None = None
-    stream: bool = False
     # None: the model's default, which only a replica knows.
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -133,11 +131,10 @@ class SamplingFields(Part):
         return None if self.top_k is None else max(0, self.top_k)
 
 
-class _Body(SamplingFields, GrammarFields):
-    """What all three forms have in common."""
+class Sampling(SamplingFields, GrammarFields):
+    """How to choose the next token, in vLLM's names."""
 
     n: int = Field(default=1, ge=1, le=MAX_N)
-    stream_options: _StreamOptions = _StreamOptions()
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-MAX_INT64 - 1, le=MAX_INT64)
     stop: Annotated[
@@ -157,23 +154,20 @@ class _Body(SamplingFields, GrammarFields):
     logit_bias: Annotated[
         dict[int, float], PlainValidator(to_logit_bias, json_schema_input_type=_Biases)
     ] = Field(default_factory=dict)
-    add_special_tokens: bool | None = None
 
-    def ask(
-        self,
-        prompts: tuple[Prompt, ...],
-        *,
-        max_tokens: int | None,
-        logprobs: int | None = None,
-        echo: bool = False,
-        parallel_tool_calls: bool = True,
-    ) -> Ask:
+    def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """For an engine.
+
+        Raises:
+            InvalidRequest: fields that are right, each by itself, exclude each other.
+            UnsupportedParameter: as `grammar`.
+        """
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({max_tokens}), found {self.min_tokens}",
                 "min_tokens",
             )
-        sampling = SamplingParams(
+        return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
@@ -191,11 +185,30 @@ class _Body(SamplingFields, GrammarFields):
             logprobs=logprobs,
             grammar=self.grammar(),
         )
+
+
+class _Body(Sampling):
+    """What all three forms have in common."""
+
+    model: ModelName | None = None
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    add_special_tokens: bool | None = None
+
+    def ask(
+        self,
+        prompts: tuple[Prompt, ...],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        echo: bool = False,
+        parallel_tool_calls: bool = True,
+    ) -> Ask:
         include_usage = self.stream and bool(self.stream_options.include_usage)
         return Ask(
             model=self.model,
             prompts=prompts,
-            sampling=sampling,
+            sampling=self.params(max_tokens=max_tokens, logprobs=logprobs),
             n=self.n,
             echo=echo,
             stream=self.stream,

@@ -1,17 +1,15 @@
 """ModelReplica: what Ray Serve runs, one instance per replica of a model.
 
-Puts a lifecycle and the supervisor of a worker together and answers the handle's calls. Computes nothing:
-that is the worker's, in a process of its own. torch comes in with the tokenizer, inside the constructor: the
-router, the policy and the controller import this module.
+Gives a `Replica` the supervisor of a worker and answers the handle's calls. Computes nothing: that is the
+worker's, in a process of its own. torch comes in with the tokenizer, inside the constructor: the router, the
+policy and the controller import this module.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +21,8 @@ from ray.serve.context import _get_global_client
 
 from actors.engine.model.cards import has_nvidia_driver
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
-from actors.observer import GuardedObserver, Observer, WakeCause
+from actors.observer import GuardedObserver, Observer
 from actors.protocol import (
-    ChatPrompt,
-    DeviceMemoryStatus,
     GenerateRequest,
     Refusal,
     ReplicaState,
@@ -34,35 +30,29 @@ from actors.protocol import (
     SleepCommand,
     TokenEvent,
 )
-from actors.replica.lifecycle import Lifecycle
 from actors.replica.runtime import ModelRuntime
 from actors.replica.supervisor import WorkerSupervisor
 from actors.replica.worker_client import WorkerClient
-from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
-from actors.worker.messages import WorkerState
+from actors.text.sampling_defaults import ResolvedSampling
 from serve_app.config.files import ModelConfig
-from serve_app.metrics.instruments import Instruments, gauges, saved_bytes
+from serve_app.metrics.instruments import Instruments, gauges
 from serve_app.metrics.ray_mirror import RayMirror
 from serve_app.metrics.tally import Snapshot, Tally
-from serve_app.process.heap import give_back, set_aside, uncollected
+from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import adopt_serve_handlers
-from serve_app.replica.device_reading import DeviceReading
+from serve_app.replica.core import Replica, kept_running, sampling_defaults_of
 from serve_app.replica.worker_actor import WorkerSettings
 from serve_app.replica.worker_process import WorkerProcess, bundles
 from serve_app.signals.hold import ClusterStore, Follower, Wanted
 from serve_app.signals.news import RoutingNews, ScalingSample
 
 if TYPE_CHECKING:
-    from actors.replica.streams import Prepared
     from actors.text.codec import TextCodec
 
 logger = logging.getLogger(__name__)
 
 
-_LONG_PROMPT = 16_384  # characters; of them 15 ms are spent on a tokenizer
-_READERS = 2  # of long prompts at a time; the CPUs are for those who are served
 _MIRROR_INTERVAL_S = 5.0  # of gauges; Ray reports every 10 s
-_WATCH_AGAIN_S = 1.0
 
 
 class _Announcer:
@@ -97,21 +87,6 @@ class _Announcer:
             self._failed = True
 
 
-async def kept_running(name: str, watch: Callable[[], Awaitable[None]]) -> None:
-    """Run a replica's watch to its end, again whenever it fails.
-
-    Nobody awaits it: one that died in silence left a replica that never sleeps, or obeys nobody.
-    """
-    while True:
-        try:
-            await watch()
-        except Exception:
-            logger.exception("%s: the watch failed; it begins again in %g s", name, _WATCH_AGAIN_S)
-            await asyncio.sleep(_WATCH_AGAIN_S)
-        else:
-            return
-
-
 class ModelReplica:
     """One replica of one model."""
 
@@ -135,30 +110,25 @@ class ModelReplica:
         self._replica_id = context.replica_id.unique_id
         self._announcer = await asyncio.to_thread(_Announcer)
         self._mirror = RayMirror(config.model_id)
-        self._instruments = Instruments(Tally(self._mirror), time.monotonic)
-        self._observer = observer = GuardedObserver(self._instruments)
-        node = self._node = ray.get_runtime_context().get_node_id()
-        self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
+        instruments = Instruments(Tally(self._mirror), time.monotonic)
+        observer = GuardedObserver(instruments)
+        self._node = ray.get_runtime_context().get_node_id()
         self._supervisor = await self._make_supervisor(config, observer)
         follower = Follower(ClusterStore(context.app_name, config.model_id))
         wanted = await follower.at_start()
-        self._lifecycle = Lifecycle(
+        self._replica = Replica(
+            config,
+            self._replica_id,
+            self._node,
             self._supervisor,
-            config.sleep,
-            time.monotonic,
-            f"{config.model_id}/{self._replica_id}",
-            self._changed,
+            instruments,
+            observer,
+            self._announce,
             held=wanted is not None and wanted.held,
-            observer=observer,
         )
+        self._lifecycle = self._replica.lifecycle
         await self._supervisor.start()
-        device = await self._supervisor.runtime.worker.read_device(node)
-        self._device = DeviceReading(
-            lambda: self._supervisor.runtime.worker.read_device(node), device
-        )
-        self._changed()
-        if not (config.sleep.start_asleep or self._lifecycle.held):
-            await self._lifecycle.wake_up("start", WakeCause.START)
+        await self._replica.begin()
         set_aside()
         self._watches = [
             asyncio.create_task(kept_running(name, watch))
@@ -207,63 +177,17 @@ class ModelReplica:
         with a traceback, so that anybody could flood the log with bad requests.
         """
         try:
-            prepared = await self._prepare(request)
-            async for event in self._generate(prepared):
+            async for event in self._replica.generate(request):
                 yield event
         except (InvalidRequest, Unavailable, ReplicaFailed) as refusal:
-            logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
-            self._observer.refused(refusal)
             yield Refusal(refusal, self._replica_id)
 
-    async def _generate(self, prepared: "Prepared") -> AsyncIterator[TokenEvent]:
-        """By the next worker, if the first fails before anything was sent."""
-        is_last = False
-        while True:
-            await self._lifecycle.restarted()
-            try:
-                # Before it wakes anybody.
-                await self._supervisor.runtime.check_grammar(prepared)
-                async with self._lifecycle.serving(prepared.request.request_id):
-                    async for event in self._supervisor.runtime.generate(prepared):
-                        is_last = is_last or bool(event.text or event.token_ids)
-                        yield event
-            except ReplicaFailed as failure:
-                if is_last or self._lifecycle.state is ReplicaState.FAILED:
-                    raise
-                is_last = True  # who has one worker after the other fail is not tried for ever
-                logger.info("request %s begins again: %s", prepared.request.request_id, failure)
-            else:
-                return
-
-    async def _prepare(self, request: GenerateRequest) -> "Prepared":
-        """On a thread, if it may take its time: everybody else's tokens go through this event loop."""
-        prompt, runtime = request.prompt, self._supervisor.runtime
-        size = len(repr(prompt)) if isinstance(prompt, ChatPrompt) else len(prompt)
-        if size > _LONG_PROMPT:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._reading, runtime.prepare, request)
-        return runtime.prepare(request)
-
     async def sleep(self, command: SleepCommand) -> ReplicaStatus:
-        await self._lifecycle.sleep(command)
-        self._announce()  # it may be held now, in the state that it was in
-        return await self.status()
+        return await self._replica.sleep(command)
 
     async def wake_up(self) -> ReplicaStatus:
-        """Wake, and return when the bytes have arrived and were checked; requests do not wait for that.
-
-        Raises:
-            Unavailable: not possible now; the replica is still asleep.
-            ReplicaFailed: the replica cannot serve any more; what arrived may not be what was packed.
-        """
-        await self._lifecycle.wake_up()
-        try:
-            await self._supervisor.runtime.settled()
-        except ReplicaFailed as failure:
-            logger.info("waking the next worker, too: %s", failure)
-            await self._lifecycle.wake_up()
-            await self._supervisor.runtime.settled()
-        return await self.status()
+        """See Replica."""
+        return await self._replica.wake_up()
 
     async def state(self) -> ReplicaState:
         """For health checks of the whole: no device is asked."""
@@ -271,51 +195,11 @@ class ModelReplica:
 
     async def status(self) -> ReplicaStatus:
         """This replica's account of itself; never wakes it and never counts as use."""
-        lifecycle, worker = self._lifecycle, self._supervisor.runtime.worker
-        device = replace(await self._device.now(), wake_bytes=worker.state.wake_bytes)
-        return ReplicaStatus(
-            model_id=self._config.model_id,
-            replica_id=self._replica_id,
-            process_id=os.getpid(),
-            worker_process_id=worker.facts.process_id,
-            worker_restarts=self._supervisor.restarts,
-            state=lifecycle.state,
-            held=lifecycle.held,
-            in_flight=lifecycle.idle.in_flight,
-            waiting_for_wake=lifecycle.waiting_for_wake,
-            idle_s=lifecycle.idle.idle_s(),
-            idle_timeout_s=self._config.sleep.idle_timeout_s,
-            sleeps=lifecycle.sleeps,
-            wakes=lifecycle.wakes,
-            last_sleep_s=lifecycle.last_sleep_s,
-            last_wake_s=lifecycle.last_wake_s,
-            weights_bytes=worker.facts.weights_bytes,
-            mapped_bytes=worker.state.mapped_bytes,
-            kv_bytes=worker.facts.kv_bytes,
-            weights_from=worker.state.image_origin,
-            reason=lifecycle.reason,
-            max_model_len=worker.facts.max_model_len,
-            device=device,
-            device_memory=self._device_memory(worker.state),
-            last_wake=worker.state.last_wake,
-        )
+        return await self._replica.status()
 
     async def metrics(self) -> Snapshot:
         """What this replica has counted, and what it is now; never wakes it, never counts as use."""
-        self._count_savings()
-        now = gauges(self._lifecycle, self._supervisor.runtime)
-        return self._instruments.snapshot(self._replica_id, self._lifecycle.state, now)
-
-    def _device_memory(self, worker: WorkerState) -> DeviceMemoryStatus:
-        slept = self._lifecycle.last_sleep
-        return DeviceMemoryStatus(
-            total=worker.device_total,
-            free=worker.device_free,
-            own=worker.device_own,
-            released_by_last_sleep=slept.released_bytes if slept is not None else None,
-            own_released_by_last_sleep=slept.own_released_bytes if slept is not None else None,
-            left=worker.left,
-        )
+        return await self._replica.metrics()
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve asks for it every `request_routing_stats_period_s`, and tells the routers."""
@@ -325,7 +209,7 @@ class ModelReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks for it, keeps the samples and hands them to the policy, if there is one."""
         lifecycle = self._lifecycle
-        device = await self._device.now()
+        device = await self._replica.device_now()
         sample = ScalingSample(
             state=lifecycle.state,
             in_flight=lifecycle.idle.in_flight,
@@ -346,19 +230,10 @@ class ModelReplica:
         elif self._lifecycle.held:
             await self._lifecycle.wake_up("no longer held")
 
-    def _changed(self) -> None:
-        self._announce()
-        self._count_savings()
-        if self._lifecycle.state is ReplicaState.ASLEEP:
-            asyncio.get_running_loop().run_in_executor(None, give_back)
-
-    def _count_savings(self) -> None:
-        self._instruments.saves(saved_bytes(self._lifecycle, self._supervisor.runtime))
-
     async def _mirror_gauges(self) -> None:
         """Until cancelled. Counters and histograms go to Ray as they happen."""
         while True:
-            self._count_savings()
+            self._replica.count_savings()
             self._mirror.set(gauges(self._lifecycle, self._supervisor.runtime))
             await asyncio.sleep(_MIRROR_INTERVAL_S)
 
@@ -386,8 +261,4 @@ def _read_text_settings(
     with uncollected():
         from actors.text.codec import TextCodec
 
-    codec = TextCodec.load(checkpoint, config.chat)
-    defaults = ResolvedSampling()
-    if config.generation_config == "auto":
-        defaults = sampling_defaults(checkpoint)
-    return codec, defaults
+    return TextCodec.load(checkpoint, config.chat), sampling_defaults_of(config, checkpoint)

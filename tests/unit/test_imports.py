@@ -26,6 +26,8 @@ HEAVY = ("torch", "transformers")
         "serve_app.front.app",
         "serve_app.cli.main",
         "serve_app.app",
+        "serve_app.asgi",
+        "serve_app.llm",
         "serve_app.scaling.serve_policy",
         "serve_app.scaling.decide",
         "serve_app.routing.router",

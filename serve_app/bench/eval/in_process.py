@@ -5,9 +5,10 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Literal
 
+from actors.checkpoints.download import ensure_checkpoint
 from actors.errors import ReplicaFailed, WeightsCorrupted
 from actors.protocol import GenerateRequest, SamplingParams
 from serve_app.bench.eval.evaluate import Passage, Progress
@@ -28,19 +29,13 @@ from serve_app.bench.eval.verdict import (
     Woke,
 )
 from serve_app.config.files import ModelConfig
+from serve_app.replica.in_process import Loaded, load_model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from actors.replica.in_process import InProcessModel
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    halves: "InProcessModel"
-    image_s: float
-    engine_s: float
+_GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0)
 
 
 @asynccontextmanager
@@ -52,7 +47,8 @@ async def in_process(
     Raises:
         Exception: whatever is wrong with checkpoint or configuration, as in a replica.
     """
-    loaded = await _load(config, on_progress)
+    checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
+    loaded = await load_model(config, checkpoint, lambda what: on_progress(what, 0, 0))
     try:
         on_progress("waking for the first time", 0, 0)
         await loaded.halves.runtime.wake()
@@ -62,33 +58,10 @@ async def in_process(
         await loaded.halves.close()
 
 
-async def _load(config: ModelConfig, on_progress: Progress) -> _Loaded:
-    on_progress("importing torch", 0, 0)
-    from actors.checkpoints.download import ensure_checkpoint
-    from actors.image.holder import ImageRequest
-    from actors.image.obtain import FastLoad
-    from actors.replica.in_process import build_loaded
-    from actors.worker.model_worker import build_module
-
-    on_progress("loading the checkpoint", 0, 0)
-    checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
-    request = ImageRequest(config.model_id, config.source, config.dtype)
-    load = FastLoad(holder=None, request=request, checkpoint=checkpoint, lessee="eval")
-    module = await asyncio.to_thread(build_module, checkpoint, config.dtype)
-    started_s = time.perf_counter()
-    image = await load.obtain()
-    image_s = time.perf_counter() - started_s
-    on_progress("building the engine", 0, 0)
-    started_s = time.perf_counter()
-    settings = config.engine, config.sleep.keep_layers
-    halves = await build_loaded(module, image, load, *settings)
-    return _Loaded(halves, image_s, time.perf_counter() - started_s)
-
-
 class InProcessTarget:
     """Target over a ModelRuntime that is awake."""
 
-    def __init__(self, config: ModelConfig, loaded: _Loaded) -> None:
+    def __init__(self, config: ModelConfig, loaded: Loaded) -> None:
         self.runtime = loaded.halves.runtime
         self.worker = worker = loaded.halves.worker
         seen = worker.memory.last_reading
@@ -198,7 +171,8 @@ class InProcessTarget:
         return await self.worker.with_model(lambda model: log_likelihood(model, window))
 
     async def _ask(self, prompt: str, count: int, *, asleep: bool) -> FirstToken:
-        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        # Whatever the checkpoint's defaults: what is compared is what the logits say.
+        params = replace(_GREEDY, max_tokens=count, ignore_eos=True)
         runtime, now = self.runtime, time.perf_counter
         text, token_ids = "", list[int]()
         started_s = now()

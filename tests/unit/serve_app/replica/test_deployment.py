@@ -35,10 +35,9 @@ from actors.worker.connection import Connection
 from actors.worker.messages import Failed, Starting, ToWorker
 from actors.worker.watchdog import WatchdogConfig
 from serve_app.process.logs import log_to
-from serve_app.replica import device_reading, worker_actor, worker_process
-from serve_app.replica import replica as deployment
+from serve_app.replica import core, device_reading, worker_actor, worker_process
+from serve_app.replica.core import Replica, kept_running
 from serve_app.replica.device_reading import DeviceReading
-from serve_app.replica.replica import ModelReplica, kept_running
 from serve_app.replica.worker_process import WorkerProcess, bundles
 
 
@@ -62,16 +61,16 @@ class Runtime:
 def test_long_prompts_are_read_beside_the_event_loop(prompt: Prompt, thread: str) -> None:
     reading = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
     runtime = Runtime()
-    replica: Any = SimpleNamespace(_supervisor=SimpleNamespace(runtime=runtime), _reading=reading)
+    replica: Any = SimpleNamespace(_workers=SimpleNamespace(runtime=runtime), _reading=reading)
     request = GenerateRequest("r", prompt, SamplingParams())
-    prepared = asyncio.run(ModelReplica._prepare(replica, request))
+    prepared = asyncio.run(Replica._prepare(replica, request))
     assert str(prepared).startswith(thread)
 
 
 def test_watch_that_fails_is_told_and_begins_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(deployment, "_WATCH_AGAIN_S", 0.001)
+    monkeypatch.setattr(core, "_WATCH_AGAIN_S", 0.001)
     runs = []
 
     async def watch() -> None:
@@ -172,8 +171,8 @@ def answered(*courses: Course, state: ReplicaState = ReplicaState.RESTARTING) ->
             yield each
 
     replica: Any = SimpleNamespace(
-        _lifecycle=SimpleNamespace(serving=hold_awake, restarted=restarted, state=state),
-        _supervisor=SimpleNamespace(
+        lifecycle=SimpleNamespace(serving=hold_awake, restarted=restarted, state=state),
+        _workers=SimpleNamespace(
             runtime=SimpleNamespace(generate=generate, check_grammar=check_grammar)
         ),
     )
@@ -182,7 +181,7 @@ def answered(*courses: Course, state: ReplicaState = ReplicaState.RESTARTING) ->
     async def scenario() -> Course:
         got: Course = []
         try:
-            async for event in ModelReplica._generate(replica, prepared):
+            async for event in Replica.answer(replica, prepared):
                 got.append(event)
         except ReplicaFailed as failure:
             got.append(failure)

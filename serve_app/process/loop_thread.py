@@ -1,0 +1,131 @@
+"""Something asynchronous for callers who are not: held open on an event loop of its own, on a thread of its own."""
+
+import asyncio
+import concurrent.futures.thread  # noqa: F401  # its end at exit is registered before ours, so ours comes first
+import logging
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, TypeVar
+
+from actors.errors import ShuttingDown
+from actors.threads import call_unless_closed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_open: "set[LoopThread[Any]]" = set()
+
+
+class LoopThread(Generic[T]):
+    """Holds an asynchronous context open. Any thread but its own may call.
+
+    One that is still open when the main thread ends is closed then.
+
+    Attributes:
+        value: what the context gave.
+    """
+
+    value: T
+
+    def __init__(self, context: AbstractAsyncContextManager[T], name: str) -> None:
+        """Enter the context.
+
+        Raises:
+            Exception: whatever entering it raises.
+            KeyboardInterrupt: once what had begun is undone.
+        """
+        self._ready: Future[T] = Future()
+        self._ended: Future[None] = Future()
+        self._is_closing = False
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._hold(context))
+        # A daemon: whoever has to wait for its end does so in `close`.
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        try:
+            _open.add(self)
+            self.value = self._ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, work: Coroutine[Any, Any, R]) -> R:
+        """What `work` comes to on the event loop; it is cancelled if the caller is interrupted.
+
+        Raises:
+            ShuttingDown: the context was left before that.
+            Exception: whatever `work` raises.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # there is no event loop any more
+            work.close()
+            raise ShuttingDown("it has been shut down") from None
+        try:
+            ends: tuple[Future[Any], ...] = (future, self._ended)
+            wait(ends, return_when=FIRST_COMPLETED)
+            if not future.done():  # the event loop ended before it could begin
+                work.close()
+                future.cancel()
+            return future.result()
+        except CancelledError:
+            raise ShuttingDown("it was shut down meanwhile") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Leave the context, and return when the thread has nothing more to do. Idempotent.
+
+        Raises:
+            Exception: whatever leaving it raises.
+        """
+        call_unless_closed(self._loop, self._cancel_once)
+        wait([self._ended])
+        _open.discard(self)
+        self._ended.result()
+
+    def _cancel_once(self) -> None:
+        """A second time would break off what the first has the context do."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._task.cancel()
+
+    async def _hold(self, context: AbstractAsyncContextManager[T]) -> None:
+        async with context as value:
+            self._ready.set_result(value)
+            await asyncio.Event().wait()  # until cancelled
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.get_loop().run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass  # by `close`
+        except BaseException as exc:  # noqa: BLE001  # for those who wait
+            failure = exc
+        if not self._ready.done():
+            self._ready.set_exception(failure or ShuttingDown("interrupted"))
+            failure = None  # has been told
+        if failure is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(failure)
+
+
+def _close_all() -> None:
+    for each in list(_open):
+        try:
+            each.close()
+        except Exception:
+            logger.exception("could not be shut down in good order")
+
+
+# Before Python waits for all threads that are no daemons, of which the engine of a model is one, and before
+# executors take no more work: `atexit` is too late for either. Private, and in 3.11 to 3.14 as
+# concurrent.futures.thread uses it.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]

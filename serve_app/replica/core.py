@@ -1,0 +1,268 @@
+"""One replica, whoever asks it: Ray Serve, or the process that it is in.
+
+Puts a lifecycle and what computes together. No torch: it comes in with the tokenizer and the worker.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
+from actors.observer import Observer, WakeCause
+from actors.protocol import (
+    ChatPrompt,
+    DeviceMemoryStatus,
+    DeviceNow,
+    GenerateRequest,
+    ReplicaState,
+    ReplicaStatus,
+    SleepCommand,
+    TokenEvent,
+)
+from actors.replica.lifecycle import Effects, Lifecycle
+from actors.replica.runtime import ModelRuntime
+from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
+from actors.worker.messages import WorkerState
+from serve_app.config.files import ModelConfig
+from serve_app.metrics.instruments import Instruments, gauges, saved_bytes
+from serve_app.metrics.tally import Snapshot
+from serve_app.process.heap import give_back
+from serve_app.replica.device_reading import DeviceReading
+
+if TYPE_CHECKING:
+    from actors.replica.streams import Prepared
+
+logger = logging.getLogger(__name__)
+
+
+_LONG_PROMPT = 16_384  # characters; of them 15 ms are spent on a tokenizer
+_READERS = 2  # of long prompts at a time; the CPUs are for those who are served
+_WATCH_AGAIN_S = 1.0
+
+
+class Workers(Effects, Protocol):
+    """What computes for a replica."""
+
+    @property
+    def runtime(self) -> ModelRuntime:
+        """Of the worker that there is, or was until a moment ago."""
+
+    @property
+    def restarts(self) -> int:
+        """How many workers have taken the place of one that failed."""
+
+
+async def kept_running(name: str, watch: Callable[[], Awaitable[None]]) -> None:
+    """Run a replica's watch to its end, again whenever it fails.
+
+    Nobody awaits it: one that died in silence left a replica that never sleeps, or obeys nobody.
+    """
+    while True:
+        try:
+            await watch()
+        except Exception:
+            logger.exception("%s: the watch failed; it begins again in %g s", name, _WATCH_AGAIN_S)
+            await asyncio.sleep(_WATCH_AGAIN_S)
+        else:
+            return
+
+
+class Replica:
+    """One replica of one model. Lives on one event loop.
+
+    Attributes:
+        lifecycle: asleep until `begin`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        replica_id: str,
+        node: str,
+        workers: Workers,
+        instruments: Instruments,
+        observer: Observer,
+        on_change: Callable[[], None] = lambda: None,
+        held: bool = False,
+    ) -> None:
+        """Make one that nobody may ask before `begin`.
+
+        Args:
+            node: where it is, for people.
+            instruments: what `metrics` tells of.
+            observer: told what happens; it has the instruments know.
+            on_change: called after each change of the state; it must not take long.
+            held: an operator holds it asleep.
+        """
+        self._config = config
+        self._replica_id = replica_id
+        self._node = node
+        self._workers = workers
+        self._instruments = instruments
+        self._observer = observer
+        self._on_change = on_change
+        self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
+        self.lifecycle = Lifecycle(
+            workers,
+            config.sleep,
+            time.monotonic,
+            f"{config.model_id}/{replica_id}",
+            self._changed,
+            held=held,
+            observer=observer,
+        )
+
+    @property
+    def runtime(self) -> ModelRuntime:
+        """Of the worker that there is now."""
+        return self._workers.runtime
+
+    async def begin(self) -> None:
+        """Once there is a worker: look at its device and, unless it is to start asleep, wake."""
+        device = await self._workers.runtime.worker.read_device(self._node)
+        self._device = DeviceReading(
+            lambda: self._workers.runtime.worker.read_device(self._node), device
+        )
+        self._changed()
+        if not (self._config.sleep.start_asleep or self.lifecycle.held):
+            await self.lifecycle.wake_up("start", WakeCause.START)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Events of one request, waking the replica first if need be.
+
+        Raises:
+            InvalidRequest, Unavailable, ReplicaFailed: why there are none, or no more.
+        """
+        try:
+            prepared = await self._prepare(request)
+            async for event in self.answer(prepared):
+                yield event
+        except (InvalidRequest, Unavailable, ReplicaFailed) as refusal:
+            logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
+            self._observer.refused(refusal)
+            raise
+
+    async def answer(self, prepared: "Prepared") -> AsyncIterator[TokenEvent]:
+        """As `generate`, by the next worker, if the first fails before anything was sent."""
+        is_last = False
+        while True:
+            await self.lifecycle.restarted()
+            try:
+                # Before it wakes anybody.
+                await self._workers.runtime.check_grammar(prepared)
+                async with self.lifecycle.serving(prepared.request.request_id):
+                    async for event in self._workers.runtime.generate(prepared):
+                        is_last = is_last or bool(event.text or event.token_ids)
+                        yield event
+            except ReplicaFailed as failure:
+                if is_last or self.lifecycle.state is ReplicaState.FAILED:
+                    raise
+                is_last = True  # who has one worker after the other fail is not tried for ever
+                logger.info("request %s begins again: %s", prepared.request.request_id, failure)
+            else:
+                return
+
+    async def _prepare(self, request: GenerateRequest) -> "Prepared":
+        """On a thread, if it may take its time: everybody else's tokens go through this event loop."""
+        prompt, runtime = request.prompt, self._workers.runtime
+        size = len(repr(prompt)) if isinstance(prompt, ChatPrompt) else len(prompt)
+        if size > _LONG_PROMPT:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._reading, runtime.prepare, request)
+        return runtime.prepare(request)
+
+    async def sleep(self, command: SleepCommand) -> ReplicaStatus:
+        await self.lifecycle.sleep(command)
+        self._on_change()  # it may be held now, in the state that it was in
+        return await self.status()
+
+    async def wake_up(self) -> ReplicaStatus:
+        """Wake, and return when the bytes have arrived and were checked; requests do not wait for that.
+
+        Raises:
+            Unavailable: not possible now; the replica is still asleep.
+            ReplicaFailed: the replica cannot serve any more; what arrived may not be what was packed.
+        """
+        await self.lifecycle.wake_up()
+        try:
+            await self._workers.runtime.settled()
+        except ReplicaFailed as failure:
+            logger.info("waking the next worker, too: %s", failure)
+            await self.lifecycle.wake_up()
+            await self._workers.runtime.settled()
+        return await self.status()
+
+    async def status(self) -> ReplicaStatus:
+        """This replica's account of itself; never wakes it and never counts as use."""
+        lifecycle, worker = self.lifecycle, self._workers.runtime.worker
+        device = replace(await self._device.now(), wake_bytes=worker.state.wake_bytes)
+        return ReplicaStatus(
+            model_id=self._config.model_id,
+            replica_id=self._replica_id,
+            process_id=os.getpid(),
+            worker_process_id=worker.facts.process_id,
+            worker_restarts=self._workers.restarts,
+            state=lifecycle.state,
+            held=lifecycle.held,
+            in_flight=lifecycle.idle.in_flight,
+            waiting_for_wake=lifecycle.waiting_for_wake,
+            idle_s=lifecycle.idle.idle_s(),
+            idle_timeout_s=self._config.sleep.idle_timeout_s,
+            sleeps=lifecycle.sleeps,
+            wakes=lifecycle.wakes,
+            last_sleep_s=lifecycle.last_sleep_s,
+            last_wake_s=lifecycle.last_wake_s,
+            weights_bytes=worker.facts.weights_bytes,
+            mapped_bytes=worker.state.mapped_bytes,
+            kv_bytes=worker.facts.kv_bytes,
+            weights_from=worker.state.image_origin,
+            reason=lifecycle.reason,
+            max_model_len=worker.facts.max_model_len,
+            device=device,
+            device_memory=self._device_memory(worker.state),
+            last_wake=worker.state.last_wake,
+        )
+
+    async def metrics(self) -> Snapshot:
+        """What this replica has counted, and what it is now; never wakes it, never counts as use."""
+        self.count_savings()
+        return self._instruments.snapshot(
+            self._replica_id, self.lifecycle.state, gauges(self.lifecycle, self._workers.runtime)
+        )
+
+    def count_savings(self) -> None:
+        """To be called now and then, that the time asleep is counted while it passes."""
+        self._instruments.saves(saved_bytes(self.lifecycle, self._workers.runtime))
+
+    async def device_now(self) -> DeviceNow:
+        return await self._device.now()
+
+    def _device_memory(self, worker: WorkerState) -> DeviceMemoryStatus:
+        slept = self.lifecycle.last_sleep
+        return DeviceMemoryStatus(
+            total=worker.device_total,
+            free=worker.device_free,
+            own=worker.device_own,
+            released_by_last_sleep=slept.released_bytes if slept is not None else None,
+            own_released_by_last_sleep=slept.own_released_bytes if slept is not None else None,
+            left=worker.left,
+        )
+
+    def _changed(self) -> None:
+        self._on_change()
+        self.count_savings()
+        if self.lifecycle.state is ReplicaState.ASLEEP:
+            asyncio.get_running_loop().run_in_executor(None, give_back)
+
+
+def sampling_defaults_of(config: ModelConfig, checkpoint: Path) -> ResolvedSampling:
+    """Of what a request does not name."""
+    if config.generation_config == "auto":
+        return sampling_defaults(checkpoint)
+    return ResolvedSampling()

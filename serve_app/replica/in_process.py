@@ -1,0 +1,139 @@
+"""A configured model in this process, without Ray: for scripts, the ASGI application and benches."""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.engine.model.cards import has_nvidia_driver
+from actors.errors import ReplicaFailed, ServingError
+from actors.observer import GuardedObserver, Observer
+from actors.protocol import MemoryChange
+from actors.replica.runtime import ModelRuntime
+from serve_app.config.files import ModelConfig
+from serve_app.metrics.instruments import Instruments
+from serve_app.metrics.tally import Tally
+from serve_app.replica.core import Replica, kept_running, sampling_defaults_of
+
+if TYPE_CHECKING:
+    from actors.replica.in_process import InProcessModel
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that was loaded from disk, asleep, and how long that took."""
+
+    halves: "InProcessModel"
+    image_s: float
+    engine_s: float
+
+
+async def load_model(
+    config: ModelConfig,
+    checkpoint: Path,
+    tell: Callable[[str], None] = lambda _: None,
+    observer: Observer | None = None,
+) -> Loaded:
+    """Load one; whoever has it closes it.
+
+    Args:
+        tell: told what is being done.
+
+    Raises:
+        Exception: whatever is wrong with checkpoint or configuration, as in a replica.
+    """
+    tell("importing torch")
+    from actors.image.holder import ImageRequest
+    from actors.image.obtain import FastLoad
+    from actors.replica.in_process import build_loaded
+    from actors.worker.model_worker import build_module
+
+    tell("loading the checkpoint")
+    request = ImageRequest(config.model_id, config.source, config.dtype)
+    load = FastLoad(holder=None, request=request, checkpoint=checkpoint, lessee="in-process")
+    module = await asyncio.to_thread(build_module, checkpoint, config.dtype, config.engine.device)
+    started_s = time.perf_counter()
+    image = await load.obtain()
+    image_s = time.perf_counter() - started_s
+    tell("building the engine")
+    started_s = time.perf_counter()
+    halves = await build_loaded(
+        module,
+        image,
+        load,
+        config.engine,
+        config.sleep.keep_layers,
+        config.chat,
+        observer,
+        sampling_defaults_of(config, checkpoint),
+        config.watchdog,
+    )
+    return Loaded(halves, image_s, time.perf_counter() - started_s)
+
+
+class _OneWorker:
+    """Workers of a replica, of which there is one: in its own process, none takes its place."""
+
+    restarts = 0
+
+    def __init__(self, runtime: ModelRuntime) -> None:
+        self.runtime = runtime
+
+    async def wake(self) -> MemoryChange:
+        """See Effects."""
+        return await self.runtime.wake()
+
+    async def sleep(self, level: int) -> MemoryChange:
+        """See Effects."""
+        return await self.runtime.sleep(level)
+
+    async def restart(self) -> None:
+        """See Effects."""
+        raise ReplicaFailed("the model has failed in this process, and has to be loaded in another")
+
+    def abort_in_flight(self) -> None:
+        """See Effects."""
+        self.runtime.abort_in_flight()
+
+    def fail_in_flight(self, error: ServingError) -> None:
+        """See Effects."""
+        self.runtime.fail_in_flight(error)
+
+
+@asynccontextmanager
+async def replica_in_process(config: ModelConfig, checkpoint: Path) -> AsyncIterator[Replica]:
+    """A replica of a configured model, which sleeps and wakes as Serve's do; closed at the end.
+
+    Raises:
+        Exception: as `load_model`.
+    """
+    if note := config.unused_card(has_nvidia_driver()):
+        logger.warning("%s", note)
+    config = config.model_copy(update={"engine": config.engine_of_replica})
+    instruments = Instruments(Tally(), time.monotonic)
+    observer = GuardedObserver(instruments)
+    loaded = await load_model(config, checkpoint, observer=observer)
+    workers = _OneWorker(loaded.halves.runtime)
+    replica = Replica(config, "in-process", socket.gethostname(), workers, instruments, observer)
+
+    def restart(failed: "asyncio.Future[ReplicaFailed]") -> None:
+        replica.lifecycle.restart(failed.result())
+
+    failed = workers.runtime.worker.failed
+    failed.add_done_callback(restart)
+    watch = asyncio.create_task(kept_running("the idle clock", replica.lifecycle.sleep_when_idle))
+    try:
+        await replica.begin()
+        yield replica
+    finally:
+        watch.cancel()
+        failed.remove_done_callback(restart)  # from now on its end is no failure
+        await loaded.halves.close()

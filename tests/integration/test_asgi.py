@@ -1,0 +1,125 @@
+"""`serve_app.asgi`: the front over a replica in its own process, without Ray."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+from serve_app.asgi import make_app
+from serve_app.config.files import ModelConfig, load_model_config
+from tests.unit.asgi_client import client_of
+
+KEY = "a-key-of-more-than-16-characters"
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny(project: Path, tiny_checkpoint: Path) -> ModelConfig:
+    config = load_model_config(project / "configs" / "tiny_cpu.yaml")
+    sleep = config.sleep.model_copy(update={"idle_timeout_s": None})
+    return config.model_copy(update={"sleep": sleep})
+
+
+@pytest.fixture(scope="module")
+def client(tiny: ModelConfig) -> Iterator[TestClient]:
+    """Of two models in one process."""
+    threads, switch_interval_s = torch.get_num_threads(), sys.getswitchinterval()
+    other = tiny.model_copy(update={"model_id": "other"})
+    with client_of(make_app([tiny, other], {})) as client:
+        yield client
+    # A worker sets these for its process.
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(switch_interval_s)
+
+
+def answer(client: TestClient, model: str = "tiny") -> str:
+    response = client.post("/v1/chat/completions", json={**HI, "model": model})
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def sleeping(client: TestClient) -> dict[str, bool]:
+    models: dict[str, bool] = client.get("/is_sleeping").json()["models"]
+    return models
+
+
+def test_models_sleep_and_wake_by_the_usual_routes(client: TestClient) -> None:
+    before = answer(client)
+    assert client.post("/sleep?model=tiny").status_code == 200
+    assert sleeping(client) == {"tiny": True, "other": False}
+    assert answer(client, "other") == before
+    assert answer(client) == before
+    assert sleeping(client) == {"tiny": False, "other": False}
+    assert client.post("/sleep?level=2").status_code == 200
+    assert client.post("/wake_up").status_code == 200
+    assert sleeping(client) == {"tiny": False, "other": False}
+    assert answer(client) == before
+
+
+def test_operators_find_what_they_know(client: TestClient) -> None:
+    assert client.get("/health").json()["status"] == "healthy"
+    (replica,) = client.get("/replicas?model=tiny").json()["models"]["tiny"]["replicas"]
+    assert replica["process_id"] == replica["worker_process_id"] == os.getpid()
+    assert 'vllm:num_requests_running{engine="in-process",model_name="tiny"}' in (
+        client.get("/metrics").text
+    )
+    refused = client.post("/scaleout?model=tiny")
+    assert refused.status_code == 400
+    assert "2 is more than 1" in refused.text
+
+
+def test_bad_request_is_refused_and_counted(client: TestClient) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 5000}
+    assert client.post("/v1/completions", json=body).status_code == 400
+    counted = r'sleepserve_requests_refused_total{.*error="ContextLengthExceeded".*} 1.0'
+    assert re.search(counted, client.get("/metrics").text)
+
+
+def test_held_model_refuses(client: TestClient) -> None:
+    assert client.post("/sleep?model=tiny&hold=true").status_code == 200
+    response = client.post("/v1/chat/completions", json={**HI, "model": "tiny"})
+    assert response.status_code == 503
+    assert client.post("/wake_up?model=tiny").status_code == 200
+    assert answer(client)
+
+
+def test_requests_beyond_what_the_configuration_allows_are_refused(tiny: ModelConfig) -> None:
+    full = tiny.model_copy(update={"max_ongoing_requests": 0, "max_queued_requests": 0})
+    # No model is loaded for it: the application is not started.
+    response = client_of(make_app([full], {})).post(
+        "/v1/chat/completions", json={**HI, "model": "tiny"}
+    )
+    assert response.status_code == 429
+    assert "retry-after" in response.headers
+
+
+def test_keys_of_the_environment_are_asked_for(tiny: ModelConfig) -> None:
+    client = client_of(make_app([tiny], {"SLEEPSERVE_API_KEYS": KEY}))
+    assert client.get("/v1/models").status_code == 401
+
+
+def test_uvicorn_serves_it_and_ends_at_ctrl_c(project: Path, tiny_checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "uvicorn", "serve_app.asgi:app", "--port", "0"]
+    environment = {**os.environ, "SLEEPSERVE_MODELS": "configs/tiny_cpu.yaml"}
+    with subprocess.Popen(
+        command, cwd=project, env=environment, stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stderr is not None
+            lines = iter(server.stderr.readline, "")
+            told = (re.search(r"running on (http://\S+)", line) for line in lines)
+            url = next(found[1] for found in told if found)
+            with urllib.request.urlopen(f"{url}/health", timeout=20) as response:
+                assert response.status == 200
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
