@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from pathlib import Path
 
 from starlette.applications import Starlette
 
