@@ -186,4 +186,4 @@ def test_make_serve_runs_it_in_the_foreground() -> None:
         check=True,
     )
     command = plan.stdout.strip().splitlines()[-1]
-    assert re.search(r"\bexec \S*python -m ray\.serve\.scripts run serve_config\.yaml$", command)
+    assert re.search(r"\bexec \S*sleepserve serve serve_config\.yaml$", command)
