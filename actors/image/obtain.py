@@ -9,8 +9,8 @@ import asyncio
 import logging
 import mmap
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +24,7 @@ from actors.image import packer
 from actors.image.holder import ImageGrant, ImageRequest
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey, Manifest
+from actors.waits import at_most
 
 logger = logging.getLogger(__name__)
 
@@ -188,16 +189,9 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
     return WeightImage(manifest, buffers, origin="disk")
 
 
-@asynccontextmanager
-async def _at_most(seconds: float, what: str) -> AsyncIterator[None]:
+def _at_most(seconds: float, what: str) -> AbstractAsyncContextManager[None]:
     """Raises HolderSilent, which says what was waited for; a TimeoutError says nothing."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise  # the holder's own
-        raise HolderSilent(f"{what} {seconds:g} s") from None
+    return at_most(seconds, HolderSilent(f"{what} {seconds:g} s"))
 
 
 def _open(grant: ImageGrant, timeout_s: float) -> WeightImage:

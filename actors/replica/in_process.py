@@ -39,9 +39,7 @@ class InProcessModel:
             await self.runtime.close()
         finally:
             await self.service.close()
-        if (
-            self.worker.is_stopped
-        ):  # that of a card outlives the objects, and this process may go on
+        if self.worker.is_stopped:  # a card's memory outlives the objects, and so may this process
             await asyncio.to_thread(self.worker.memory.unmap, 2)
 
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
 from actors.errors import EngineDied
+from actors.waits import at_most
 from actors.worker.connection import Connection
 from actors.worker.messages import Logged, Obtained, ToWorker
 from actors.worker.watchdog import WatchdogConfig
@@ -108,18 +108,10 @@ class WorkerActor:
         set_aside()  # what compiling has left
 
 
-@asynccontextmanager
-async def _within(limit_s: float, what: str) -> AsyncIterator[None]:
+def _within(limit_s: float, what: str) -> AbstractAsyncContextManager[None]:
     """Raises EngineDied if the body waits for longer: for a thread that hangs in a driver, say."""
-    try:
-        async with asyncio.timeout(limit_s) as limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise EngineDied(
-            f"{what} has not ended after {limit_s:g} s (watchdog.other_timeout_s)"
-        ) from None
+    text = f"{what} has not ended after {limit_s:g} s (watchdog.other_timeout_s)"
+    return at_most(limit_s, EngineDied(text))
 
 
 def _replica_is_gone() -> None:
