@@ -96,6 +96,9 @@ class ChatPrompt:
     ] = ()  # the output must be a call of one of these tools; none: as it likes
 
 
+# Of a request that has sent nothing yet: it may be what kills them, and is not begun again.
+MAX_LOST_WORKERS = 2
+
 Prompt = str | tuple[int, ...] | ChatPrompt  # text, token ids or messages
 
 
@@ -114,6 +117,7 @@ class GenerateRequest:
     # Those that the tokenizer adds by itself, as BOS. None: to text, not to messages.
     add_special_tokens: bool | None = None
     avoid: frozenset[str] = frozenset()  # replicas that could not serve it; others are asked first
+    lost_workers: int = 0  # that failed while they had it, of whichever replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,7 @@ class Refusal:
 
     error: ServingError
     replica_id: str
+    lost_workers: int = 0  # see GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)

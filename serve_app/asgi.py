@@ -17,6 +17,7 @@ from actors.checkpoints.download import ensure_checkpoint
 from actors.errors import QueueFull
 from actors.protocol import (
     GenerateRequest,
+    Refusal,
     ReplicaState,
     ReplicaStatus,
     SleepCommand,
@@ -68,7 +69,7 @@ class LocalClient:
 
         Raises:
             QueueFull: as many requests are open as the configuration allows.
-            Exception: as `Replica.generate`.
+            InvalidRequest, Unavailable, ReplicaFailed: the replica's refusal.
         """
         most = self.config.max_ongoing_requests + self.config.max_queued_requests
         if self._open >= most and self.config.max_queued_requests >= 0:
@@ -83,6 +84,8 @@ class LocalClient:
                 aclosing(self.replica.generate(request)) as events,
             ):
                 async for event in events:
+                    if isinstance(event, Refusal):
+                        raise event.error
                     first.over()
                     yield event
         finally:

@@ -36,7 +36,6 @@ class ModelRuntime:
     Attributes:
         worker: what computes. Its `failed` tells why this runtime can serve no more.
         codec: of the checkpoint.
-        has_settled: the bytes of a wake have been there, and intact, at least once.
     """
 
     def __init__(
@@ -57,14 +56,13 @@ class ModelRuntime:
         """
         self.worker = worker
         self.codec = codec
-        self.has_settled = False
         self._observer = observer
         self._defaults = defaults
         self._max_events_per_s = max_events_per_s
         self._verified = asyncio.Event()  # the bytes of the last wake are what was packed
         self._streams = OpenStreams(worker, codec, EngineMeter(observer))
         worker.outputs = self._streams.deliver
-        worker.settled = self._settled
+        worker.settled = self._verified.set
         worker.failed.add_done_callback(lambda failed: self.fail_in_flight(failed.result()))
 
     def check_health(self) -> None:
@@ -105,7 +103,9 @@ class ModelRuntime:
         if params.grammar is not None or not params.ignore_eos:
             stops |= self.codec.eos_ids
         seeds = tuple(_wrap_int64(seed + i) for i in range(request.n))
-        return Prepared(request, prompt_ids, params, seeds, stops, form, arrived_s)
+        return Prepared(
+            request, prompt_ids, params, seeds, stops, form, arrived_s, request.lost_workers
+        )
 
     async def check_grammar(self, prepared: Prepared) -> None:
         """Have the worker compile a request's grammar, if it has one. Needs no weights.
@@ -210,10 +210,6 @@ class ModelRuntime:
     async def close(self) -> None:
         """Stop the worker. The runtime is of no use afterwards. Idempotent."""
         await self.worker.stop()
-
-    def _settled(self) -> None:
-        self.has_settled = True
-        self._verified.set()
 
     def _echo(
         self, prepared: Prepared, index: int, logprobs: tuple[TokenLogprob, ...] | None

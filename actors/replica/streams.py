@@ -36,7 +36,7 @@ class Sequences(Protocol):
     def cancel(self, sequence_id: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
     """A request that passed every check and can be generated, by one worker or by the next."""
 
@@ -47,6 +47,7 @@ class Prepared:
     stop_ids: frozenset[int]
     form: MessageForm | None  # of a chat
     arrived_s: float  # of `time.perf_counter`
+    lost_workers: int = 0  # that failed while they had it
 
 
 def pieces(event: TokenEvent) -> Iterator[TokenEvent]:

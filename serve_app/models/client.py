@@ -20,6 +20,7 @@ from actors.errors import (
     Unavailable,
 )
 from actors.protocol import (
+    MAX_LOST_WORKERS,
     GenerateRequest,
     Refusal,
     ReplicaState,
@@ -37,7 +38,7 @@ from serve_app.signals.hold import WantedStore, hold, release
 logger = logging.getLogger(__name__)
 
 _LOST = (ActorDiedError, ActorUnavailableError)
-# Of a request whose replicas died or failed before its first token. It may be what kills them.
+# Of a request whose replicas died or failed before its first token.
 _ATTEMPTS = 3
 _NEWS_DUE_S = 0.2  # by then routers know that a replica has failed
 _RETRY_AFTER_S = 5.0
@@ -117,7 +118,11 @@ class HandleClient:
                 finished = True  # the refusal was its last word
                 if event.replica_id in request.avoid:
                     await asyncio.sleep(_NEWS_DUE_S)
-                request = replace(request, avoid=request.avoid | {event.replica_id})
+                request = replace(
+                    request,
+                    avoid=request.avoid | {event.replica_id},
+                    lost_workers=event.lost_workers,
+                )
             except BackPressureError as exc:
                 # No replica has it. `cancel` would raise this once more (ray/serve/handle.py, 2.60),
                 # and Serve would answer in our place, in plain text and without Retry-After.
@@ -219,10 +224,12 @@ def _is_failed(result: object) -> bool:
 def _another_may_do(refusal: Refusal, request: GenerateRequest) -> bool:
     """Whether to ask once more.
 
-    A card that is full says nothing of another replica's; if it is the same replica again, there is no
+    Nobody is asked for what has cost as many workers as it may. A card that is full says nothing of another replica's; if it is the same replica again, there is no
     other. A failed one that is asked again is not known to be failed yet; routers then wait for what comes in
     its place.
     """
+    if refusal.lost_workers >= MAX_LOST_WORKERS:
+        return False
     if refusal.replica_id in request.avoid:
         return isinstance(refusal.error, ReplicaFailed)
     may_be_elsewhere = isinstance(refusal.error, DeviceMemoryShort | ReplicaFailed)

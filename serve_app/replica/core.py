@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
 from actors.observer import Observer, WakeCause
 from actors.protocol import (
+    MAX_LOST_WORKERS,
     ChatPrompt,
     DeviceMemoryStatus,
     DeviceNow,
     GenerateRequest,
+    Refusal,
     ReplicaState,
     ReplicaStatus,
     SleepCommand,
@@ -133,12 +135,15 @@ class Replica:
         if not (self._config.sleep.start_asleep or self.lifecycle.held):
             await self.lifecycle.wake_up("start", WakeCause.START)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[TokenEvent | Refusal, None]:
         """Events of one request, waking the replica first if need be.
 
-        Raises:
-            InvalidRequest, Unavailable, ReplicaFailed: why there are none, or no more.
+        A refusal comes as the last item instead of being raised: Serve logs what a replica raises
+        with a traceback, so that anybody could flood the log with bad requests.
         """
+        prepared = None
         try:
             prepared = await self._prepare(request)
             async for event in self.answer(prepared):
@@ -146,11 +151,16 @@ class Replica:
         except (InvalidRequest, Unavailable, ReplicaFailed) as refusal:
             logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
             self._observer.refused(refusal)
-            raise
+            lost = 0 if prepared is None else prepared.lost_workers
+            yield Refusal(refusal, self._replica_id, lost)
 
     async def answer(self, prepared: "Prepared") -> AsyncIterator[TokenEvent]:
-        """As `generate`, by the next worker, if the first fails before anything was sent."""
-        is_last = False
+        """Events of one request; by the next worker, if one fails before anything was sent.
+
+        Raises:
+            InvalidRequest, Unavailable, ReplicaFailed: why there are none, or no more.
+        """
+        has_sent = False
         while True:
             await self.lifecycle.restarted()
             try:
@@ -158,12 +168,14 @@ class Replica:
                 await self._workers.runtime.check_grammar(prepared)
                 async with self.lifecycle.serving(prepared.request.request_id):
                     async for event in self._workers.runtime.generate(prepared):
-                        is_last = is_last or bool(event.text or event.token_ids)
+                        has_sent = has_sent or bool(event.text or event.token_ids)
                         yield event
             except ReplicaFailed as failure:
-                if is_last or self.lifecycle.state is ReplicaState.FAILED:
+                if self.lifecycle.state is ReplicaState.FAILED:
                     raise
-                is_last = True  # who has one worker after the other fail is not tried for ever
+                prepared.lost_workers += 1
+                if has_sent or prepared.lost_workers >= MAX_LOST_WORKERS:
+                    raise
                 logger.info("request %s begins again: %s", prepared.request.request_id, failure)
             else:
                 return

@@ -20,7 +20,7 @@ from ray.serve._private.common import RequestRoutingInfo
 from ray.serve.context import _get_global_client
 
 from actors.engine.model.cards import has_nvidia_driver
-from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
+from actors.errors import ReplicaFailed
 from actors.observer import GuardedObserver, Observer
 from actors.protocol import (
     GenerateRequest,
@@ -171,16 +171,9 @@ class ModelReplica:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent | Refusal]:
-        """Events of one request, waking the replica first if need be.
-
-        A refusal comes as the last item instead of being raised: Serve logs what a replica raises
-        with a traceback, so that anybody could flood the log with bad requests.
-        """
-        try:
-            async for event in self._replica.generate(request):
-                yield event
-        except (InvalidRequest, Unavailable, ReplicaFailed) as refusal:
-            yield Refusal(refusal, self._replica_id)
+        """See Replica."""
+        async for event in self._replica.generate(request):
+            yield event
 
     async def sleep(self, command: SleepCommand) -> ReplicaStatus:
         return await self._replica.sleep(command)

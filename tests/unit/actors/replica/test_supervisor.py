@@ -37,11 +37,10 @@ class Worker:
 
 
 class Runtime:
-    """Of one worker; `has_settled` as the test says."""
+    """Of one worker."""
 
     def __init__(self, number: int, log: list[str]) -> None:
         self.number = number
-        self.has_settled = False
         self.closing: Callable[[], Awaitable[None]] | None = None
         self._log = log
 
@@ -177,7 +176,6 @@ def test_failure_of_the_worker_is_told_once() -> None:
             await turns()
             assert len(bench.told) == worker + 1
             assert bench.told[worker] is failure
-            bench.runtime.has_settled = True
             await bench.supervisor.restart()
         await turns()
         assert len(bench.told) == 3
@@ -248,13 +246,17 @@ def test_worker_that_cannot_start_is_tried_again(caplog: pytest.LogCaptureFixtur
     assert "no such card" in caplog.text
 
 
-@pytest.mark.parametrize("first_settled", [False, True])
-def test_gives_up_when_so_many_in_a_row_have_failed_before_they_served(first_settled: bool) -> None:
+@pytest.mark.parametrize("served_s", [0.0, 120.0], ids=["not served", "served until a step hung"])
+def test_gives_up_when_so_many_in_a_row_have_not_served_for_long(served_s: float) -> None:
+    """As by a request that is sent again and again: every worker wakes, and some served others before."""
+
     async def scenario(bench: Bench) -> None:
         await bench.supervisor.start()
-        bench.runtime.has_settled = first_settled
+        bench.now_s += 1e6  # whatever the first one did before
         for _ in range(LIMIT):
             await bench.supervisor.restart()
+            await bench.supervisor.wake()
+            bench.now_s += served_s
         workers = 1 + LIMIT
         assert bench.started == workers
         with pytest.raises(ReplicaFailed, match=f"{LIMIT} workers in a row"):
@@ -269,7 +271,6 @@ def test_gives_up_when_so_many_in_a_row_have_failed_before_they_served(first_set
 def test_gives_up_when_none_can_be_started() -> None:
     async def scenario(bench: Bench) -> None:
         await bench.supervisor.start()
-        bench.runtime.has_settled = True
         bench.broken = set(range(2, 100))
         with pytest.raises(ReplicaFailed, match=f"{LIMIT} workers in a row"):
             await bench.supervisor.restart()
@@ -280,16 +281,15 @@ def test_gives_up_when_none_can_be_started() -> None:
     run(scenario)
 
 
-def test_counts_anew_after_a_wake_that_settled() -> None:
+def test_counts_anew_after_a_worker_that_has_served_for_long() -> None:
     async def scenario(bench: Bench) -> None:
         await bench.supervisor.start()
         for _ in range(3):
-            for _ in range(LIMIT - 1):
+            for _ in range(LIMIT):
                 await bench.supervisor.restart()
-            bench.runtime.has_settled = True
-            await bench.supervisor.restart()
+            bench.now_s += module._ROW_S
         assert bench.supervisor.restarts == 3 * LIMIT
-        assert bench.pauses == PAUSES[:-1] + PAUSES * 2, "they begin anew as well"
+        assert bench.pauses == PAUSES * 3, "they begin anew as well"
 
     run(scenario)
 

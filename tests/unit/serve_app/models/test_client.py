@@ -31,8 +31,8 @@ REQUEST = GenerateRequest("r", "Hello", SamplingParams())
 DEAD = ActorDiedError()
 
 
-def refusal(error: ServingError, replica_id: str = "a") -> Refusal:
-    return Refusal(error, replica_id)
+def refusal(error: ServingError, replica_id: str = "a", lost_workers: int = 0) -> Refusal:
+    return Refusal(error, replica_id, lost_workers)
 
 
 def event(text: str) -> TokenEvent:
@@ -214,6 +214,21 @@ def test_request_that_may_be_what_kills_replicas_is_not_passed_on_for_ever() -> 
         with pytest.raises(EngineDied):
             await texts(client(handle))
         assert handle.asked == 3
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("replicas", ["ab", "aa"])
+def test_request_that_has_cost_two_workers_is_not_begun_a_third_time(replicas: str) -> None:
+    """By the first it was failing for good already; its replica could begin it once only."""
+    first, second = replicas
+
+    async def scenario() -> None:
+        died = EngineDied("CUDA error")
+        handle = Handle([refusal(died, first, 1)], [refusal(died, second, 2)], [event("never")])
+        with pytest.raises(EngineDied):
+            await texts(client(handle))
+        assert [request.lost_workers for request in handle.requests] == [0, 1]
 
     run(scenario)
 

@@ -27,6 +27,7 @@ from actors.protocol import (
     DeviceNow,
     GenerateRequest,
     Prompt,
+    Refusal,
     ReplicaState,
     SamplingParams,
     TokenEvent,
@@ -138,7 +139,9 @@ NO_GRAMMAR = WorkerLost("gone before it had compiled the grammar")
 Course = list[TokenEvent | Exception]
 
 
-def answered(*courses: Course, state: ReplicaState = ReplicaState.RESTARTING) -> Course:
+def answered(
+    *courses: Course, state: ReplicaState = ReplicaState.RESTARTING, lost_workers: int = 0
+) -> Course:
     """What a request gets whose attempts, one per worker, go like that."""
     left = list(courses)
     steps: list[str] = []
@@ -176,7 +179,9 @@ def answered(*courses: Course, state: ReplicaState = ReplicaState.RESTARTING) ->
             runtime=SimpleNamespace(generate=generate, check_grammar=check_grammar)
         ),
     )
-    prepared: Any = SimpleNamespace(request=GenerateRequest("r", "x", SamplingParams()))
+    prepared: Any = SimpleNamespace(
+        request=GenerateRequest("r", "x", SamplingParams()), lost_workers=lost_workers
+    )
 
     async def scenario() -> Course:
         got: Course = []
@@ -206,6 +211,34 @@ def test_request_whose_answer_has_begun_fails_with_its_worker(event: TokenEvent)
 def test_request_that_fails_with_two_workers_is_not_tried_again() -> None:
     again = EngineDied("again")
     assert answered([LOST], [BEGUN, again]) == [BEGUN, again]
+
+
+def test_request_that_has_cost_another_replica_its_worker_costs_one_more_and_no_third() -> None:
+    assert answered([BEGUN, LOST], lost_workers=1) == [BEGUN, LOST]
+
+
+@pytest.mark.parametrize(("lost_before", "costs"), [(0, 2), (1, 1)])
+def test_refusal_tells_how_many_workers_failed_under_the_request(
+    lost_before: int, costs: int
+) -> None:
+    prepared = SimpleNamespace(lost_workers=lost_before)
+
+    async def prepare(request: GenerateRequest) -> Any:
+        return prepared
+
+    async def answer(of: Any) -> AsyncIterator[TokenEvent]:
+        yield BEGUN
+        of.lost_workers += costs
+        raise LOST
+
+    replica: Any = SimpleNamespace(
+        _prepare=prepare, answer=answer, _replica_id="a", _observer=Observer()
+    )
+
+    async def scenario() -> list[TokenEvent | Refusal]:
+        return [each async for each in Replica.generate(replica, GenerateRequest("r", "x"))]
+
+    assert asyncio.run(scenario()) == [BEGUN, Refusal(LOST, "a", 2)]
 
 
 def test_request_fails_with_the_replica() -> None:
