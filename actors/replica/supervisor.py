@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Protocol
 
 from actors.errors import ReplicaFailed, ServingError
@@ -65,6 +65,7 @@ class WorkerSupervisor:
         self._make_runtime = make_runtime
         self._failed = failed
         self._worker: Worker | None = None
+        self._beginning: asyncio.Task[None] | None = None
         self._now = now
         self._pause = pause
         self._ready_s = 0.0  # since when there is the worker
@@ -76,14 +77,31 @@ class WorkerSupervisor:
 
         Raises:
             Exception: whatever keeps it from starting.
+            CancelledError: closed meanwhile.
         """
-        self._worker = worker = await self._start_worker()
-        self.runtime = await self._make_runtime(worker.client)
-        self._ready_s = self._now()
-        worker.client.failed.add_done_callback(self._tell)
+        await self._until_closed(self._start())
 
     async def restart(self) -> None:
-        """See Effects."""
+        """See Effects. Raises CancelledError if closed meanwhile."""
+        await self._until_closed(self._restart())
+
+    async def _until_closed(self, work: Coroutine[None, None, None]) -> None:
+        self._beginning = asyncio.create_task(work)
+        await self._beginning
+        if self._worker is not None:  # not closed in this very moment
+            # No await follows: whoever is told has left the restart by then.
+            self._worker.client.failed.add_done_callback(self._tell)
+
+    async def _start(self) -> None:
+        self._worker = worker = await self._start_worker()
+        try:
+            self.runtime = await self._make_runtime(worker.client)
+        except BaseException:
+            await self._end()
+            raise
+        self._ready_s = self._now()
+
+    async def _restart(self) -> None:
         self._lived_s += self._now() - self._ready_s
         self._attempts = [at_s for at_s in self._attempts if at_s > self._lived_s - _ROW_S]
         while True:
@@ -97,7 +115,7 @@ class WorkerSupervisor:
                 await self._pause(_FIRST_PAUSE_S * 2 ** (attempt - 1))
             self._attempts.append(self._lived_s)
             try:
-                await self.start()
+                await self._start()
             except Exception:
                 logger.exception("a worker could not be started")
             else:
@@ -121,7 +139,10 @@ class WorkerSupervisor:
         self.runtime.fail_in_flight(error)
 
     async def close(self) -> None:
-        """Stop the worker in good order, and end it."""
+        """Stop the worker in good order, and end it; one that begins is ended at once."""
+        if self._beginning is not None:
+            self._beginning.cancel()
+            await asyncio.wait([self._beginning])
         worker, self._worker = self._worker, None  # from now on its end is no failure
         if worker is not None:
             try:

@@ -84,6 +84,8 @@ class Bench:
         self.dead_at_start: set[int] = set()
         self.now_s = 0.0
         self.start_s = 0.0
+        self.start_gate: asyncio.Event | None = None
+        self.runtime_gate: asyncio.Event | None = None
         self.pauses: list[float] = []
         self.supervisor = WorkerSupervisor(
             self._start, self._runtime, self.told.append, lambda: self.now_s, self._pause
@@ -102,7 +104,13 @@ class Bench:
         self.started += 1
         self.now_s += self.start_s
         self.log.append(f"start {self.started}")
-        await asyncio.sleep(0)
+        try:
+            await asyncio.sleep(0)
+            if self.start_gate is not None:
+                await self.start_gate.wait()
+        except asyncio.CancelledError:
+            self.log.append(f"killed {self.started}")
+            raise
         if self.started in self.broken:
             raise OSError("no such card")
         self.workers.append(Worker(self.started, self.log))
@@ -112,6 +120,8 @@ class Bench:
         await asyncio.sleep(0)
         number = self.workers[-1].number
         assert client is self.workers[-1].client
+        if self.runtime_gate is not None:
+            await self.runtime_gate.wait()
         if number in self.dead_at_start:
             self.workers[-1].fail(WorkerLost("at once"))
         if number in self.without_runtime:
@@ -189,8 +199,8 @@ def test_late_failure_of_an_old_worker_is_nobody_s_business() -> None:
     async def scenario(bench: Bench) -> None:
         await bench.supervisor.start()
         restarting = asyncio.create_task(bench.supervisor.restart())
-        await asyncio.sleep(0)
-        assert bench.log[-1] == "end 1"  # in the middle of its end
+        while bench.log[-1] != "end 1":  # in the middle of its end
+            await asyncio.sleep(0)
         bench.workers[0].fail(WorkerLost("its process has ended"))
         await restarting
         await bench.supervisor.restart()
@@ -390,5 +400,50 @@ def test_worker_that_fails_while_it_is_closed_is_ended_and_not_replaced(raises: 
         assert (closing.exception() is not None) == raises
         assert bench.log == ["start 1", "close 1", "end 1", "ended 1"]
         assert bench.told == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("begun", [False, True], ids=["no process yet", "ready, no runtime yet"])
+def test_close_ends_a_worker_that_only_begins_at_once_and_no_other_follows(
+    again: bool, begun: bool
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        if again:
+            await bench.supervisor.start()
+        never = asyncio.Event()
+        bench.start_gate, bench.runtime_gate = (None, never) if begun else (never, None)
+        bench.log.clear()
+        start = bench.supervisor.restart() if again else bench.supervisor.start()
+        starting = asyncio.create_task(start)
+        await turns()
+        await bench.supervisor.close()
+        number = bench.started
+        expected = [f"end {number}", f"ended {number}"] if begun else [f"killed {number}"]
+        assert bench.log[-len(expected) :] == expected
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+        assert bench.started == 1 + again
+
+    run(scenario)
+
+
+def test_close_between_two_attempts_has_no_other_follow() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        bench.broken = set(range(2, 100))
+        pausing = asyncio.Event()
+
+        async def pause(seconds: float) -> None:
+            pausing.set()
+            await asyncio.Event().wait()
+
+        bench.supervisor._pause = pause
+        restarting = asyncio.create_task(bench.supervisor.restart())
+        await pausing.wait()
+        await bench.supervisor.close()
+        await asyncio.wait([restarting])
+        assert bench.started == 2
 
     run(scenario)
