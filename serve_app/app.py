@@ -153,7 +153,10 @@ def _model_deployment(model: ModelConfig) -> Application:
     packed = 0.0 if scaling is None else scaling.target_ongoing_requests
     router: dict[str, Any] = {  # typed as if every value were a dictionary
         "request_router_class": "serve_app.routing.router:AwakeFirstRouter",
-        "request_router_kwargs": {"packed_requests": packed},
+        "request_router_kwargs": {
+            "packed_requests": packed,
+            "prefix_caching": model.engine.prefix_caching,
+        },
         "request_routing_stats_period_s": _STATS_PERIOD_S,
         "max_backoff_s": _MAX_BACKOFF_S,
     }

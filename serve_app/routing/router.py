@@ -42,9 +42,10 @@ class ReplicaWithRoom(RunningReplica):
 class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
     """Awake replicas first, then waking, then asleep. FIFO: who waits longest gets the next place."""
 
-    def initialize_state(self, *, packed_requests: float = 0.0, **_: Any) -> None:
+    def initialize_state(self, *, packed_requests: float, prefix_caching: bool) -> None:
         """Called by Serve, with the `request_router_kwargs` of the deployment."""
         self._packed_requests = packed_requests
+        self._prefix_caching = prefix_caching  # or nobody has computed a prompt's beginning before
         self._prefixes = PrefixMemory()
         self._sent_at_s: dict[ReplicaID, float] = {}
         # When it was chosen for requests that are not sent yet, which Serve does not count.
@@ -62,7 +63,7 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         candidates = [self._candidate(replica) for replica in candidate_replicas]
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         request = _request_of(pending_request)
-        favourite = self._prefixes.who_served(_key_of(request))
+        favourite = self._prefixes.who_served(self._key_of(request))
         avoid = request.avoid if request is not None else ()
         order = rank(candidates, self._packed_requests, favourite, avoid)
         if pending_request is not None and order and len(order[0]) == 1:
@@ -84,7 +85,7 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
     ) -> None:
         """Called by Serve when the replica has taken it; not for broadcasts, which go to all."""
         self._sent_at_s[replica_id] = self._get_curr_time_s()
-        key = _key_of(_request_of(pending_request))
+        key = self._key_of(_request_of(pending_request))
         if key is not None:
             self._prefixes.remember(key, replica_id.unique_id)
 
@@ -94,6 +95,11 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         self._sent_at_s = {r: at_s for r, at_s in self._sent_at_s.items() if r in there}
         for gone in self._chosen_at_s.keys() - there:
             del self._chosen_at_s[gone]
+
+    def _key_of(self, request: GenerateRequest | None) -> int | None:
+        if request is None or not self._prefix_caching:
+            return None
+        return prefix_key(request.prompt)
 
     def _candidate(self, replica: RunningReplica) -> Candidate:
         now_s = self._get_curr_time_s()
@@ -116,7 +122,3 @@ def _request_of(pending_request: PendingRequest | None) -> GenerateRequest | Non
     """The first argument of `ModelReplica.generate`, if that is what is called."""
     args: list[Any] = pending_request.args if pending_request is not None else []
     return args[0] if args and isinstance(args[0], GenerateRequest) else None
-
-
-def _key_of(request: GenerateRequest | None) -> int | None:
-    return None if request is None else prefix_key(request.prompt)

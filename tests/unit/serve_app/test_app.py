@@ -41,3 +41,12 @@ def test_old_replicas_may_finish_the_longest_answer(applications: dict[str, Any]
     for name, deployment in applications.items():
         config = deployment._deployment_config
         assert config.graceful_shutdown_timeout_s >= LONGEST_ANSWER_S, name
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_router_knows_whether_replicas_remember_prompts(project: Path, remembers: bool) -> None:
+    model = yaml.safe_load((project / "configs/demo.yaml").read_text())
+    model["engine"] = {**model.get("engine", {}), "prefix_caching": remembers}
+    models = deployments(build_app(AppArgs.model_validate({"models": [model]})))
+    config = models["model:demo"]._deployment_config.request_router_config
+    assert config.request_router_kwargs["prefix_caching"] is remembers

@@ -56,7 +56,7 @@ def pending(name: str, prompt: str = "Hello") -> PendingRequest:
 
 
 class Bench:
-    def __init__(self, *replicas: FakeReplica) -> None:
+    def __init__(self, *replicas: FakeReplica, prefix_caching: bool = True) -> None:
         self.now_s = time.time()
         self.waits: list[int] = []
         self._ids = itertools.count()
@@ -68,7 +68,7 @@ class Bench:
             use_replica_queue_len_cache=True,
             get_curr_time_s=lambda: self.now_s,
         )
-        self.router.initialize_state(packed_requests=0.0)
+        self.router.initialize_state(packed_requests=0.0, prefix_caching=prefix_caching)
         self.router._backoff = self._wait  # type: ignore[method-assign]
         self.router.update_replicas(list(replicas))  # type: ignore[arg-type]
 
@@ -185,12 +185,15 @@ def test_dead_replica_is_left_out_and_without_any_requests_wait() -> None:
     run(scenario())
 
 
-def test_prefix_goes_where_it_was_among_equally_busy_ones() -> None:
+@pytest.mark.parametrize(("prefix_caching", "third"), [(True, "b"), (False, "a")])
+def test_prefix_goes_where_it_was_among_equally_busy_ones_if_it_is_remembered(
+    prefix_caching: bool, third: str
+) -> None:
     async def scenario() -> None:
         a, b = FakeReplica("a", AWAKE), FakeReplica("b", AWAKE)
-        bench = Bench(a, b)
+        bench = Bench(a, b, prefix_caching=prefix_caching)
         text = "Once upon a time " * 100
         assert [await bench.send(), await bench.send(text)] == ["a", "b"]
-        assert await bench.send(text) == "b"
+        assert await bench.send(text) == third
 
     run(scenario())
