@@ -88,6 +88,23 @@ class ControlThread(Executor):
         return was_awaited
 
 
+def start_apart(work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Begin `work` on a thread of its own: it may never end, and then keeps no executor and no process waiting."""
+    told: Future[T] = Future()
+    told.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work(*args, **kwargs)
+        except BaseException as exc:  # noqa: BLE001  # for whoever waits, as with any executor
+            told.set_exception(exc)
+        else:
+            told.set_result(result)
+
+    threading.Thread(target=run, name=f"apart-{work.__name__}", daemon=True).start()
+    return told
+
+
 def submit_unless_closed(control: Executor, work: Callable[[], object], meanwhile: str) -> bool:
     """Submit `work`; False if the runtime has been closed.
 

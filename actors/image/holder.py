@@ -1,8 +1,8 @@
 """WeightHolder: CPU-only owner of packed images in the object store of its node.
 
 It owns the object references, so the images live as long as it does, and longer for whoever still
-looks at them. Checkpoints are looked up, and downloaded, on threads of their own; one more thread makes
-the images, one at a time. So the holder answers health checks and hands out finished images while it
+looks at them. Checkpoints are looked up, and downloaded, on threads of their own, and images made on further ones,
+one at a time. One that takes too long, on a file system that never answers, say, is waited for no longer. So the holder answers health checks and hands out finished images while it
 loads another, and loads while a hub takes its time.
 
 A node has one. An image that another node's holder has is copied from there instead of being read from
@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,10 +31,14 @@ from actors.image.layout import ImageKey, Manifest
 from actors.image.pull import Peer, pull
 from actors.image.store import ByteArray, ReservedSegment, reserve, store_room, was_spilled
 from actors.protocol import HeldImage, Origin
+from actors.threads import start_apart
 
 logger = logging.getLogger(__name__)
 
 _LOOK_UPS = 16  # at a time; few models of a node are being downloaded
+# For an image, wherever it comes from: 100 GB at 55 MB/s. A total, because what reads a checkpoint does not say
+# how far it has come.
+LOAD_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class WeightHolder:
         now: Callable[[], float] = time.monotonic,
         peers: Callable[[], Iterable[Peer]] = nobody,
         on_load: Callable[[Origin, int], None] = ignore_load,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
         """Load nothing yet, but for what `preload` names, in the background.
 
@@ -110,8 +115,9 @@ class WeightHolder:
             preload: what to load without being asked.
             now: seconds by some clock.
             peers: the other nodes' holders as of now. Called before anything is read from disk, on
-                the loader's thread.
+                the thread that loads.
             on_load: told where an image came from, and its bytes. On the same thread.
+            load_timeout_s: for one image.
         """
         self._lock = threading.Lock()  # for the images and what they leave: two threads change both
         self._now = now
@@ -124,7 +130,8 @@ class WeightHolder:
             0  # freed by us in this store, which keeps the pages, and not used since
         )
         self._look_ups = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="image-look-up")
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="image-loader")
+        self._one_loads = threading.Lock()  # the store is filled by one at a time
+        self._load_timeout_s = load_timeout_s
         for request in preload:
             self._look_ups.submit(self._preload, request)
 
@@ -139,7 +146,8 @@ class WeightHolder:
             lessee: name of the asking actor, kept until it releases the image or dies.
 
         Raises:
-            ImageMissing: there is none, and this node's checkpoint is another or not complete.
+            ImageMissing: there is none, and this node's checkpoint is another, not complete or not to be read
+                in time.
             LayoutMismatch: this node packs the same checkpoint in another way.
             StoreFull: there is no room for it.
         """
@@ -272,18 +280,22 @@ class WeightHolder:
         checkpoint, found = _look_up(request)
         if key is not None and key != found:
             raise _mismatch(key, found)
-        return self._loader.submit(self._hold, request, checkpoint, found).result()
-
-    def _hold(self, request: ImageRequest, checkpoint: Path, key: ImageKey) -> _Held:
-        """On the loader thread, of which there is one: the store is filled by one at a time."""
-        held = self._images.get(key)  # a preload may have been first
-        if held is None:
-            held = self._obtain(request, checkpoint, key)
-            size = held.grant.manifest.layout.total_bytes
-            with self._lock:
-                self._images[key] = held
-                self._recycled_bytes = max(0, self._recycled_bytes - size)
+        with self._one_loads:
+            held = self._images.get(found)  # a preload may have been first
+            if held is None:
+                held = self._obtain_in_time(request, checkpoint, found)
+                size = held.grant.manifest.layout.total_bytes
+                with self._lock:
+                    self._images[found] = held
+                    self._recycled_bytes = max(0, self._recycled_bytes - size)
         return held
+
+    def _obtain_in_time(self, request: ImageRequest, checkpoint: Path, key: ImageKey) -> _Held:
+        loading = start_apart(self._obtain, request, checkpoint, key)
+        wait([loading], self._load_timeout_s)
+        if not loading.done():  # should it ever come back, nobody has its image
+            raise ImageMissing(unread(checkpoint, self._load_timeout_s))
+        return loading.result()
 
     def _obtain(self, request: ImageRequest, checkpoint: Path, key: ImageKey) -> _Held:
         origin: Origin = "node"
@@ -353,6 +365,13 @@ class WeightHolder:
         )
         grant = ImageGrant(manifest, tuple(s.ref for s in segments), load_s)
         return grant, segments
+
+
+def unread(checkpoint: Path, limit_s: float) -> str:
+    """What hung, and for how long."""
+    return (
+        f"reading {checkpoint} has not ended after {limit_s:g} s; its file system does not answer"
+    )
 
 
 def _look_up(request: ImageRequest) -> tuple[Path, ImageKey]:

@@ -14,19 +14,23 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from actors.errors import HolderLost, ImageMissing, LayoutMismatch, StoreFull, WeightsCorrupted
 from actors.image import packer
-from actors.image.holder import ImageGrant, ImageRequest
+from actors.image.holder import LOAD_TIMEOUT_S, ImageGrant, ImageRequest, unread
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey, Manifest
+from actors.threads import start_apart
 from actors.waits import at_most
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ImageSource(StrEnum):
@@ -93,7 +97,8 @@ class FastLoad:
     lessee: str
     start_timeout_s: float = 120.0  # for a holder that is being deployed together with us
     ping_timeout_s: float = 5.0
-    load_timeout_s: float = 1800.0
+    load_timeout_s: float = LOAD_TIMEOUT_S
+    read_timeout_s: float = LOAD_TIMEOUT_S  # from disk
     open_timeout_s: float = 300.0  # from another node the bytes come over the network
     recheck_timeout_s: float = 20.0  # hashing 100 GB takes 3 s; Serve gives a health check 30 s
     on_obtained: Callable[[ImageSource], None] = ignore_source  # called once for each `obtain`
@@ -102,16 +107,26 @@ class FastLoad:
         """The image, from the object store where possible.
 
         Raises:
-            Exception: whatever loading from disk raises; the fast path's failures are logged.
+            ImageMissing: the checkpoint's file system does not answer.
+            Exception: whatever else loading from disk raises; the fast path's failures are logged.
         """
-        dtype = packer.checkpoint_dtype(self.checkpoint, self.request.dtype)
-        key = packer.image_key(self.checkpoint, dtype)
+        key = await self._read(self._key)
         logger.info("load_model key:%s", key)
         image, source = await self._fast(key)
         self.on_obtained(source)
         if image is None:
-            image = await asyncio.to_thread(load_from_disk, self.checkpoint, key)
+            image = await self._read(load_from_disk, self.checkpoint, key)
         return image
+
+    def _key(self) -> ImageKey:
+        dtype = packer.checkpoint_dtype(self.checkpoint, self.request.dtype)
+        return packer.image_key(self.checkpoint, dtype)
+
+    async def _read(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What reads the checkpoint, beside the event loop and for a limited time."""
+        limit_s = self.read_timeout_s
+        async with at_most(limit_s, ImageMissing(unread(self.checkpoint, limit_s))):
+            return await asyncio.wrap_future(start_apart(work, *args, **kwargs))
 
     async def release(self, key: ImageKey) -> None:
         """Tell the holder that this replica no longer looks at the image."""

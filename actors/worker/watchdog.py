@@ -42,8 +42,8 @@ class WatchdogConfig(BaseModel):
         default=600.0,
         gt=0,
         description="Seconds for anything else: the worker's process to begin and import what it needs, the "
-        "engine to be made ready, layers to be compiled, graphs to be captured. An image may take as long as it "
-        "takes.",
+        "engine to be made ready, layers to be compiled, graphs to be captured. An image may take half an "
+        "hour.",
     )
 
 

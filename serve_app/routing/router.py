@@ -42,7 +42,9 @@ class ReplicaWithRoom(RunningReplica):
 class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
     """Awake replicas first, then waking, then asleep. FIFO: who waits longest gets the next place."""
 
-    def initialize_state(self, *, packed_requests: float, prefix_caching: bool) -> None:
+    def initialize_state(
+        self, *, packed_requests: float = 0.0, prefix_caching: bool = True, **_: Any
+    ) -> None:
         """Called by Serve, with the `request_router_kwargs` of the deployment."""
         self._packed_requests = packed_requests
         self._prefix_caching = prefix_caching  # or nobody has computed a prompt's beginning before

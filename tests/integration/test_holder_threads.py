@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from actors.checkpoints.source import Hub, ModelSource
-from actors.errors import StoreFull
+from actors.errors import ImageMissing, StoreFull
 from actors.image import holder as module
-from actors.image.holder import ImageRequest, WeightHolder
+from actors.image.holder import ImageRequest, Published, WeightHolder
+from actors.image.layout import ImageKey
 from actors.image.store import store_room
 from tests.integration.holder_harness import STORE, image_key, image_request, run
 
@@ -152,5 +153,34 @@ def test_pages_that_an_image_has_taken_again_are_not_counted_as_free(
         await holder.acquire(request, key, "me")  # where the first one was
         with pytest.raises(StoreFull, match="/dev/shm"):
             await holder.acquire(image_request(another), image_key(another), "me")
+
+    run(scenario)
+
+
+def test_checkpoint_that_cannot_be_read_keeps_nobody_from_loading_another(
+    tiny_checkpoint: Path, another: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never, reading = threading.Event(), threading.Event()
+    publish = WeightHolder._publish
+
+    def hang(holder: WeightHolder, model_id: str, checkpoint: Path, key: ImageKey) -> Published:
+        if checkpoint == another:
+            reading.set()
+            never.wait()
+        return publish(holder, model_id, checkpoint, key)
+
+    monkeypatch.setattr(WeightHolder, "_publish", hang)
+
+    async def scenario() -> None:
+        holder = WeightHolder(load_timeout_s=WAIT_S / 4)
+        stuck = asyncio.create_task(
+            holder.acquire(image_request(another), image_key(another), "me")
+        )
+        await asyncio.to_thread(reading.wait, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await holder.acquire(image_request(tiny_checkpoint), image_key(tiny_checkpoint), "me")
+            with pytest.raises(ImageMissing, match=f"reading {another} has not ended after 5 s"):
+                await stuck
+        never.set()
 
     run(scenario)

@@ -1,6 +1,8 @@
 """Which source a replica came to its image: each is told once, and whatever happens it has one."""
 
 import asyncio
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from actors.errors import (
     ServingError,
     StoreFull,
 )
-from actors.image import packer
+from actors.image import obtain, packer
 from actors.image.holder import ImageGrant, ImageRequest
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, ImageSource, load_from_disk
@@ -156,3 +158,37 @@ def test_every_way_is_covered_here() -> None:
     assert told | {ImageSource.NO_HOLDER, ImageSource.IMAGE, ImageSource.DIGEST_MISMATCH} == set(
         ImageSource
     )
+
+
+@pytest.mark.parametrize("hangs", ["looking at the files", "reading them"])
+def test_file_system_that_never_answers_is_waited_for_no_longer_and_blocks_nothing(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    never, reading = threading.Event(), threading.Event()
+
+    def hang(*args: object) -> None:
+        reading.set()
+        never.wait()
+
+    if hangs == "reading them":
+        monkeypatch.setattr(obtain, "load_from_disk", hang)
+    else:
+        monkeypatch.setattr(packer, "image_key", hang)
+    load = replace(load_with(None, tiny_checkpoint, []), read_timeout_s=0.2)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(10):
+            loading = asyncio.create_task(load.obtain())
+            await asyncio.to_thread(reading.wait)
+            assert not loading.done()  # and this event loop goes on
+            with pytest.raises(ImageMissing) as caught:
+                await loading
+            assert str(caught.value) == (
+                f"reading {tiny_checkpoint} has not ended after 0.2 s; its file system does not answer"
+            )
+
+    asyncio.run(scenario())  # does not wait for that thread either
+    (thread,) = [each for each in threading.enumerate() if each.name.startswith("apart-")]
+    assert thread.daemon
+    never.set()
+    thread.join()
