@@ -258,7 +258,11 @@ class LLM:
         return self._replica.lifecycle.state is ReplicaState.ASLEEP
 
     def shutdown(self) -> None:
-        """Give everything back; what is being generated ends with an error. Idempotent."""
+        """Give everything back; what is being generated ends with an error. Idempotent.
+
+        A device that does not answer keeps what it has until the end of the process, which does not wait for it
+        and exits with 1. This returns within 60 s.
+        """
         self._thread.close()
 
     def __enter__(self) -> Self:

@@ -48,6 +48,8 @@ class About:
 
     async def _card(self, model: ModelClient) -> dict[str, Any]:
         info, replicas = model.info, await self._models.known_status(model)
+        # One that starts says nothing of itself before it has its weights.
+        starts = replicas == [] and await self._models.is_wanted(model)
         lengths = [replica.max_model_len for replica in replicas or ()]
         return {
             "id": info.model_id,
@@ -57,7 +59,7 @@ class About:
             "root": info.root,
             "parent": None,
             "max_model_len": min(lengths, default=info.max_model_len),
-            "status": {"value": _status_value(replicas)},
+            "status": {"value": "loading" if starts else _status_value(replicas)},
         }
 
     async def show_version(self, request: Request, asked: None) -> Response:

@@ -71,6 +71,11 @@ class ServedModels:
         """`status`, or None: lists must not fail on one model."""
         return await _known(model, self.status(model))
 
+    async def is_wanted(self, model: ModelClient) -> bool:
+        """Whether it is to have replicas; where that cannot be told now, it counts as not."""
+        scale = await _known(model, self._in_time(model, model.scaler.read()))
+        return scale is not None and scale.target > 0
+
     async def known_states(self, model: ModelClient) -> Sequence[ReplicaState] | None:
         """`states`, or None: health checks must not fail on one model."""
         return await _known(model, self.states(model))

@@ -1,7 +1,6 @@
 """Something asynchronous for callers who are not: held open on an event loop of its own, on a thread of its own."""
 
 import asyncio
-import concurrent.futures.thread  # noqa: F401  # its end at exit is registered before ours, so ours comes first
 import logging
 import threading
 from collections.abc import Coroutine
@@ -11,11 +10,17 @@ from typing import Any, Generic, TypeVar
 
 from actors.errors import ShuttingDown
 from actors.threads import call_unless_closed
+from serve_app.process.ending import (
+    end_despite,
+)  # registered before ours, it comes behind it at exit
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+# To leave a context: a worker gives its device 30 s.
+_CLOSE_TIMEOUT_S = 60.0
 
 _open: "set[LoopThread[Any]]" = set()
 
@@ -41,6 +46,7 @@ class LoopThread(Generic[T]):
         self._ready: Future[T] = Future()
         self._ended: Future[None] = Future()
         self._is_closing = False
+        self._name = name
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._hold(context))
         # A daemon: whoever has to wait for its end does so in `close`.
@@ -80,13 +86,18 @@ class LoopThread(Generic[T]):
     def close(self) -> None:
         """Leave the context, and return when the thread has nothing more to do. Idempotent.
 
+        What hangs is waited for 60 s; from then on this process ends without it (`end_despite`).
+
         Raises:
             Exception: whatever leaving it raises.
         """
         call_unless_closed(self._loop, self._cancel_once)
-        wait([self._ended])
+        wait([self._ended], _CLOSE_TIMEOUT_S)
         _open.discard(self)
-        self._ended.result()
+        if self._ended.done():
+            self._ended.result()
+        else:
+            end_despite(f"{self._name} does not end")
 
     def _cancel_once(self) -> None:
         """A second time would break off what the first has the context do."""
@@ -125,7 +136,5 @@ def _close_all() -> None:
             logger.exception("could not be shut down in good order")
 
 
-# Before Python waits for all threads that are no daemons, of which the engine of a model is one, and before
-# executors take no more work: `atexit` is too late for either. Private, and in 3.11 to 3.14 as
-# concurrent.futures.thread uses it.
+# As in `ending`, and before executors take no more work.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from actors.replica.runtime import ModelRuntime
 from serve_app.config.files import ModelConfig
 from serve_app.metrics.instruments import Instruments
 from serve_app.metrics.tally import Tally
+from serve_app.process.ending import end_despite
 from serve_app.replica.core import Replica, kept_running, sampling_defaults_of
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class _OneWorker:
     """Workers of a replica, of which there is one: in its own process, none takes its place."""
 
     restarts = 0
+    replica: Replica  # whose they are
 
     def __init__(self, runtime: ModelRuntime) -> None:
         self.runtime = runtime
@@ -97,7 +99,10 @@ class _OneWorker:
 
     async def restart(self) -> None:
         """See Effects."""
-        raise ReplicaFailed("the model has failed in this process, and has to be loaded in another")
+        why = self.replica.lifecycle.reason  # there would have to be another
+        raise ReplicaFailed(
+            f"{why}. Load the model in another process: none replaces it in its own"
+        )
 
     def abort_in_flight(self) -> None:
         """See Effects."""
@@ -123,6 +128,7 @@ async def replica_in_process(config: ModelConfig, checkpoint: Path) -> AsyncIter
     loaded = await load_model(config, checkpoint, observer=observer)
     workers = _OneWorker(loaded.halves.runtime)
     replica = Replica(config, "in-process", socket.gethostname(), workers, instruments, observer)
+    workers.replica = replica
 
     def restart(failed: "asyncio.Future[ReplicaFailed]") -> None:
         replica.lifecycle.restart(failed.result())
@@ -137,3 +143,5 @@ async def replica_in_process(config: ModelConfig, checkpoint: Path) -> AsyncIter
         watch.cancel()
         failed.remove_done_callback(restart)  # from now on its end is no failure
         await loaded.halves.close()
+        if not loaded.halves.worker.is_stopped:
+            end_despite("the device does not answer, and a thread of the engine waits for it")

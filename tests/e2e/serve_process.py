@@ -52,7 +52,7 @@ class ServeProcess(base.ServeProcess):
         def ready() -> bool:
             assert self.alive(), f"serve run has ended:\n{self.log_tail()}"
             try:
-                return {"unloaded", "unknown"}.isdisjoint(self.model_states().values())
+                return {"unloaded", "loading", "unknown"}.isdisjoint(self.model_states().values())
             except (httpx.TransportError, httpx.HTTPStatusError):
                 return False
 

@@ -216,6 +216,53 @@ def test_script_ends_at_ctrl_c(body: str, tiny_checkpoint: Path, project: Path) 
     assert err.count("Traceback") == 1, err
 
 
+WHOSE_STEP_HANGS = """
+    import atexit, threading, time
+    from actors.errors import ReplicaFailed
+    from actors.worker import model_worker
+    model_worker._CLOSE_TIMEOUT_S = 1
+    built = model_worker.ModelWorker._build_engine
+    workers = []
+    def noted(worker, *args):
+        workers.append(worker)
+        return built(worker, *args)
+    model_worker.ModelWorker._build_engine = noted
+    llm = make()
+    (worker,) = workers
+    worker._engine._loop._processor._generation_step = lambda *_: threading.Event().wait()
+    worker._watchdog.step.limit_s = {limit_s}
+    atexit.register(print, "at exit")
+    def ask():
+        try:
+            llm.generate("one")
+        except ReplicaFailed as failed:
+            print(failed)
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    """
+
+
+@pytest.mark.parametrize("ends", ["llm.shutdown()", ""], ids=["shut down", "left open"])
+def test_script_whose_device_hangs_ends(ends: str, tiny_checkpoint: Path, project: Path) -> None:
+    body = textwrap.dedent(WHOSE_STEP_HANGS.format(limit_s=60)) + f"time.sleep(1)\n{ends}"
+    with script(body, tiny_checkpoint, project) as process:
+        out, err = process.communicate(timeout=EXIT_S)
+    assert process.returncode == 1, err
+    assert out == "at exit\n"
+    assert "this process ends without waiting: the device does not answer" in err
+
+
+def test_failed_model_says_why(tiny_checkpoint: Path, project: Path) -> None:
+    body = textwrap.dedent(WHOSE_STEP_HANGS.format(limit_s=0.5)) + "asking.join()\nask()"
+    with script(body, tiny_checkpoint, project) as process:
+        out, err = process.communicate(timeout=EXIT_S)
+    *told, at_exit = out.splitlines()
+    for each in told:
+        assert "EngineDied: a step of the engine has not ended after" in each, err
+        assert "Load the model in another process" in each
+    assert (len(told), at_exit) == (2, "at exit")
+
+
 def test_example_of_the_documentation_runs(project: Path) -> None:
     text = (project / "docs" / "python.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from openai.types import Model
 from starlette.requests import Request
 
-from actors.errors import DrainTimeout
+from actors.errors import DrainTimeout, Unavailable
 from actors.protocol import ReplicaState, SleepCommand, SleepMode
 from serve_app.front.health import Health
 from serve_app.models.registry import ServedModels
@@ -65,6 +66,20 @@ def test_model_status(states, value):
         assert client.get("/v1/models/fake").json()["status"] == {"value": value}
     assert model.orders == []
     assert model.requests == []
+
+
+@pytest.mark.parametrize(("known", "value"), [(True, "loading"), (False, "unloaded")])
+def test_model_whose_first_replica_starts_is_loading(known, value, monkeypatch):
+    model = FakeModel(states=[])
+    model.scaler.scale = replace(model.scaler.scale, target=1)
+    if not known:
+        monkeypatch.setattr(model.scaler, "read", not_deployed)
+    with serving(model) as client:
+        assert client.get("/v1/models/fake").json()["status"] == {"value": value}
+
+
+async def not_deployed():
+    raise Unavailable("model:fake is not deployed")
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
