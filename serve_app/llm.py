@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainValidator
 
-from actors.checkpoints.source import Hub
+from actors.checkpoints.source import DEFAULT_HUB, Hub, HubName
 from actors.protocol import (
     ChatPrompt,
     GenerateRequest,
@@ -129,7 +129,7 @@ class LLM:
         self,
         model: str | Path,
         *,
-        hub: Literal["modelscope", "huggingface"] = "modelscope",
+        hub: HubName = DEFAULT_HUB,
         revision: str | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         max_model_len: int | None = None,

@@ -1,6 +1,7 @@
 """Where a model's checkpoint comes from."""
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -9,6 +10,10 @@ class Hub(StrEnum):
     PATH = "path"
     MODELSCOPE = "modelscope"
     HUGGINGFACE = "huggingface"
+
+
+HubName = Literal["modelscope", "huggingface"]  # where there is something to download
+DEFAULT_HUB: HubName = "modelscope"
 
 
 class ModelSource(BaseModel):

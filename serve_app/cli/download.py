@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich import progress as rich
@@ -32,13 +32,10 @@ from actors.checkpoints.progress import (
     ProgressCallback,
     text_size,
 )
-from actors.checkpoints.source import Hub
+from actors.checkpoints.source import DEFAULT_HUB, Hub, HubName
 from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
 
 EXIT_PARTIAL = 3
-
-HubName = Literal["modelscope", "huggingface"]
-DEFAULT_HUB: HubName = "modelscope"
 
 
 def download(

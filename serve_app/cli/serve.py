@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from serve_app.cli.download import DEFAULT_HUB, HubName
+from actors.checkpoints.source import DEFAULT_HUB, Hub, HubName
 from serve_app.cli.output import errors_in_one_line, say
 from serve_app.config.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE, Access, KeyRing, read_keys
 from serve_app.process.environment import serve_environment
@@ -83,7 +83,6 @@ def serve(
     """
     import yaml
 
-    from actors.checkpoints.source import Hub
     from actors.engine.model.cards import has_nvidia_driver
     from serve_app.config.compose import Options, compose
     from serve_app.config.files import check_serve_config

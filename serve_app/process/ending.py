@@ -21,7 +21,7 @@ _hung: list[str] = []
 def end_despite(what: str) -> None:
     """Have this process wait for no thread when its main thread has ended, and exit with 1.
 
-    Daemon threads would not do: those of transformers' batching are none, nor are those of executors.
+    Python waits for the threads of executors, of which the control thread of a model is one, and the event loop's.
 
     Args:
         what: hangs, for the log.

@@ -217,7 +217,7 @@ def test_script_ends_at_ctrl_c(body: str, tiny_checkpoint: Path, project: Path) 
 
 
 WHOSE_STEP_HANGS = """
-    import atexit, threading, time
+    import atexit, threading
     from actors.errors import ReplicaFailed
     from actors.worker import model_worker
     model_worker._CLOSE_TIMEOUT_S = 1
@@ -244,7 +244,9 @@ WHOSE_STEP_HANGS = """
 
 @pytest.mark.parametrize("ends", ["llm.shutdown()", ""], ids=["shut down", "left open"])
 def test_script_whose_device_hangs_ends(ends: str, tiny_checkpoint: Path, project: Path) -> None:
-    body = textwrap.dedent(WHOSE_STEP_HANGS.format(limit_s=60)) + f"time.sleep(1)\n{ends}"
+    """In a step, and in what the control thread does, for which Python would wait."""
+    hangs = f"worker._control.submit(threading.Event().wait)\n{ends}"
+    body = textwrap.dedent(WHOSE_STEP_HANGS.format(limit_s=60)) + hangs
     with script(body, tiny_checkpoint, project) as process:
         out, err = process.communicate(timeout=EXIT_S)
     assert process.returncode == 1, err
