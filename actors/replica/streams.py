@@ -161,8 +161,10 @@ class OpenStreams:
                 for i in range(len(prepared.seeds))
             ],
             stop_token_ids=params.stop_token_ids,
-            # Ids of our own: a request id that came twice would end the generation loop.
-            sequence_ids=[f"seq-{next(self._ids)}" for _ in prepared.seeds],
+            # The worker's log names them. Numbered: a request id that came twice would end the generation loop.
+            sequence_ids=[
+                f"{prepared.request.request_id}-{next(self._ids)}" for _ in prepared.seeds
+            ],
         )
         sequences = [
             NewSequence(sequence_id, prepared.prompt_ids, params, seed, prepared.stop_ids)

@@ -1,7 +1,19 @@
 import pickle
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import Mock
 
-from actors.protocol import FinishReason, MessageForm, TokenEvent, TokenLogprob
-from actors.replica.streams import pieces
+from actors.observer import EngineMeter, Observer
+from actors.protocol import (
+    FinishReason,
+    GenerateRequest,
+    MessageForm,
+    TokenEvent,
+    TokenLogprob,
+)
+from actors.replica.streams import OpenStreams, Prepared, pieces
+from actors.text.sampling_defaults import ResolvedSampling
+from actors.worker.messages import NewSequence
 
 
 def logprob(number: int, tops: int) -> TokenLogprob:
@@ -37,3 +49,26 @@ def test_echo_has_no_tokens_of_its_own() -> None:
     found = list(pieces(event))
     assert len(found) == 10
     assert all(piece.token_ids == () for piece in found)
+
+
+def test_sequences_carry_the_id_of_their_request_into_the_worker_s_log_and_none_comes_twice() -> (
+    None
+):
+    submitted: list[NewSequence] = []
+
+    class Worker:
+        def submit(self, sequences: Sequence[NewSequence]) -> None:
+            submitted.extend(sequences)
+
+        def cancel(self, sequence_id: str) -> None: ...
+
+    codec: Any = Mock()
+    streams = OpenStreams(Worker(), codec, EngineMeter(Observer()))
+    request = GenerateRequest("chatcmpl-7-0", (1, 2), n=2)
+    for _ in range(2):  # begun again, by the same worker as after a refusal elsewhere
+        streams.open(
+            Prepared(request, (1, 2), ResolvedSampling(), (3, 4), frozenset(), None, arrived_s=0.0)
+        )
+    ids = [each.sequence_id for each in submitted]
+    assert len(set(ids)) == 4
+    assert all(each.startswith("chatcmpl-7-0-") for each in ids)
