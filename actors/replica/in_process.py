@@ -2,16 +2,15 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
 from actors.engine.config import EngineConfig
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
-from actors.image.obtain import FastLoad
 from actors.observer import Observer
 from actors.replica.runtime import ModelRuntime
 from actors.replica.worker_client import WorkerClient
@@ -23,6 +22,15 @@ from actors.worker.messages import ToWorker
 from actors.worker.model_worker import ModelWorker
 from actors.worker.service import WorkerService, signs_of_life
 from actors.worker.watchdog import WatchdogConfig
+
+
+class ImageLoad(Protocol):
+    """As FastLoad."""
+
+    @property
+    def checkpoint(self) -> Path: ...
+    async def obtain(self) -> WeightImage: ...
+    async def release(self, key: ImageKey) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +53,8 @@ class InProcessModel:
 
 async def build_in_process(
     module: PreTrainedModel,
-    checkpoint: Path,
     image: WeightImage,
-    reload_image: Callable[[], Awaitable[WeightImage]],
-    release_image: Callable[[ImageKey], Awaitable[None]],
+    load: ImageLoad,
     engine: EngineConfig,
     keep_layers: int = 0,
     chat: ChatConfig | None = None,
@@ -56,7 +62,10 @@ async def build_in_process(
     defaults: ResolvedSampling | None = None,
     watchdog: WatchdogConfig | None = None,
 ) -> InProcessModel:
-    """Build one; off the event loop, because it takes seconds. Arguments as of ModelWorker and ModelRuntime.
+    """Build one; off the event loop, because it takes seconds. Other arguments as of ModelWorker and ModelRuntime.
+
+    Args:
+        load: where `image` came from.
 
     Raises:
         ValueError, LayoutMismatch: as ModelWorker.
@@ -64,7 +73,7 @@ async def build_in_process(
     loop = asyncio.get_running_loop()
     observer = observer or Observer()
     watchdog = watchdog or WatchdogConfig()
-    codec = await asyncio.to_thread(TextCodec.load, checkpoint, chat)
+    codec = await asyncio.to_thread(TextCodec.load, load.checkpoint, chat)
     client = WorkerClient(observer, watchdog)
     connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, lambda: None)
     upper, lower = socket.socketpair()
@@ -74,10 +83,10 @@ async def build_in_process(
         asyncio.to_thread(
             ModelWorker,
             module,
-            checkpoint,
+            load.checkpoint,
             image,
-            reload_image,
-            release_image,
+            load.obtain,
+            load.release,
             engine,
             keep_layers,
             connection.send,
@@ -111,30 +120,3 @@ async def _discard(building: asyncio.Task[ModelWorker]) -> None:
     await asyncio.wait({building})
     if building.exception() is None:
         await building.result().close()
-
-
-async def build_loaded(
-    module: PreTrainedModel,
-    image: WeightImage,
-    load: FastLoad,
-    engine: EngineConfig,
-    keep_layers: int = 0,
-    chat: ChatConfig | None = None,
-    observer: Observer | None = None,
-    defaults: ResolvedSampling | None = None,
-    watchdog: WatchdogConfig | None = None,
-) -> InProcessModel:
-    """One whose image came from `load`."""
-    return await build_in_process(
-        module,
-        load.checkpoint,
-        image,
-        load.obtain,
-        load.release,
-        engine,
-        keep_layers,
-        chat,
-        observer,
-        defaults,
-        watchdog,
-    )

@@ -34,15 +34,35 @@ class Worker(Protocol):
         """End it, whatever it does now, and return when nothing is left of it. Idempotent."""
 
 
-class WorkerSupervisor:
+class ByRuntime:
+    """Effects of the lifecycle by the worker that there is; `restart` is for subclasses."""
+
+    runtime: ModelRuntime
+
+    async def wake(self) -> MemoryChange:
+        """See Effects."""
+        return await self.runtime.wake()
+
+    async def sleep(self, level: int) -> MemoryChange:
+        """See Effects."""
+        return await self.runtime.sleep(level)
+
+    def abort_in_flight(self) -> None:
+        """See Effects."""
+        self.runtime.abort_in_flight()
+
+    def fail_in_flight(self, error: ServingError) -> None:
+        """See Effects."""
+        self.runtime.fail_in_flight(error)
+
+
+class WorkerSupervisor(ByRuntime):
     """Effects of the lifecycle, by whichever worker there is.
 
     Attributes:
         runtime: of the worker that there is, or was until a moment ago; from `start` on.
         restarts: how many have taken the place of one that failed.
     """
-
-    runtime: ModelRuntime
 
     def __init__(
         self,
@@ -121,22 +141,6 @@ class WorkerSupervisor:
             else:
                 self.restarts += 1
                 return
-
-    async def wake(self) -> MemoryChange:
-        """See Effects."""
-        return await self.runtime.wake()
-
-    async def sleep(self, level: int) -> MemoryChange:
-        """See Effects."""
-        return await self.runtime.sleep(level)
-
-    def abort_in_flight(self) -> None:
-        """See Effects."""
-        self.runtime.abort_in_flight()
-
-    def fail_in_flight(self, error: ServingError) -> None:
-        """See Effects."""
-        self.runtime.fail_in_flight(error)
 
     async def close(self) -> None:
         """Stop the worker in good order, and end it; one that begins is ended at once."""

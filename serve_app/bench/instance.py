@@ -106,7 +106,7 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     with uncollected():  # as a replica does
         import ray  # noqa: F401
 
-        from actors.replica.in_process import build_loaded
+        from actors.replica.in_process import build_in_process
         from actors.worker.model_memory import ModelMemory
         from actors.worker.model_worker import build_module
         from serve_app.bench.local import LocalModel, load_of
@@ -125,7 +125,7 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     # Somewhere in the warm-up; who serves has no use for how long it takes.
     pin = Timed(ModelMemory.open_link)
     ModelMemory.open_link = lambda memory: pin(memory)  # type: ignore[assignment, method-assign]
-    model = LocalModel(await build_loaded(module, image, load, subject.engine))
+    model = LocalModel(await build_in_process(module, image, load, subject.engine))
     stages.mark("warm-up")
     await model.runtime.wake()
     answer = await model.ask(model.prompt(), 1)

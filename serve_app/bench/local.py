@@ -21,7 +21,7 @@ from actors.image.holder import ImageGrant, ImageRequest, WeightHolder
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, HolderClient
 from actors.protocol import GenerateRequest, SamplingParams
-from actors.replica.in_process import InProcessModel, build_loaded
+from actors.replica.in_process import InProcessModel, build_in_process
 from actors.worker.model_worker import build_module
 from serve_app.bench.figures import environment
 from serve_app.config.files import load_model_config
@@ -276,7 +276,7 @@ async def build_model(subject: Subject, load: FastLoad) -> LocalModel:
     """Asleep, with the graphs captured."""
     image = await load.obtain()
     module = build_module(subject.checkpoint, subject.dtype, subject.engine.device)
-    return LocalModel(await build_loaded(module, image, load, subject.engine))
+    return LocalModel(await build_in_process(module, image, load, subject.engine))
 
 
 # --- the device ---

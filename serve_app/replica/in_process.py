@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.engine.model.cards import has_nvidia_driver
-from actors.errors import ReplicaFailed, ServingError
+from actors.errors import ReplicaFailed
 from actors.observer import GuardedObserver, Observer
-from actors.protocol import MemoryChange
 from actors.replica.runtime import ModelRuntime
+from actors.replica.supervisor import ByRuntime
 from serve_app.config.files import ModelConfig
 from serve_app.metrics.instruments import Instruments
 from serve_app.metrics.tally import Tally
@@ -54,7 +54,7 @@ async def load_model(
     tell("importing torch")
     from actors.image.holder import ImageRequest
     from actors.image.obtain import FastLoad
-    from actors.replica.in_process import build_loaded
+    from actors.replica.in_process import build_in_process
     from actors.worker.model_worker import build_module
 
     tell("loading the checkpoint")
@@ -66,7 +66,7 @@ async def load_model(
     image_s = time.perf_counter() - started_s
     tell("building the engine")
     started_s = time.perf_counter()
-    halves = await build_loaded(
+    halves = await build_in_process(
         module,
         image,
         load,
@@ -80,7 +80,7 @@ async def load_model(
     return Loaded(halves, image_s, time.perf_counter() - started_s)
 
 
-class _OneWorker:
+class _OneWorker(ByRuntime):
     """Workers of a replica, of which there is one: in its own process, none takes its place."""
 
     restarts = 0
@@ -89,28 +89,12 @@ class _OneWorker:
     def __init__(self, runtime: ModelRuntime) -> None:
         self.runtime = runtime
 
-    async def wake(self) -> MemoryChange:
-        """See Effects."""
-        return await self.runtime.wake()
-
-    async def sleep(self, level: int) -> MemoryChange:
-        """See Effects."""
-        return await self.runtime.sleep(level)
-
     async def restart(self) -> None:
         """See Effects."""
         why = self.replica.lifecycle.reason  # there would have to be another
         raise ReplicaFailed(
             f"{why}. Load the model in another process: none replaces it in its own"
         )
-
-    def abort_in_flight(self) -> None:
-        """See Effects."""
-        self.runtime.abort_in_flight()
-
-    def fail_in_flight(self, error: ServingError) -> None:
-        """See Effects."""
-        self.runtime.fail_in_flight(error)
 
 
 @asynccontextmanager

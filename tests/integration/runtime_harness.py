@@ -5,6 +5,7 @@ import gc
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +82,21 @@ def _set_imports_aside(checkpoint: Path) -> None:
     gc.freeze()
 
 
+@dataclass(frozen=True, slots=True)
+class NotedLoad:
+    """From disk, without a holder; notes what it is asked for."""
+
+    checkpoint: Path
+    asked: list[str]
+
+    async def obtain(self) -> WeightImage:
+        self.asked.append("reload")
+        return await asyncio.to_thread(load, self.checkpoint)
+
+    async def release(self, key: ImageKey) -> None:
+        self.asked.append("release")
+
+
 @asynccontextmanager
 async def harness(
     checkpoint: Path,
@@ -96,19 +112,10 @@ async def harness(
     asked: list[str] = []
     threads, switch_interval_s = torch.get_num_threads(), sys.getswitchinterval()
 
-    async def reload_image() -> WeightImage:
-        asked.append("reload")
-        return await asyncio.to_thread(load, checkpoint)
-
-    async def release_image(key: ImageKey) -> None:
-        asked.append("release")
-
     model = await build_in_process(
         build_module(checkpoint, "auto", engine.device),
-        checkpoint,
         image,
-        reload_image,
-        release_image,
+        NotedLoad(checkpoint, asked),
         engine,
         (sleep or SleepConfig()).keep_layers,
         observer=observer,

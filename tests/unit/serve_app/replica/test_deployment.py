@@ -505,6 +505,34 @@ def test_worker_that_cannot_start_says_why_and_is_ended(monkeypatch: pytest.Monk
         assert process.wait(5) == -signal.SIGKILL
 
 
+def test_worker_that_has_not_answered_yet_is_killed_as_soon_as_its_start_is_broken_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by the supervisor that is closed: one that has no place, or is stopped."""
+    killed: list[object] = []
+
+    async def scenario() -> None:
+        asked = asyncio.Event()
+
+        async def ping() -> int:
+            asked.set()
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+        actor = SimpleNamespace(ping=SimpleNamespace(remote=ping))
+        monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
+        monkeypatch.setattr(worker_process.ray, "kill", killed.append)
+        settings: Any = SimpleNamespace(watchdog=WatchdogConfig())
+        starting = asyncio.create_task(WorkerProcess.start(settings, {}, Observer()))
+        await asked.wait()
+        starting.cancel()
+        async with asyncio.timeout(5):
+            await asyncio.wait([starting])
+        assert starting.cancelled()
+        assert killed == [actor]
+
+    asyncio.run(scenario())
+
+
 def test_part_of_a_start_that_hangs_on_a_thread_is_waited_for_no_longer() -> None:
     """Its event loop goes on giving signs of life."""
 
