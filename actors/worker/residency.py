@@ -192,7 +192,8 @@ class Residency:
         """Now; or, if the model sleeps, behind its next wake: a sleeper takes no memory."""
         if self._runs_compiled:
             return  # a sleep has seen to it meanwhile
-        if self._engine.paused:
+        asleep = self._engine.paused
+        if asleep:
             self._has_uncaptured = self.missed_compiled = True
             return
         try:

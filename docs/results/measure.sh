@@ -77,7 +77,10 @@ PYTHON
     server=$!
     set +m
     for _ in $(seq 120); do ((SECONDS < ends)) && ! "${ask[@]}" > "$work/ready.txt" || break; sleep 1; done
-    for _ in $(seq "${COMPILES_S:-60}"); do grep -q 'decoder layers run compiled' "$work/serve_many.log" && break; sleep 1; done
+    for _ in $(seq "${COMPILES_TRIES:-20}"); do  # what is compiled while it sleeps is used once it is awake
+        grep -q 'decoder layers run compiled' "$work/serve_many.log" && break
+        sleep 3; "${ask[@]}" > "$work/ready.txt"
+    done
     "$@"
     kill -INT "$server"
     for _ in $(seq 60); do kill -0 "$server" 2> /dev/null || break; sleep 1; done
