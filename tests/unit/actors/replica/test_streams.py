@@ -1,8 +1,10 @@
+import asyncio
 import pickle
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
+from actors.errors import ReplicaFailed
 from actors.observer import EngineMeter, Observer
 from actors.protocol import (
     FinishReason,
@@ -11,7 +13,8 @@ from actors.protocol import (
     TokenEvent,
     TokenLogprob,
 )
-from actors.replica.streams import OpenStreams, Prepared, pieces
+from actors.replica.streams import OpenStreams, Prepared, RequestStream, pieces
+from actors.text.output import OutputAssembler
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.messages import NewSequence
 
@@ -72,3 +75,44 @@ def test_sequences_carry_the_id_of_their_request_into_the_worker_s_log_and_none_
     ids = [each.sequence_id for each in submitted]
     assert len(set(ids)) == 4
     assert all(each.startswith("chatcmpl-7-0-") for each in ids)
+
+
+LONG_S = 3600.0
+
+
+class Silent:
+    """A decoder of no text."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def test_stream_is_held_up_only_when_its_last_event_is_too_recent() -> None:
+    async def scenario() -> None:
+        stream = RequestStream([], [], ())
+        await stream.pace(LONG_S)  # the first event
+        paced = asyncio.create_task(stream.pace(LONG_S))
+        await asyncio.sleep(0)
+        assert not paced.done()
+        paced.cancel()
+        await asyncio.wait([paced])
+        await stream.pace(0.0)  # so long ago
+        assert not stream.settled.is_set()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_end_is_not_held_up() -> None:
+    async def scenario() -> None:
+        stream = RequestStream([OutputAssembler(Silent())], ["seq-0"], ())
+        await stream.pace(LONG_S)
+        paced = asyncio.create_task(stream.pace(LONG_S))
+        await asyncio.sleep(0)
+        stream.fail(ReplicaFailed("gone"))
+        await paced
+        await stream.pace(LONG_S)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
