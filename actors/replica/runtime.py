@@ -65,6 +65,11 @@ class ModelRuntime:
         worker.settled = self._verified.set
         worker.failed.add_done_callback(lambda failed: self.fail_in_flight(failed.result()))
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether a request has come to its end here."""
+        return self._streams.has_finished
+
     def check_health(self) -> None:
         """Raises ReplicaFailed if the worker can serve no more."""
         self.worker.check_alive()

@@ -149,6 +149,7 @@ class OpenStreams:
         self._codec = codec
         self._meter = meter
         self._continuations: dict[str, tuple[RequestStream, int]] = {}  # by sequence id
+        self.has_finished = False  # at least one, with all its tokens
         self._ids = itertools.count()
 
     def __len__(self) -> int:
@@ -239,6 +240,7 @@ class OpenStreams:
             assembler.cached_tokens = output.cached_tokens
         assembler.push(output.token_ids, logprobs, output.finish, told)
         if assembler.finish is not None:
+            self.has_finished = True
             if output.finish is None:  # a stop string: the engine knows nothing of it
                 self._engine.cancel(output.sequence_id)
             self._meter.ended(output.sequence_id, Ending(assembler.finish))

@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 # Attempts in a row. What is wrong for a moment is over after the pauses between so many; what is not, another start
 # of the same will not mend.
 _MAX_ATTEMPTS = 5
-# A row is within so much time with a worker that was ready. What kills workers over and over lets each of them wake
-# and serve first, be it a request that somebody sends again and again; one that hangs a step is noticed after 120 s
-# (watchdog.step_timeout_s), and five of these have to be a row, too. A worker that served for so long begins no row.
+# A row is within so much time with a worker that was ready; one that has answered a request to its end ends it.
+# To have woken is not enough: what kills workers over and over lets each of them wake first. One that hangs a step is
+# noticed after 120 s (watchdog.step_timeout_s), and five of these have to be a row, too.
 # The time of starts is not counted, or five that hang for ten minutes each were none.
 _ROW_S = 900.0
 _FIRST_PAUSE_S = 1.0  # before the second attempt; then twice as long, 8 s before the fifth
@@ -123,13 +123,14 @@ class WorkerSupervisor(ByRuntime):
 
     async def _restart(self) -> None:
         self._lived_s += self._now() - self._ready_s
-        self._attempts = [at_s for at_s in self._attempts if at_s > self._lived_s - _ROW_S]
+        since_s = self._lived_s if self.runtime.has_answered else self._lived_s - _ROW_S
+        self._attempts = [at_s for at_s in self._attempts if at_s > since_s]
         while True:
             await self._end()
             attempt = len(self._attempts)
             if attempt == _MAX_ATTEMPTS:
                 raise ReplicaFailed(
-                    f"{_MAX_ATTEMPTS} workers in a row have failed before they served for {_ROW_S:g} s"
+                    f"{_MAX_ATTEMPTS} workers in a row have failed before they had answered a request"
                 )
             if attempt:
                 await self._pause(_FIRST_PAUSE_S * 2 ** (attempt - 1))

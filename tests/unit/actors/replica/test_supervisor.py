@@ -37,10 +37,11 @@ class Worker:
 
 
 class Runtime:
-    """Of one worker."""
+    """Of one worker; `has_answered` as the test says."""
 
     def __init__(self, number: int, log: list[str]) -> None:
         self.number = number
+        self.has_answered = False
         self.closing: Callable[[], Awaitable[None]] | None = None
         self._log = log
 
@@ -189,6 +190,17 @@ def test_failure_of_the_worker_is_told_once() -> None:
             await bench.supervisor.restart()
         await turns()
         assert len(bench.told) == 3
+
+    run(scenario)
+
+
+def test_worker_that_has_answered_begins_no_row() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        for _ in range(3 * LIMIT):
+            bench.runtime.has_answered = True
+            await bench.supervisor.restart()
+        assert bench.pauses == []
 
     run(scenario)
 
