@@ -70,11 +70,20 @@ def test_no_message_breaks_the_server(server: str, tmp_path: Path) -> None:
     schemathesis(server, tmp_path, *ANTHROPIC_S, "--checks", ",".join(CHECKS))
 
 
-@pytest.mark.parametrize("header", [BEARER, "x-api-key:"], ids=["bearer", "header"])
-def test_no_message_breaks_a_server_with_keys(
-    guarded_server: str, tmp_path: Path, header: str
-) -> None:
+def test_no_message_breaks_a_server_with_keys(guarded_server: str, tmp_path: Path) -> None:
     checks = ",".join((*CHECKS, "ignored_auth"))
+    schemathesis(guarded_server, tmp_path, *ANTHROPIC_S, "--checks", checks, key=USER_KEY)
+
+
+def test_no_message_with_anthropic_s_header_breaks_a_server_with_keys(
+    guarded_server: str, tmp_path: Path
+) -> None:
+    """Without `ignored_auth`: it puts a wrong bearer beside this header, which rightly changes nothing."""
     schemathesis(
-        guarded_server, tmp_path, *ANTHROPIC_S, "--checks", checks, key=USER_KEY, header=header
+        guarded_server,
+        tmp_path,
+        *ANTHROPIC_S,
+        *("--checks", ",".join(CHECKS)),
+        key=USER_KEY,
+        header="x-api-key:",
     )

@@ -303,6 +303,8 @@ def test_header_of_a_scheme_carries_the_key_where_the_document_says_so(model, pa
         for key in (USER, ADMIN):
             answer = client.post(path, json=body, headers={scheme["name"]: key})
             assert answer.status_code == (200 if taken else 401)
+        wrong = client.post(path, json=body, headers={scheme["name"]: "wrong" * 5})
+        assert wrong.status_code == 401
 
 
 def test_refusals_are_as_documented():
