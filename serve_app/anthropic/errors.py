@@ -12,9 +12,11 @@ _TYPES: Mapping[int, str] = {
     500: "api_error",
     503: "overloaded_error",  # Anthropic's own status for it is 529; clients try again after both
 }
+_OTHER = "invalid_request_error"
+TYPES = sorted({*_TYPES.values(), _OTHER})
 
 
 def error_body(status: int, message: str) -> dict[str, object]:
     """As a response, and as an event of a stream."""
-    kind = _TYPES.get(status, "invalid_request_error")
+    kind = _TYPES.get(status, _OTHER)
     return {"type": "error", "error": {"type": kind, "message": message}}

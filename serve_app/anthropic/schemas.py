@@ -1,11 +1,12 @@
 """The JSON schemas of what we answer to Anthropic's clients."""
 
+from serve_app.anthropic.errors import TYPES
 from serve_app.openai.schemas import COUNT, TEXT, Schema, an_object, array, const, or_null
 
 ANSWERS: Schema = {
     "AnthropicError": an_object(
         type=const("error"),
-        error=an_object(type=TEXT, message=TEXT),
+        error=an_object(type={"enum": TYPES}, message=TEXT),
     ),
     "AnthropicMessage": an_object(
         id=TEXT,

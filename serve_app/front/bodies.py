@@ -13,6 +13,7 @@ from actors.protocol import ChatPrompt, Prompt
 from serve_app.front.errors import RequestTimeout
 from serve_app.front.work import Admission, Budget
 from serve_app.openai.fields import parse_json
+from serve_app.process.heap import give_back
 
 T = TypeVar("T")
 
@@ -23,6 +24,8 @@ MAX_QUERY_BYTES = 4096
 MAX_QUERY_PAIRS = 64
 _LARGE_BYTES = 64 * 1024  # parsed in a millisecond at most
 _READERS = 2  # of large bodies at a time
+# What reading and tokenising a large body took, malloc keeps by the dozens of MiB if anything small lies behind it.
+_GIVE_BACK_AFTER_S = 1.0
 
 
 class Bodies:
@@ -40,6 +43,8 @@ class Bodies:
         self._timeout_s = timeout_s
         self._in_flight = in_flight
         self._large = ThreadPoolExecutor(_READERS, thread_name_prefix="large-bodies")
+        self._giver: asyncio.TimerHandle | None = None
+        self._once_more = False  # there was a large body since it was set
 
     async def read(
         self, request: Request, parse: Callable[[Mapping[str, Any]], T], empty: bytes = b""
@@ -59,7 +64,25 @@ class Bodies:
         if len(body) <= _LARGE_BYTES:
             return parse(parse_json(body))
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._large, lambda: parse(parse_json(body)))
+        try:
+            return await loop.run_in_executor(self._large, lambda: parse(parse_json(body)))
+        finally:
+            self._give_back_soon()
+
+    def _give_back_soon(self) -> None:
+        """While large bodies come again and again, and once behind the last, so that none waits for it."""
+        if self._giver is None:
+            loop = asyncio.get_running_loop()
+            self._giver = loop.call_later(_GIVE_BACK_AFTER_S, self._give_back)
+        else:
+            self._once_more = True
+
+    def _give_back(self) -> None:
+        self._giver = None
+        asyncio.get_running_loop().run_in_executor(self._large, give_back)
+        if self._once_more:
+            self._once_more = False
+            self._give_back_soon()
 
     async def _bytes(self, request: Request) -> bytes:
         admission: Admission = request.scope["admission"]

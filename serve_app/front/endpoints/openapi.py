@@ -63,7 +63,7 @@ def _operation(endpoint: Endpoint[Any], models: Sequence[str], keys: KeyRing) ->
     if endpoint.form.in_body:
         operation["requestBody"] = _body(endpoint.form)
     if endpoint.access is not Access.PUBLIC:
-        operation["security"] = _security(endpoint.access, keys)
+        operation["security"] = _security(endpoint, keys)
     return operation
 
 
@@ -155,6 +155,12 @@ _LINKS: Mapping[Endpoint[Any], Schema] = {
 
 _INFERENCE_KEY, _ADMIN_KEY = "inference_key", "admin_key"
 
+
+def _header_scheme(header: str) -> str:
+    """The name of the scheme whose key is in a header of its own."""
+    return header.replace("-", "_")
+
+
 _SCHEMES: Schema = {
     _INFERENCE_KEY: {
         "type": "http",
@@ -167,6 +173,17 @@ _SCHEMES: Schema = {
         "description": "An admin key; good for everything. The routes of operators take no other, as soon as "
         "the server has keys of any kind.",
     },
+    **{
+        _header_scheme(dialect.key_header): {
+            "type": "apiKey",
+            "in": "header",
+            "name": dialect.key_header,
+            "description": f"Where {dialect.name}'s clients send a key of either kind. It is looked at before "
+            "`Authorization`.",
+        }
+        for dialect in {endpoint.dialect for endpoint in _DOCUMENTED}
+        if dialect.key_header is not None
+    },
 }
 
 _ERROR_HEADERS: Mapping[int, Schema] = {
@@ -175,10 +192,12 @@ _ERROR_HEADERS: Mapping[int, Schema] = {
 }
 
 
-def _security(access: Access, keys: KeyRing) -> list[Schema]:
+def _security(endpoint: Endpoint[Any], keys: KeyRing) -> list[Schema]:
     """Which keys are taken, and whether a client may do without."""
-    names = [_ADMIN_KEY] if access is Access.ADMIN else [_INFERENCE_KEY, _ADMIN_KEY]
-    optional: list[Schema] = [] if keys.guards(access) else [{}]
+    names = [_ADMIN_KEY] if endpoint.access is Access.ADMIN else [_INFERENCE_KEY, _ADMIN_KEY]
+    if endpoint.dialect.key_header is not None:
+        names.append(_header_scheme(endpoint.dialect.key_header))
+    optional: list[Schema] = [] if keys.guards(endpoint.access) else [{}]
     return [*optional, *({name: []} for name in names)]
 
 

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -84,6 +85,43 @@ def test_large_bodies_are_parsed_beside_the_event_loop(size: int, thread: str) -
 
     asyncio.run(ask())
     assert names[0].startswith(thread)
+
+
+@pytest.mark.parametrize(("size", "given"), [(10, 0), (100_000, 2)])
+def test_what_large_bodies_took_is_given_back_beside_them_and_behind_the_last(
+    monkeypatch: pytest.MonkeyPatch, size: int, given: int
+) -> None:
+    """Also if they were refused; not for each of them."""
+    threads: list[str] = []
+
+    def give_back() -> None:
+        threads.append(threading.current_thread().name)
+
+    monkeypatch.setattr("serve_app.front.bodies.give_back", give_back)
+    monkeypatch.setattr("serve_app.front.bodies._GIVE_BACK_AFTER_S", 0.1)
+    bodies = Bodies(10**6, 5.0, budget(10**9))
+    valid, invalid = json.dumps({"a": "x" * size}).encode(), b'{"a": "' + b"x" * size
+
+    async def ask(body: bytes) -> Any:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        scope = {"type": "http", "method": "POST", "headers": [], "query_string": b""}
+        with admitted(None) as scope["admission"]:
+            return await bodies.read(Request(scope, receive), lambda fields: dict(fields))
+
+    async def scenario() -> None:
+        for body in (valid, invalid, valid):
+            with suppress(InvalidRequest):
+                await ask(body)
+        assert threads == [], "nobody waits for it"
+        async with asyncio.timeout(5):
+            while bodies._giver is not None or len(threads) < given:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(scenario())
+    assert len(threads) == given
+    assert all(name.startswith("large-bodies") for name in threads)
 
 
 def test_body_that_does_not_arrive_is_given_up() -> None:

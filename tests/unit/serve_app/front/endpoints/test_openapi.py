@@ -261,7 +261,11 @@ def test_keys_are_required_where_they_are(environ, inference, control):
     """And optional elsewhere; the two flags say where a client may do without."""
     document = openapi.document("1", ["fake"], read_keys(None, None, environ))
     schemes = document["components"]["securitySchemes"]
-    assert {(each["type"], each["scheme"]) for each in schemes.values()} == {("http", "bearer")}
+    assert {name: (each["type"], each.get("scheme")) for name, each in schemes.items()} == {
+        "inference_key": ("http", "bearer"),
+        "admin_key": ("http", "bearer"),
+        "x_api_key": ("apiKey", None),
+    }
     seen = set()
     for _, path, access, operation in operations(document):
         seen.add(access)
@@ -274,6 +278,7 @@ def test_keys_are_required_where_they_are(environ, inference, control):
         assert takes <= set(schemes)
         assert ("inference_key" in takes) is (access is Access.INFERENCE)
         assert "admin_key" in takes
+        assert ("x_api_key" in takes) is path.startswith("/v1/messages")
     assert seen == set(Access)
 
 
@@ -284,6 +289,22 @@ def test_served_document_knows_the_keys(model):
     paths = answer.json()["paths"]
     assert paths["/sleep"]["post"]["security"] == [{"admin_key": []}]
     assert {} not in paths["/v1/completions"]["post"]["security"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/completions"])
+def test_header_of_a_scheme_carries_the_key_where_the_document_says_so(model, path):
+    keys = read_keys(None, None, USERS | ADMINS)
+    document = openapi.document("1", ["fake"], keys)
+    scheme = document["components"]["securitySchemes"]["x_api_key"]
+    assert scheme["in"] == "header"
+    taken = {"x_api_key": []} in document["paths"][path]["post"]["security"]
+    body = {"messages": HI, "prompt": "hi", "max_tokens": 9}
+    with client_of(build_asgi({"fake": model}, HttpSettings(), keys=keys)) as client:
+        for key in (USER, ADMIN):
+            answer = client.post(path, json=body, headers={scheme["name"]: key})
+            assert answer.status_code == (200 if taken else 401)
+        wrong = client.post(path, json=body, headers={scheme["name"]: "wrong" * 5})
+        assert wrong.status_code == 401
 
 
 def test_refusals_are_as_documented():
