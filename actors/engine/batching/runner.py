@@ -1,0 +1,171 @@
+"""Steps on the device: inputs, the model's forward, sampling, and the way of the tokens back."""
+
+# N tokens of a step, R sequences in it (rows), V vocabulary
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actors.engine.batching.costs import StepCosts
+from actors.engine.batching.inputs import StepInputs, StepSize
+from actors.engine.batching.kv_cache import KvCache
+from actors.engine.batching.scheduling import Step
+from actors.engine.model.paged_step import PagedStep, computing
+from actors.engine.sampling.sampler import BatchSampler
+
+
+@dataclass(slots=True)
+class _Launched:
+    step: Step
+    tokens_R: Tensor  # on the host, once `done`
+    begun: torch.cuda.Event | None
+    done: torch.cuda.Event | None
+
+
+class Runner:
+    """Launches steps, of which two may be in flight, and reads what they gave, in their order.
+
+    Everything on the device is in the order of one stream. Launching waits for nothing there.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KvCache,
+        inputs: StepInputs,
+        sampler: BatchSampler,
+        max_rows: int,
+        *,
+        in_pages: bool,
+        costs: StepCosts | None,
+    ) -> None:
+        """Make an idle one.
+
+        Args:
+            max_rows: sequences of a step.
+            in_pages: whether attention reads pages.
+            costs: told how long steps took.
+        """
+        self.model = model
+        self.cache = cache
+        self.inputs = inputs
+        self._sampler = sampler
+        self._max_rows = max_rows
+        self._in_pages = in_pages
+        self._costs = costs
+        device = model.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._newest_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._launched: deque[_Launched] = deque()
+        self._count = 0
+        self._keeps_logits = bool(model._supports_logits_to_keep())  # type: ignore[operator]  # a method
+
+    def launch(self, step: Step) -> None:
+        """Enqueue a step; its tokens are there for `read`.
+
+        Raises:
+            torch.OutOfMemoryError: there was no memory for it; it was not launched.
+        """
+        assert len(self._launched) < 2, "the step before the last must have been read"
+        slot = self._count % 2
+        size = self._size(step)
+        self._sampler.prepare(
+            [
+                (row.sequence.sampling, row.end - len(row.sequence.sampling.prompt_ids))
+                if row.gives_token
+                else None
+                for row in step.rows
+            ],
+            self.inputs.params_of(slot),
+        )
+        self.inputs.fill(step, slot, size)
+        with self._on_stream(), torch.no_grad():
+            begun = self._event()
+            self._upload(slot)
+            logits_RV = self._logits(step, size)
+            tokens_R = self._sampled(logits_RV[: len(step.rows)], size)
+            self._newest_R[: len(step.rows)] = tokens_R
+            done = None
+            if self._stream is not None:
+                host_R = torch.empty(len(step.rows), dtype=torch.int32, pin_memory=True)
+                tokens_R = host_R.copy_(self._newest_R[: len(step.rows)], non_blocking=True)
+                done = self._event()
+        self._count += 1
+        self._launched.append(_Launched(step, tokens_R, begun, done))
+
+    def read(self) -> tuple[Step, list[int]]:
+        """The oldest step that was not read, and a token for each of its rows; waits for the device."""
+        launched = self._launched.popleft()
+        step = launched.step
+        if launched.done is not None and launched.begun is not None:
+            launched.done.synchronize()
+            if self._costs is not None:
+                self._costs.note(
+                    launched.begun.elapsed_time(launched.done) / 1000,
+                    step.num_decoding,
+                    [(row.count, row.start) for row in step.rows[step.num_decoding :]],
+                )
+        return step, launched.tokens_R.tolist()
+
+    def synchronize(self) -> None:
+        """Return when the device has done all that was launched."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _size(self, step: Step) -> StepSize:
+        return StepSize(step.tokens, len(step.rows), step.has_prompts)
+
+    def _upload(self, slot: int) -> None:
+        self.inputs.upload(slot, by_kernel=False)
+
+    def _logits(self, step: Step, size: StepSize) -> Tensor:
+        """Of the last token of each row [at least R, V]."""
+        self.inputs.settle(size, self._newest_R)
+        return self._forward(self._view(step, size), size)
+
+    def _view(self, step: Step, size: StepSize) -> PagedStep:
+        """The step for attention, of its own size."""
+        # Without anything in the cache, the keys and values are those of the step, and need not be read back.
+        is_fresh = not step.num_decoding and not any(row.start for row in step.rows)
+        if self._in_pages and not is_fresh:
+            return self._pages(size)
+        return PagedStep(self.cache.layers, self.inputs.slots(size), None, self.inputs.gathered(step))
+
+    def _pages(self, size: StepSize) -> PagedStep:
+        return PagedStep(self.cache.layers, self.inputs.slots(size), self.inputs.pages(size))
+
+    def _forward(self, view: PagedStep, size: StepSize) -> Tensor:
+        last_R = self.inputs.last(size).long()
+        keep = {"logits_to_keep": last_R} if self._keeps_logits else {}
+        with computing(view):
+            logits: Tensor = self.model(
+                input_ids=self.inputs.ids[None, : size.tokens],
+                position_ids=self.inputs.positions[None, : size.tokens],
+                use_cache=False,
+                **keep,
+            ).logits[0]
+        return logits if self._keeps_logits else logits[last_R]
+
+    def _sampled(self, logits_RV: Tensor, size: StepSize) -> Tensor:
+        R = len(logits_RV)
+        ids_R = self.inputs.ids[self.inputs.last(size)[:R].long()]
+        return self._sampler.choose(ids_R, logits_RV.float(), self.inputs.params[:, :R]).int()
+
+    def _on_stream(self) -> AbstractContextManager[None]:
+        if self._stream is None:
+            return nullcontext()
+        # What others enqueued on the default stream comes first, as the bytes of a new part of the cache.
+        self._stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        context: AbstractContextManager[None] = torch.cuda.stream(self._stream)  # type: ignore[no-untyped-call]
+        return context
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
