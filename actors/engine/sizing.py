@@ -220,7 +220,9 @@ class _Planner:
     def _cache_bytes(self, num_blocks: int) -> int:
         """Of the cache, what padding writes, and of reading all of it."""
         sectors = self._shape.sectors(num_blocks)
-        return PADDING_SECTORS * self._shape.bytes_per_sector + sectors * self._bytes_per_cache_sector
+        return (
+            PADDING_SECTORS * self._shape.bytes_per_sector + sectors * self._bytes_per_cache_sector
+        )
 
     def _blocks_in(self, size: int) -> int:
         """The most blocks whose cache takes no more; 0 where not even one does."""

@@ -67,11 +67,7 @@ class GraphRunner(Runner):
             pool: what the graphs compute in; torch's own when None. To be mapped whenever one of them
                 runs, and while they are captured.
         """
-        super().__init__(
-            model, cache, inputs, sampler, max_rows, in_pages=in_pages, costs=costs
-        )
-        self._sizes = sizes
-        self._padded = set(self._all_sizes())
+        super().__init__(model, cache, inputs, sampler, max_rows, in_pages=in_pages, costs=costs, sizes=sizes)
         self._layers = layers
         self._pool = pool
         self._own_pool = torch.cuda.graph_pool_handle()
@@ -92,41 +88,6 @@ class GraphRunner(Runner):
         super().launch(step)
         self._is_gated = False
 
-    # --- sizes ---
-
-    def _size(self, step: Step) -> StepSize:
-        """Padded where there is a graph of that size; and alike where it may not be replayed.
-
-        Other shapes would be rounded in other ways, and a greedy answer right after a wake could differ from those
-        before.
-        """
-        plain = super()._size(step)
-        if not self._sizes:
-            return plain
-        if not step.has_prompts:
-            return self._decode_size(next(n for n in self._decode_rows() if n >= plain.rows))
-        fitting = next((n for n in self._sizes if n >= plain.tokens), None)
-        return plain if fitting is None else self._prompt_size(fitting)
-
-    def _decode_rows(self) -> list[int]:
-        """Rows that steps without prompts are padded to."""
-        largest = self._max_rows
-        return [*(1 << i for i in range(largest.bit_length()) if 1 << i < largest), largest]
-
-    @staticmethod
-    def _decode_size(rows: int) -> StepSize:
-        return StepSize(rows, rows, has_prompts=False)
-
-    def _prompt_size(self, tokens: int) -> StepSize:
-        return StepSize(tokens, min(tokens, self._max_rows), has_prompts=True)
-
-    def _all_sizes(self) -> list[StepSize]:
-        """Every size that has a graph; the largest of each kind first: the others fit into what it leaves."""
-        if not self._sizes:
-            return []
-        decoding = [self._decode_size(rows) for rows in reversed(self._decode_rows())]
-        return decoding + [self._prompt_size(tokens) for tokens in reversed(self._sizes)]
-
     # --- steps ---
 
     def _upload(self, slot: int) -> None:
@@ -138,14 +99,12 @@ class GraphRunner(Runner):
             graph.replay()
             assert self._logits_RV is not None
             return self._logits_RV
-        is_padded = size in self._padded
-        self._choose_layers(size, is_padded=is_padded)
-        self.inputs.settle(size, self._newest_R)
-        # A padded step reads pages whatever it is of, as its graph does.
-        return self._forward(self._pages(size) if is_padded else self._view(step, size), size)
+        self._choose_layers(size)
+        return super()._logits(step, size)
 
-    def _choose_layers(self, size: StepSize, *, is_padded: bool) -> None:
+    def _choose_layers(self, size: StepSize) -> None:
         if self._layers is not None:
+            is_padded = size in self.padded_sizes
             self._layers.active = self._compiled and (is_padded or size.tokens >= _MANY)
 
     # --- capture ---
@@ -164,7 +123,7 @@ class GraphRunner(Runner):
             self._run_longest_prompt()
             layers = None if self._compiled else self._layers
             with nullcontext() if layers is None else layers.recording():
-                for size in self._all_sizes():
+                for size in self.padded_sizes:
                     # First without a graph: nothing may compile or load while one is captured.
                     self._run_padding(size)
                     self._capture_size(size)
@@ -223,7 +182,7 @@ class GraphRunner(Runner):
                 self._pool.reserve(torch.cuda.max_memory_allocated() - before + _WORKSPACE)
 
     def _padding(self, size: StepSize) -> Tensor:
-        self._choose_layers(size, is_padded=True)
+        self._choose_layers(size)
         self.inputs.settle(size, self._newest_R)
         return self._forward(self._pages(size), size)
 

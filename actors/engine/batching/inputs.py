@@ -87,7 +87,9 @@ class StepInputs:
         self._of_pages = found
         self._tables = torch.zeros((max_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self._early: list[Tensor] = []  # updates that found no room in the block
-        self._as_seen: dict[int, Tensor] = {}  # host address -> the same memory as the device has it
+        self._as_seen: dict[
+            int, Tensor
+        ] = {}  # host address -> the same memory as the device has it
 
     # --- on the host ---
 
@@ -101,9 +103,7 @@ class StepInputs:
         ids: list[int] = []
         for row in rows:
             # One that is on its way from the step before is filled in on the device.
-            ids += (
-                row.sequence.tokens[row.start : row.end] if row.carried < 0 else (0,)
-            )
+            ids += row.sequence.tokens[row.start : row.end] if row.carried < 0 else (0,)
         starts = list(accumulate((row.count for row in rows), initial=0))
         _write(host["ids"], ids, size.tokens)
         positions = [p for row in rows for p in range(row.start, row.end)]
@@ -183,11 +183,9 @@ class StepInputs:
             cached = []
             for row in step.rows:
                 first = 0 if window is None else max(0, row.start - window + 1)
-                cached.append(
-                    self._cache.rows_of(group, row.sequence, range(first, row.start))
-                )
+                cached.append(self._cache.rows_of(group, row.sequence, range(first, row.start)))
             lengths = [new + len(old) for new, old in zip(counts, cached, strict=True)]
-            on_device = self._to_device(torch.cat(cached)).split([len(old) for old in cached])
+            on_device = self._to_device(torch.cat(cached)).split_with_sizes([len(old) for old in cached])
             groups.append(GroupRows(window, on_device, max(lengths), self._ends(lengths)))
         return GatheredView(counts, self._ends(counts), groups)
 
@@ -273,7 +271,9 @@ class StepInputs:
         return self._as_seen[address]
 
 
-def _write(target: NDArray[np.int32], values: "Sequence[int] | NDArray[np.int64]", size: int, rest: int = 0) -> None:
+def _write(
+    target: NDArray[np.int32], values: "Sequence[int] | NDArray[np.int64]", size: int, rest: int = 0
+) -> None:
     target[: len(values)] = values
     target[len(values) : size] = rest
 

@@ -36,7 +36,9 @@ class KvCache:
         """
         self.shape = shape
         self.page_size = shape.page_size
-        self.num_blocks = shape.sectors(num_blocks) * shape.bytes_per_sector // shape.bytes_per_block
+        self.num_blocks = (
+            shape.sectors(num_blocks) * shape.bytes_per_sector // shape.bytes_per_block
+        )
         self.longest_sequence = shape.longest_sequence(num_blocks)
         self.written: list[tuple[int, int, int]] = []
         self._num_sectors = shape.sectors(num_blocks)

@@ -241,7 +241,9 @@ class GenerationLoop:
         if self._pauses and not self._stops:
             self._stand_still()
         if self._stops:
-            with suppress(RuntimeError):  # of a device that has failed, which is why nobody wants another step
+            with suppress(
+                RuntimeError
+            ):  # of a device that has failed, which is why nobody wants another step
                 self.runner.synchronize()
             return False
         self._came.clear()

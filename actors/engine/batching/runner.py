@@ -3,6 +3,7 @@
 # N tokens of a step, R sequences in it (rows), V vocabulary
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class Runner:
         *,
         in_pages: bool,
         costs: StepCosts | None,
+        sizes: Sequence[int] = (),
     ) -> None:
         """Make an idle one.
 
@@ -49,6 +51,7 @@ class Runner:
             max_rows: sequences of a step.
             in_pages: whether attention reads pages.
             costs: told how long steps took.
+            sizes: tokens that steps with prompts are padded to, ascending; without any, no step is padded.
         """
         self.model = model
         self.cache = cache
@@ -57,6 +60,8 @@ class Runner:
         self._max_rows = max_rows
         self._in_pages = in_pages
         self._costs = costs
+        self._sizes = sizes
+        self.padded_sizes = self._all_sizes()
         device = model.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._newest_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -116,8 +121,38 @@ class Runner:
         if self._stream is not None:
             self._stream.synchronize()
 
+    # --- sizes ---
+
     def _size(self, step: Step) -> StepSize:
+        """Padded where a step of that size is, whatever computes it: other shapes would be rounded in other ways."""
+        if self._sizes and not step.has_prompts:
+            rows = len(step.rows)
+            return self._decode_size(next(n for n in self._decode_rows() if n >= rows))
+        fitting = next((n for n in self._sizes if n >= step.tokens), None)
+        if fitting is not None:
+            return self._prompt_size(fitting)
         return StepSize(step.tokens, len(step.rows), step.has_prompts)
+
+    def _decode_rows(self) -> list[int]:
+        """Rows that steps without prompts are padded to."""
+        largest = self._max_rows
+        return [*(1 << i for i in range(largest.bit_length()) if 1 << i < largest), largest]
+
+    @staticmethod
+    def _decode_size(rows: int) -> StepSize:
+        return StepSize(rows, rows, has_prompts=False)
+
+    def _prompt_size(self, tokens: int) -> StepSize:
+        return StepSize(tokens, min(tokens, self._max_rows), has_prompts=True)
+
+    def _all_sizes(self) -> list[StepSize]:
+        """That steps are padded to; the largest of each kind first: the others fit into what it leaves."""
+        if not self._sizes:
+            return []
+        decoding = [self._decode_size(rows) for rows in reversed(self._decode_rows())]
+        return decoding + [self._prompt_size(tokens) for tokens in reversed(self._sizes)]
+
+    # --- steps ---
 
     def _upload(self, slot: int) -> None:
         self.inputs.upload(slot, by_kernel=False)
@@ -131,9 +166,11 @@ class Runner:
         """The step for attention, of its own size."""
         # Without anything in the cache, the keys and values are those of the step, and need not be read back.
         is_fresh = not step.num_decoding and not any(row.start for row in step.rows)
-        if self._in_pages and not is_fresh:
+        if self._in_pages and (size in self.padded_sizes or not is_fresh):
             return self._pages(size)
-        return PagedStep(self.cache.layers, self.inputs.slots(size), None, self.inputs.gathered(step))
+        return PagedStep(
+            self.cache.layers, self.inputs.slots(size), None, self.inputs.gathered(step)
+        )
 
     def _pages(self, size: StepSize) -> PagedStep:
         return PagedStep(self.cache.layers, self.inputs.slots(size), self.inputs.pages(size))
@@ -160,7 +197,7 @@ class Runner:
             return nullcontext()
         # What others enqueued on the default stream comes first, as the bytes of a new part of the cache.
         self._stream.wait_stream(torch.cuda.current_stream(self.model.device))
-        context: AbstractContextManager[None] = torch.cuda.stream(self._stream)  # type: ignore[no-untyped-call]
+        context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return context
 
     def _event(self) -> torch.cuda.Event | None:

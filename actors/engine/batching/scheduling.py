@@ -160,10 +160,10 @@ class Scheduler:
                 rows.append(self._row(sequence, min(sequence.left, budget)))
                 budget -= rows[-1].count
         while budget > 0 and len(rows) < MAX_PROMPTS:
-            sequence = self._admitted()
-            if sequence is None:
+            admitted = self._admitted()
+            if admitted is None:
                 break
-            rows.append(self._row(sequence, min(sequence.left, budget)))
+            rows.append(self._row(admitted, min(admitted.left, budget)))
             budget -= rows[-1].count
         return rows
 

@@ -21,8 +21,6 @@ _UNSUITED = {
     "hrm_text": "lets the tokens of a prompt see those behind them",
     "jetmoe": "has keys for each expert",
     "mimo_v2_flash": "has attention sinks in some of its layers only",
-    "nemotron": "does not hand the cache to its attention",
-    "stablelm": "does not hand the cache to its attention",
 }
 
 

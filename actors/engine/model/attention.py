@@ -197,8 +197,8 @@ def _in_pages(
     _store(k_NKD, v_NKD, step, layer)
     out_NHD = torch.zeros(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
     R = len(pages.decode_lengths)
-    decoding = (x[:R] for x in (q_NHD, k_NKD, v_NKD))
-    paged_decode(*decoding, *cache, pages.places, pages.decode_lengths, scale, out_NHD[:R])
+    of_rows = pages.places, pages.decode_lengths, scale, out_NHD[:R]
+    paged_decode(q_NHD[:R], k_NKD[:R], v_NKD[:R], *cache, *of_rows)
     paged_prefill(q_NHD, layer.k_pages, layer.v_pages, pages, scale, out_NHD)
     return out_NHD
 
@@ -234,7 +234,7 @@ def _flash(
     k_TKD, v_TKD = k_NKD, v_NKD
     if any(len(rows) for rows in group.cached):
         k_TKD, v_TKD = (
-            torch.cat(_interleaved(rows, group.cached, new.split(list(gathered.counts))))
+            torch.cat(_interleaved(rows, group.cached, new.split_with_sizes(list(gathered.counts))))
             for rows, new in ((layer.k_rows, k_NKD), (layer.v_rows, v_NKD))
         )
     # Only now: in a window the new tokens overwrite those that were read.
@@ -284,13 +284,13 @@ def _one_by_one(
             torch.cat((rows.index_select(0, where).transpose(0, 1)[None], part), 2)
             if len(where)
             else part
-            for where, part in zip(cached, new.split(counts, 2), strict=True)
+            for where, part in zip(cached, new.split_with_sizes(counts, 2), strict=True)
         ]
         for rows, new in ((layer.k_rows, key), (layer.v_rows, value))
     )
     # Only now: in a window the new tokens overwrite those that were read.
     _store(key[0].transpose(0, 1), value[0].transpose(0, 1), step, layer)
-    return torch.cat(list(map(attend, query.split(counts, 2), keys, values)))[None]
+    return torch.cat(list(map(attend, query.split_with_sizes(counts, 2), keys, values)))[None]
 
 
 def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

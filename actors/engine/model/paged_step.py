@@ -67,7 +67,9 @@ class GroupRows(NamedTuple):
     """What the layers of one group read of the cache for each sequence of a step."""
 
     window: int | None
-    cached: Sequence[Tensor]  # of each sequence, the rows of its cached tokens that a new one may see
+    cached: Sequence[
+        Tensor
+    ]  # of each sequence, the rows of its cached tokens that a new one may see
     longest: int  # tokens of a sequence, with its new ones
     ends: Tensor  # of the sequences with their cached tokens [R + 1], int32
 
