@@ -10,8 +10,9 @@ _SLOWER = 2.0  # than a step without prompts, at most, where that alone reaches 
 
 
 class StepCosts:
-    """Seconds of a step: what it takes to decode so many rows, so much per token of a prompt, and so much per
-    token and token in front of it. Pure arithmetic.
+    """Seconds of a step: to decode so many rows, per token of a prompt, per token and token in front of that.
+
+    Pure arithmetic.
     """
 
     def __init__(self, target_s: float, sizes: Sequence[int]) -> None:
@@ -66,11 +67,7 @@ class StepCosts:
         best = self._sizes[min(least, len(self._sizes) - 1)]
         for size in self._sizes[least:]:
             seconds = self.predict(num_decoding, size - num_decoding, ahead)
-            if seconds is None:
-                fits = size <= max(best, _FIRST_TOKENS)
-            else:
-                fits = seconds <= limit_s
-            if fits:
+            if size <= _FIRST_TOKENS if seconds is None else seconds <= limit_s:
                 best = size
         return max(1, best - num_decoding)
 

@@ -67,7 +67,9 @@ class GraphRunner(Runner):
             pool: what the graphs compute in; torch's own when None. To be mapped whenever one of them
                 runs, and while they are captured.
         """
-        super().__init__(model, cache, inputs, sampler, max_rows, in_pages=in_pages, costs=costs, sizes=sizes)
+        super().__init__(
+            model, cache, inputs, sampler, max_rows, in_pages=in_pages, costs=costs, sizes=sizes
+        )
         self._layers = layers
         self._pool = pool
         self._own_pool = torch.cuda.graph_pool_handle()

@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class StepInputs:
             torch.zeros(ends[-1], dtype=torch.int32, pin_memory=on_cuda) for _ in range(_SLOTS)
         ]
         self._block = torch.zeros(ends[-1], dtype=torch.int32, device=device)
-        spans = dict(zip(sizes, zip(ends, ends[1:], strict=False), strict=True))
+        spans = dict(zip(sizes, pairwise(ends), strict=True))
         self._on_host = [
             {name: host[a:b].numpy() for name, (a, b) in spans.items()} for host in self._hosts
         ]
@@ -185,7 +185,9 @@ class StepInputs:
                 first = 0 if window is None else max(0, row.start - window + 1)
                 cached.append(self._cache.rows_of(group, row.sequence, range(first, row.start)))
             lengths = [new + len(old) for new, old in zip(counts, cached, strict=True)]
-            on_device = self._to_device(torch.cat(cached)).split_with_sizes([len(old) for old in cached])
+            on_device = self._to_device(torch.cat(cached)).split_with_sizes(
+                [len(old) for old in cached]
+            )
             groups.append(GroupRows(window, on_device, max(lengths), self._ends(lengths)))
         return GatheredView(counts, self._ends(counts), groups)
 

@@ -22,7 +22,7 @@ from actors.engine.sampling.sampler import BatchSampler
 @dataclass(slots=True)
 class _Launched:
     step: Step
-    tokens_R: Tensor  # on the host, once `done`
+    tokens: Tensor  # of each row, on the host, once `done`
     begun: torch.cuda.Event | None
     done: torch.cuda.Event | None
 
@@ -114,7 +114,7 @@ class Runner:
                     step.num_decoding,
                     [(row.count, row.start) for row in step.rows[step.num_decoding :]],
                 )
-        return step, launched.tokens_R.tolist()
+        return step, launched.tokens.tolist()
 
     def synchronize(self) -> None:
         """Return when the device has done all that was launched."""

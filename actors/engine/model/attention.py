@@ -197,8 +197,8 @@ def _in_pages(
     _store(k_NKD, v_NKD, step, layer)
     out_NHD = torch.zeros(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
     R = len(pages.decode_lengths)
-    of_rows = pages.places, pages.decode_lengths, scale, out_NHD[:R]
-    paged_decode(q_NHD[:R], k_NKD[:R], v_NKD[:R], *cache, *of_rows)
+    rows = q_NHD[:R], k_NKD[:R], v_NKD[:R]
+    paged_decode(*rows, *cache, pages.places, pages.decode_lengths, scale, out=out_NHD[:R])
     paged_prefill(q_NHD, layer.k_pages, layer.v_pages, pages, scale, out_NHD)
     return out_NHD
 

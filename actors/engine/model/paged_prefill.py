@@ -118,7 +118,7 @@ def _prefill_kernel(
     acc = tl.zeros([M, Dp], tl.float32)
     table = tables_ptr + place.to(tl.int64) * table_stride
     seen = tl.minimum(length, cached + first + M)  # by the last of these queries
-    for tile in range(0, tl.cdiv(seen, T)):
+    for tile in range(tl.cdiv(seen, T)):
         position = tile * T + t
         known = position < seen
         page = tl.load(table + position // P, mask=known, other=0)

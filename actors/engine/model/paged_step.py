@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-
 _MANY = 1024  # tokens of a step from which on there are programs enough that take more queries
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import ray
 from pydantic import TypeAdapter
 
+from actors.engine.batching.loop import GenerationLoop
+from actors.engine.batching.scheduling import Step
 from actors.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from actors.image.holder import WeightHolder
 from docs.results.throughput.bench import Load

@@ -122,7 +122,9 @@ class Steps:
             pass
 
     def tokens(self, name: str) -> list[int]:
-        return [t for output in self.outputs if output.sequence_id == name for t in output.token_ids]
+        return [
+            t for output in self.outputs if output.sequence_id == name for t in output.token_ids
+        ]
 
 
 def model_steps(

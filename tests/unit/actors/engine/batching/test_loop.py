@@ -170,6 +170,7 @@ def test_error_out_of_a_pause_ends_without_a_step() -> None:
 
 def test_pauses_and_submissions_of_several_threads_lose_nothing() -> None:
     with started() as (loop, outputs):
+
         def ask(first: int) -> None:
             for number in range(first, first + 20):
                 submit(loop, f"s{number}", 3)

@@ -33,10 +33,9 @@ def expected(model: tf.PreTrainedModel) -> list[list[int]]:
 
 def come_one_by_one(loop: Steps) -> list[str]:
     """All prompts, one more in every other step."""
-    names, number = [loop.submit(PROMPTS[0], COUNT)], 0
-    for _ in loop.each():
-        number += 1
-        if number % 2 and len(names) < len(PROMPTS):
+    names = [loop.submit(PROMPTS[0], COUNT)]
+    for number, _ in enumerate(loop.each()):
+        if number % 2 == 0 and len(names) < len(PROMPTS):
             names.append(loop.submit(PROMPTS[len(names)], COUNT))
     assert len(names) == len(PROMPTS)
     return names

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from actors.engine.batching import pipeline
@@ -41,14 +40,14 @@ def test_a_first_token_is_read_at_once_and_nothing_is_left_unread() -> None:
     steps, runner = loop()
     steps.submit([1, 2], 5)
     steps.finish()
-    assert runner.log == "l1 r1 l2 l3 r2 l4 r3 l5 r4 r5".split()
+    assert runner.log == ["l1", "r1", "l2", "l3", "r2", "l4", "r3", "l5", "r4", "r5"]
 
 
 def test_without_overlap_each_step_is_read_at_once() -> None:
     steps, runner = loop(overlaps=False)
     steps.submit([1, 2], 3)
     steps.finish()
-    assert runner.log == "l1 r1 l2 r2 l3 r3".split()
+    assert runner.log == ["l1", "r1", "l2", "r2", "l3", "r3"]
 
 
 def test_among_many_a_first_token_waits_for_the_next_launch() -> None:
@@ -56,14 +55,14 @@ def test_among_many_a_first_token_waits_for_the_next_launch() -> None:
     for _ in range(pipeline._FEW + 1):
         steps.submit([1, 2], 3)
     steps.finish()
-    assert runner.log == "l1 l2 r1 l3 r2 r3".split()
+    assert runner.log == ["l1", "l2", "r1", "l3", "r2", "r3"]
 
 
 def test_a_part_of_a_prompt_is_not_waited_for() -> None:
     steps, runner = loop(max_tokens=4)
     steps.submit([1] * 10, 2)
     steps.finish()
-    assert runner.log == "l1 l2 r1 l3 r2 r3 l4 r4".split()
+    assert runner.log == ["l1", "l2", "r1", "l3", "r2", "r3", "l4", "r4"]
 
 
 def test_a_step_that_the_next_depends_on_is_read_at_once() -> None:
@@ -71,7 +70,7 @@ def test_a_step_that_the_next_depends_on_is_read_at_once() -> None:
     steps.pipeline._needs_results = lambda: True
     steps.submit([1], 3)
     steps.finish()
-    assert runner.log == "l1 r1 l2 r2 l3 r3".split()
+    assert runner.log == ["l1", "r1", "l2", "r2", "l3", "r3"]
 
 
 def test_what_a_cancelled_sequence_gets_is_not_told() -> None:

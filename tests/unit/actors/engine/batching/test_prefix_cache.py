@@ -12,7 +12,9 @@ class Loop(Steps):
     """Steps of a cache that remembers."""
 
     def __init__(self, num_blocks: int = 64, least: int | None = 1, **limits: Any) -> None:
-        super().__init__(num_blocks, least=least, **({"max_tokens": 256, "max_sequences": 4} | limits))
+        super().__init__(
+            num_blocks, least=least, **({"max_tokens": 256, "max_sequences": 4} | limits)
+        )
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 1, **sampling: Any) -> str:
         return super().submit(prompt, max_tokens, **sampling)

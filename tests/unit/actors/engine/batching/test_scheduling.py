@@ -24,7 +24,11 @@ def test_prompts_join_those_that_decode() -> None:
         if names < 6:
             names += 1
             loop.submit(prompt(12))
-    assert seen[1:4] == [{"s1": 1, "s2": 12}, {"s1": 1, "s2": 1, "s3": 12}, {"s1": 1, "s2": 1, "s3": 1, "s4": 12}]
+    assert seen[1:4] == [
+        {"s1": 1, "s2": 12},
+        {"s1": 1, "s2": 1, "s3": 12},
+        {"s1": 1, "s2": 1, "s3": 1, "s4": 12},
+    ]
     assert len(seen) == 12, "nobody waits for another's prompt"
     assert len(loop.tokens("s1")) == 12
 
@@ -159,7 +163,9 @@ sequences = st.lists(
     overlaps=st.booleans(),
     least=st.sampled_from([None, 1, 2 * PAGE]),
     max_tokens=st.sampled_from([6, 17, 64]),
-    events=st.lists(st.tuples(st.integers(1, 40), st.sampled_from(["cancel", "sleep"])), max_size=4),
+    events=st.lists(
+        st.tuples(st.integers(1, 40), st.sampled_from(["cancel", "sleep"])), max_size=4
+    ),
 )
 def test_whoever_is_not_cancelled_gets_each_token_once(
     wanted: list[tuple[int, int, int]],
@@ -177,9 +183,7 @@ def test_whoever_is_not_cancelled_gets_each_token_once(
         held = [b for s in loop.scheduler.running.values() for b in s.blocks[0]]
         assert loop.cache.used_blocks == len(set(held))
         assert least is not None or len(held) == len(set(held)), "two have one block"
-        assert all(
-            len(s.blocks[0]) * PAGE >= s.computed for s in loop.scheduler.running.values()
-        )
+        assert all(len(s.blocks[0]) * PAGE >= s.computed for s in loop.scheduler.running.values())
         for rows in loop.steps[-1:]:
             assert sum(count for _, _, count in rows) <= max_tokens
         match planned.get(len(loop.steps)):

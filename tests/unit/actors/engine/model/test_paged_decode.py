@@ -163,7 +163,14 @@ def test_scores_far_apart_do_not_overflow() -> None:
 
 
 def test_splits_fill_the_device_and_need_no_lengths() -> None:
-    assert [num_splits(rows, 4 * 132) for rows in (1, 4, 64, 256, 1024, 10**6)] == [64, 64, 8, 2, 1, 1]
+    assert [num_splits(rows, 4 * 132) for rows in (1, 4, 64, 256, 1024, 10**6)] == [
+        64,
+        64,
+        8,
+        2,
+        1,
+        1,
+    ]
 
 
 def test_kernels_compile_for_hopper_without_one() -> None:

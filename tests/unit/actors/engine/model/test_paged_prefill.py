@@ -172,5 +172,9 @@ def test_compiled_prefill_equals_float64(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> None:
     tolerance = 5e-3 if dtype is torch.float16 else 3e-2
-    for page_size, prompts in ((16, PROMPTS), (32, ((700, 300), (1, 900), (129, 0))), (256, PROMPTS)):
+    for page_size, prompts in (
+        (16, PROMPTS),
+        (32, ((700, 300), (1, 900), (129, 0))),
+        (256, PROMPTS),
+    ):
         check(make_case(prompts, heads, head_dim, page_size, dtype), tolerance)

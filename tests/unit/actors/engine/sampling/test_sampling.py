@@ -523,9 +523,7 @@ def model() -> Qwen2ForCausalLM:
 def generate(model: Qwen2ForCausalLM) -> Any:
     """Runs sequences through a loop of their own, all there before the first step; how often one started over."""
 
-    def run(
-        sequences: list[SequenceSampling], num_blocks: int = 64
-    ) -> tuple[list[list[int]], int]:
+    def run(sequences: list[SequenceSampling], num_blocks: int = 64) -> tuple[list[list[int]], int]:
         loop = model_steps(model, num_blocks=num_blocks, max_sequences=8, overlaps=True)
         found = [
             LoopSequence(str(i), seq, len(seq.prompt_ids) + 20) for i, seq in enumerate(sequences)
