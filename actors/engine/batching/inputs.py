@@ -87,9 +87,8 @@ class StepInputs:
         self._of_pages = found
         self._tables = torch.zeros((max_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self._early: list[Tensor] = []  # updates that found no room in the block
-        self._as_seen: dict[
-            int, Tensor
-        ] = {}  # host address -> the same memory as the device has it
+        self._by_kernel, self._slot = False, 0  # of the step that was uploaded last
+        self._held: list[list[Tensor]] = [[] for _ in range(_SLOTS)]
 
     # --- on the host ---
 
@@ -175,8 +174,10 @@ class StepInputs:
         count = min(len(kept), _UPDATES)
         at[:count], to[:count] = where[:count], blocks[:count]
 
+    # --- on the device ---
+
     def gathered(self, step: Step) -> GatheredView:
-        """The step for attention that reads no pages."""
+        """An uploaded step for attention that reads no pages."""
         counts = [row.count for row in step.rows]
         groups = []
         for group, window in enumerate(self._cache.windows):
@@ -191,16 +192,26 @@ class StepInputs:
             groups.append(GroupRows(window, on_device, max(lengths), self._ends(lengths)))
         return GatheredView(counts, self._ends(counts), groups)
 
+    def fresh(self, step: Step, size: StepSize) -> GatheredView:
+        """The same, where attention reads pages but the step's sequences have nothing there yet."""
+        counts = [row.count for row in step.rows]
+        ends = self._of_pages["starts"][: size.rows + 1]
+        nothing = [self._long_slots[0][:0]] * len(counts)
+        return GatheredView(counts, ends, [GroupRows(None, nothing, max(counts), ends)])
+
     def _ends(self, counts: list[int]) -> Tensor:
         ends = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         return self._to_device(ends)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        if self._device.type == "cuda" and tensor.numel():
-            tensor = tensor.pin_memory()  # else the host would wait
-        return tensor.to(self._device, non_blocking=True)
-
-    # --- on the device ---
+        """A copy of what is on the host, which the host does not wait for."""
+        if self._device.type != "cuda" or not tensor.numel():
+            return tensor.to(self._device)
+        pinned = tensor.pin_memory()
+        if not self._by_kernel:
+            return pinned.to(self._device, non_blocking=True)
+        self._held[self._slot].append(pinned)  # nobody else knows that a kernel reads it
+        return torch.bitwise_or(_seen_by_device(pinned, self._device), 0)
 
     def upload(self, slot: int, *, by_kernel: bool) -> None:
         """Enqueue the copy of what was filled.
@@ -210,6 +221,8 @@ class StepInputs:
                 it in the order they were given (seen on an H200), the inputs of the first step would arrive last,
                 and nothing would be computed before.
         """
+        self._by_kernel, self._slot = by_kernel, slot
+        self._held[slot].clear()
         for pairs in self._early:
             where, blocks = self._to_device(pairs)
             self._tables.view(-1).scatter_(0, where, blocks.int())
@@ -217,7 +230,7 @@ class StepInputs:
         host = self._hosts[slot]
         if by_kernel:
             # A plain copy between two tensors of one device would be made by the copy engine.
-            torch.bitwise_or(self._seen_by_device(host), 0, out=self._block)
+            torch.bitwise_or(_seen_by_device(host, self._device), 0, out=self._block)
         else:
             self._block.copy_(host, non_blocking=True)
 
@@ -261,16 +274,15 @@ class StepInputs:
             has_prompts=size.has_prompts,
         )
 
-    def _seen_by_device(self, host: Tensor) -> Tensor:
-        """Pinned memory as the device has it, at the same address.
 
-        https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#unified-virtual-address-space
-        """
-        address = host.data_ptr()
-        if address not in self._as_seen:
-            assert host.is_pinned(), "pageable memory is not the device's"
-            self._as_seen[address] = bytes_at(address, host.nbytes, self._device).view(torch.int32)
-        return self._as_seen[address]
+def _seen_by_device(pinned: Tensor, device: torch.device) -> Tensor:
+    """Pinned memory as a device has it, at the same address.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#unified-virtual-address-space
+    """
+    assert pinned.is_pinned(), "pageable memory is not the device's"
+    flat = bytes_at(pinned.data_ptr(), pinned.nbytes, device)
+    return flat.view(pinned.dtype).view(pinned.shape)
 
 
 def _write(

@@ -65,6 +65,10 @@ class Runner:
         device = model.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._newest_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._found = [  # by the steps that may be in flight
+            torch.zeros(max_rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+            for _ in range(2)
+        ]
         self._launched: deque[_Launched] = deque()
         self._count = 0
         self._keeps_logits = bool(model._supports_logits_to_keep())  # type: ignore[operator]  # a method
@@ -88,19 +92,21 @@ class Runner:
             self.inputs.params_of(slot),
         )
         self.inputs.fill(step, slot, size)
-        with self._on_stream(), torch.no_grad():
-            begun = self._event()
-            self._upload(slot)
-            logits_RV = self._logits(step, size)
-            tokens_R = self._sampled(logits_RV[: len(step.rows)], size)
-            self._newest_R[: len(step.rows)] = tokens_R
-            done = None
-            if self._stream is not None:
-                host_R = torch.empty(len(step.rows), dtype=torch.int32, pin_memory=True)
-                tokens_R = host_R.copy_(self._newest_R[: len(step.rows)], non_blocking=True)
+        try:
+            with self._on_stream(), torch.no_grad():
+                begun = self._event()
+                self._upload(slot)
+                logits_RV = self._logits(step, size)
+                tokens_R = self._newest_R[: len(step.rows)]
+                tokens_R.copy_(self._sampled(logits_RV[: len(step.rows)], size))
+                found_R = self._found[slot][: len(step.rows)]
+                found_R.copy_(tokens_R, non_blocking=True)
                 done = self._event()
+        except torch.OutOfMemoryError:
+            self.synchronize()  # what was enqueued of it still reads what the next one writes
+            raise
         self._count += 1
-        self._launched.append(_Launched(step, tokens_R, begun, done))
+        self._launched.append(_Launched(step, found_R, begun, done))
 
     def read(self) -> tuple[Step, list[int]]:
         """The oldest step that was not read, and a token for each of its rows; waits for the device."""
@@ -168,9 +174,8 @@ class Runner:
         is_fresh = not step.num_decoding and not any(row.start for row in step.rows)
         if self._in_pages and (size in self.padded_sizes or not is_fresh):
             return self._pages(size)
-        return PagedStep(
-            self.cache.layers, self.inputs.slots(size), None, self.inputs.gathered(step)
-        )
+        gathered = self.inputs.fresh(step, size) if self._in_pages else self.inputs.gathered(step)
+        return PagedStep(self.cache.layers, self.inputs.slots(size), None, gathered)
 
     def _pages(self, size: StepSize) -> PagedStep:
         return PagedStep(self.cache.layers, self.inputs.slots(size), self.inputs.pages(size))
