@@ -64,7 +64,7 @@ class EngineConfig(BaseModel):
         default=None,
         gt=0,
         description="Tokens computed in one step, prompts and decodes together. When absent, 4096 (1024 "
-        "for attention that needs a mask), fewer where memory is tight; 2048 on CPU.",
+        "for attention that writes scores out), fewer where memory is tight; 2048 on CPU.",
     )
     max_requests_per_batch: int | None = Field(
         default=None,

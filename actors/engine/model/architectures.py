@@ -25,7 +25,7 @@ _UNSUITED = {
 
 
 def check_architecture(model: PreTrainedModel) -> None:
-    """Refuse models that continuous batching would serve wrongly without a word.
+    """Refuse models that the engine would serve wrongly without a word.
 
     A module on meta will do. Models that bypass the attention interface would run without their KV
     cache; attention that looks ahead, other layer types than full and sliding attention, and latent

@@ -1,4 +1,4 @@
-"""Plain forwards of the engine's module, beside continuous batching.
+"""Plain forwards of the engine's module, beside the generation loop.
 
 They run where nothing else uses the module (`ModelRuntime.with_model`), under transformers' own attention
 and one sequence at a time: the same weights, tokens and device give the same numbers to the last bit,

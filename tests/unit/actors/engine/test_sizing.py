@@ -148,7 +148,7 @@ def test_description_tells_what_and_why() -> None:
         "and sampling 2.10 GiB + CUDA 1.20 GiB"
     )
     assert plan(None).describe() == (
-        "KV cache of 64 blocks, 0.90 GiB, holds a sequence of 16384 tokens; steps of up to 2048 tokens "
+        "KV cache of 64 blocks, 0.89 GiB, holds a sequence of 16384 tokens; steps of up to 2048 tokens "
         "and 32 sequences; as configured, or by default where there is no card"
     )
 
