@@ -166,6 +166,20 @@ class TokenEvent:
     form: MessageForm | None = None  # in the first event of a continuation in a chat
     cached_tokens: int = 0  # of the prompt, found in the KV cache; known with the first token
 
+    def __reduce__(self) -> tuple[type["TokenEvent"], tuple[object, ...]]:
+        """By its constructor: what dataclasses do for slots looks the fields up again for each one sent."""
+        return TokenEvent, (
+            self.index,
+            self.text,
+            self.token_ids,
+            self.prompt_tokens,
+            self.finish_reason,
+            self.stop_reason,
+            self.logprobs,
+            self.form,
+            self.cached_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SleepCommand:

@@ -146,15 +146,14 @@ class ModelRuntime:
                     yield TokenEvent(0, "", (), len(prepared.prompt_ids))
                     await stream.settled.wait()
             while True:
+                await stream.arrived.wait()
+                await stream.pace(len(self._streams) / self._max_events_per_s)
                 await self._until_told(stream)
-                events = stream.take()
-                for event in events:
+                for event in stream.take():
                     for piece in pieces(event):
                         yield piece
                 if stream.is_delivered:
                     return
-                if events:
-                    await stream.pace(len(self._streams) / self._max_events_per_s)
         finally:
             self._streams.close(stream)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -23,7 +24,7 @@ from actors.worker.messages import NewSequence
 if TYPE_CHECKING:
     from actors.text.codec import TextCodec  # torch comes in with it
 
-_WORTH_A_TIMER_S = 0.005
+_WORTH_A_TIMER_S = 0.001
 _MAX_LOGPROBS = 512  # of one event
 
 
@@ -83,6 +84,8 @@ class RequestStream:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)  # something to take, or the end
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # finished or failed
     cut: asyncio.Event = field(default_factory=asyncio.Event)  # failed or aborted
+    _paced_s: float = -math.inf  # of the loop's clock
+    _pause: asyncio.Future[None] | None = None
 
     @property
     def is_delivered(self) -> bool:
@@ -96,20 +99,32 @@ class RequestStream:
         return [event for event in events if event is not None]
 
     async def pace(self, interval_s: float) -> None:
-        """Let tokens gather for `interval_s`, or until the last one is there."""
-        if interval_s < _WORTH_A_TIMER_S or self.settled.is_set():
-            return
-        try:
-            async with asyncio.timeout(interval_s):
-                await self.settled.wait()
-        except TimeoutError:
-            return  # the ordinary case: the interval is over
+        """Return `interval_s` behind the last return at the earliest, or when the last token is there."""
+        loop = asyncio.get_running_loop()
+        begins_s = self._paced_s + interval_s
+        if begins_s - loop.time() > _WORTH_A_TIMER_S and not self.settled.is_set():
+            self._pause = loop.create_future()
+            timer = loop.call_at(begins_s, self._go_on)
+            try:
+                await self._pause
+            finally:
+                timer.cancel()
+                self._pause = None
+        self._paced_s = loop.time()
+
+    def _go_on(self) -> None:
+        if self._pause is not None and not self._pause.done():
+            self._pause.set_result(None)
+
+    def _settle(self) -> None:
+        self.settled.set()
+        self._go_on()
 
     def advanced(self, index: int) -> None:
         """Continuation `index` has got something new."""
         self.arrived.set()
         if self.assemblers[index].is_finished and all(each.is_finished for each in self.assemblers):
-            self.settled.set()
+            self._settle()
 
     def fail(self, error: Exception) -> None:
         """End it with `error`, unless its end has been told already."""
@@ -117,7 +132,7 @@ class RequestStream:
             return
         self.error = error
         self.cut.set()
-        self.settled.set()
+        self._settle()
         self.arrived.set()
 
 

@@ -62,6 +62,12 @@ class BackgroundCompilation:
             if is_off:
                 self._tracing.release()
 
+    def use_again(self) -> None:
+        """Tell `use` once more, at the next time without requests: it found the model asleep."""
+        if not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._wait_and_use, name="compiled", daemon=True)
+            self._thread.start()
+
     def join(self) -> None:
         """Block until nothing is compiled any more, and `use` has been told of what was."""
         self._thread.join()
@@ -90,6 +96,9 @@ class BackgroundCompilation:
                 return
         else:
             return
+        self._wait_and_use()
+
+    def _wait_and_use(self) -> None:
         if self._lull.wait():
             self._use()
 

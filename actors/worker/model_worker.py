@@ -247,6 +247,8 @@ class ModelWorker:
         change = await self._on_control(self._residency.wake)
         self._scoring.awake.set()
         self._residency.begin_settling()
+        if self._residency.missed_compiled:
+            self._compilation.use_again()
         return Woke(change, image_s, time.perf_counter() - started_s)
 
     async def sleep(self, level: int) -> MemoryChange:

@@ -27,6 +27,10 @@ class Residency:
 
     All of it runs on the control thread, so a sleep and a wake never interleave, except for what says
     that any thread may call it.
+
+    Attributes:
+        missed_compiled: `begin_using_compiled` found the model asleep, and wants to be called again behind
+            a wake. Any thread may ask.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class Residency:
         self._cleared = ClearedCollection(control, self.collect_cleared)
         self._growth = CacheGrowth(control, self._grow_kv, fail)
         self._has_uncaptured = False  # compiled layers that no graph holds yet
+        self._runs_compiled = False
+        self.missed_compiled = False
 
     @property
     def grows(self) -> bool:
@@ -183,10 +189,12 @@ class Residency:
             self._fail(exc, "a compilation")
 
     def _use_compiled(self) -> None:
-        """Now; or, if the model sleeps, at its next sleep: a sleeper takes no memory."""
+        """Now; or, if the model sleeps, behind its next wake: a sleeper takes no memory."""
+        if self._runs_compiled:
+            return  # a sleep has seen to it meanwhile
         asleep = self._engine.paused
         if asleep:
-            self._has_uncaptured = True
+            self._has_uncaptured = self.missed_compiled = True
             return
         try:
             self.settle()
@@ -203,6 +211,7 @@ class Residency:
 
     def _capture_compiled(self) -> None:
         """Now; or, where memory is missing, at the next sleep."""
+        self.missed_compiled = False
         try:
             with self._watchdog.map:
                 self._memory.map()
@@ -212,7 +221,7 @@ class Residency:
             self._has_uncaptured = True
             logger.info("graphs are captured at the next sleep: %s", exc)
             return
-        self._has_uncaptured = False
+        self._has_uncaptured, self._runs_compiled = False, True
         logger.info("the decoder layers run compiled from now on")
 
     def _grow_kv(self) -> bool:

@@ -59,8 +59,9 @@ def test_what_cannot_be_captured_is_told_with_the_way_out(monkeypatch: pytest.Mo
     monkeypatch.chdir(Path(__file__).parents[2])
     code = """
 from tests.integration import gpu_engine
-from actors.engine import engine
-engine.experts_need_host = lambda model: None
+from actors.engine.batching import loop
+assert loop.experts_need_host
+loop.experts_need_host = lambda model: None
 with gpu_engine.running(gpu_engine.MODELS["qwen3_moe, 64"](), gpu_engine.LIMITS):
     pass
 """

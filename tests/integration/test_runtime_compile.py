@@ -152,6 +152,38 @@ def test_sleeping_model_takes_no_memory_for_what_was_compiled(
     run(tiny_checkpoint, image, scenario, awake=False)
 
 
+def test_what_was_compiled_asleep_is_used_behind_the_next_wake(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is busy from its first wake on would else never run it: it need not sleep again."""
+    may_compile, captured = threading.Event(), []
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: may_compile.wait())
+
+    async def scenario(h: Harness) -> None:
+        def use(engine: TransformersEngine) -> None:
+            captured.append(h.worker.memory.wake_bytes)
+
+        monkeypatch.setattr(TransformersEngine, "use_compiled", use)
+        await h.runtime.sleep(1)
+        may_compile.set()
+        await h.runtime.compiled()
+        assert captured == []
+        await h.runtime.wake()
+        tokens = await h.tokens(PROMPTS[0])
+        await h.runtime.compiled()
+        assert captured == [0], "with everything mapped, and no sleep in between"
+        assert await h.tokens(PROMPTS[0]) == tokens
+        for _ in range(2):
+            await h.runtime.sleep(1)
+            await h.runtime.wake()
+            await h.runtime.compiled()
+        assert captured == [0], "once is enough"
+
+    run(tiny_checkpoint, image, scenario)
+
+
 @pytest.mark.parametrize(
     ("asleep", "succeeds"),
     [(True, True), (True, False), (False, False)],  # awake, capturing would do it

@@ -1,7 +1,11 @@
+import asyncio
 import pickle
+from collections.abc import Sequence
 
+from actors.errors import ReplicaFailed
 from actors.protocol import FinishReason, MessageForm, TokenEvent, TokenLogprob
-from actors.replica.streams import pieces
+from actors.replica.streams import RequestStream, pieces
+from actors.text.output import OutputAssembler
 
 
 def logprob(number: int, tops: int) -> TokenLogprob:
@@ -37,3 +41,44 @@ def test_echo_has_no_tokens_of_its_own() -> None:
     found = list(pieces(event))
     assert len(found) == 10
     assert all(piece.token_ids == () for piece in found)
+
+
+LONG_S = 3600.0
+
+
+class Silent:
+    """A decoder of no text."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def test_stream_is_held_up_only_when_its_last_event_is_too_recent() -> None:
+    async def scenario() -> None:
+        stream = RequestStream([], [], ())
+        await stream.pace(LONG_S)  # the first event
+        paced = asyncio.create_task(stream.pace(LONG_S))
+        await asyncio.sleep(0)
+        assert not paced.done()
+        paced.cancel()
+        await asyncio.wait([paced])
+        await stream.pace(0.0)  # so long ago
+        assert not stream.settled.is_set()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_end_is_not_held_up() -> None:
+    async def scenario() -> None:
+        stream = RequestStream([OutputAssembler(Silent())], ["seq-0"], ())
+        await stream.pace(LONG_S)
+        paced = asyncio.create_task(stream.pace(LONG_S))
+        await asyncio.sleep(0)
+        stream.fail(ReplicaFailed("gone"))
+        await paced
+        await stream.pace(LONG_S)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
