@@ -23,7 +23,7 @@ from actors.engine.sampling.sampler import BatchSampler
 class _Launched:
     step: Step
     tokens: Tensor  # of each row, on the host, once `done`
-    begun: torch.cuda.Event | None
+    begun: torch.cuda.Event | None  # None: how long it takes is no cost of a step
     done: torch.cuda.Event | None
 
 
@@ -112,9 +112,9 @@ class Runner:
         """The oldest step that was not read, and a token for each of its rows; waits for the device."""
         launched = self._launched.popleft()
         step = launched.step
-        if launched.done is not None and launched.begun is not None:
+        if launched.done is not None:
             launched.done.synchronize()
-            if self._costs is not None:
+            if self._costs is not None and launched.begun is not None:
                 self._costs.note(
                     launched.begun.elapsed_time(launched.done) / 1000,
                     step.num_decoding,

@@ -1,6 +1,6 @@
 """The parts of the generation loop without its thread, over a small model on the CPU, a step at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -135,9 +135,10 @@ def model_steps(
     num_blocks: int = 64,
     max_tokens: int = 24,
     max_sequences: int = 4,
+    kind: Callable[..., Runner] = Runner,
     **more: Any,
 ) -> Steps:
-    """The same with a model that computes."""
+    """The same with a model that computes, by a kind of runner."""
     choose_attention(model)
     shape = cache_shape(model, PAGE)
 
@@ -151,7 +152,7 @@ def model_steps(
         width = num_blocks if in_pages else 0
         cpu = torch.device("cpu")
         inputs = StepInputs(cache, max(max_tokens, *sizes, 0), max_sequences, width, cpu)
-        return Runner(
+        return kind(
             model,
             cache,
             inputs,
