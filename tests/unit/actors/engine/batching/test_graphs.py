@@ -103,7 +103,7 @@ def test_capture_that_has_the_host_wait_is_told_with_the_way_out(
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", fails)
-    with pytest.raises(RuntimeError, match="set engine.use_cuda_graphs: false"):
+    with pytest.raises(RuntimeError, match=r"set engine\.use_cuda_graphs: false"):
         loop.runner.capture()
     assert not loop.runner._graphs
 
