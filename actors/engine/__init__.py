@@ -1,1 +1,1 @@
-"""The generation loop, sampling, and attention over pages."""
+"""Continuous batching, sampling, attention and text."""

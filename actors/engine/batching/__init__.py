@@ -1,1 +1,1 @@
-"""The generation loop: who shares a step, the KV cache, inputs, graphs, and the thread."""
+"""Everything that touches transformers' continuous batching."""

@@ -18,8 +18,6 @@ from typing import Any
 import ray
 from pydantic import TypeAdapter
 
-from actors.engine.batching.loop import GenerationLoop
-from actors.engine.batching.scheduling import Step
 from actors.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from actors.image.holder import WeightHolder
 from docs.results.throughput.bench import Load
@@ -104,26 +102,31 @@ class Ledger:
 
 
 @contextmanager
-def watched(loop: GenerationLoop) -> Iterator[Ledger]:
-    """Keep a ledger of a loop's KV cache during the body, by what each step finds there."""
+def watched(cache: Any) -> Iterator[Ledger]:
+    """Keep a ledger of a PagedAttentionCache during the body.
+
+    Every sequence of a step passes `can_store_request_tokens`, which gives it its blocks (transformers 5.23,
+    generation/continuous_batching/scheduler.py: _process_candidates), on the engine's thread.
+    """
     ledger = Ledger()
-    launch = loop.runner.launch
+    give = cache.can_store_request_tokens
 
-    def noted(step: Step) -> None:
-        for row in step.rows:
+    def noted(state: Any, request_len: int, dry_run: bool = False) -> bool:
+        given: bool = give(state, request_len, dry_run)
+        if given and not dry_run:
             found = Slots()
-            for blocks in row.sequence.blocks:
-                room = len(blocks) * loop.cache.page_size
+            for allocator in cache.cache_allocators.values():
+                room = len(allocator.block_table[state.request_id]) * allocator.tokens_per_page
                 # A sliding window keeps no more than it has room for.
-                found.add(Slots(room, min(room, row.end)))
-            ledger.note(row.sequence.name, found)
-        launch(step)
+                found.add(Slots(room, min(room, state.current_len() + request_len)))
+            ledger.note(state.request_id, found)
+        return given
 
-    loop.runner.launch = noted  # type: ignore[method-assign]
+    cache.can_store_request_tokens = noted
     try:
         yield ledger
     finally:
-        loop.runner.launch = launch  # type: ignore[method-assign]
+        cache.can_store_request_tokens = give
 
 
 # --- one page size ---
@@ -145,13 +148,13 @@ async def measure(request: PageRequest) -> dict[str, Any]:
     await model.warm()
     waste = {}
     # Nothing else tells which blocks a sequence has.
-    loop = model.worker._engine._loop
+    cache = model.worker._engine._loop.cache.paged
     for shape in plan.shapes:
-        with watched(loop) as ledger:
+        with watched(cache) as ledger:
             await Load(model, *shape).round(plan.requests)
         waste[_name(shape)] = ledger.result()
     found: dict[str, Any] = {
-        "num_blocks": loop.cache.num_blocks,
+        "num_blocks": cache.num_blocks,
         "kv_bytes": model.worker.memory.kv_bytes,
         "attention": model.worker._module.config._attn_implementation,
         "waste": waste,
