@@ -42,7 +42,8 @@ FROM ${PYTHON_IMAGE}
 
 ARG TORCH=cu130
 # tini collects orphans and passes signals on; wget is in the probes of older KubeRay operators; Triton compiles its
-# launchers with a C compiler at run time. Debian's own fixes are wanted, so no versions are pinned.
+# launchers with a C compiler at run time. Debian's own fixes are wanted, so no versions are pinned. Older
+# operators start Ray from a login shell, which has a PATH of its own.
 # hadolint ignore=DL3008,SC2086
 RUN apt-get update \
     && if [ "${TORCH}" = cpu ]; then compiler=; else compiler='gcc libc6-dev'; fi \
@@ -51,7 +52,8 @@ RUN apt-get update \
     && groupadd --gid 10001 sleepserve \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/sleepserve \
         --shell /usr/sbin/nologin sleepserve \
-    && install --directory --owner=10001 --group=10001 --mode=0750 /var/lib/sleepserve
+    && install --directory --owner=10001 --group=10001 --mode=0750 /var/lib/sleepserve \
+    && echo "PATH=/opt/sleepserve/bin:\${PATH}" > /etc/profile.d/sleepserve.sh
 
 COPY --from=build /opt/sleepserve /opt/sleepserve
 COPY configs/container/entrypoint.sh /usr/local/bin/sleepserve-entrypoint

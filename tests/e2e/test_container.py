@@ -103,6 +103,7 @@ def test_image_serves_as_its_user_and_stops_by_its_signal(
     (health,) = (s for s in read_steps(PROJECT / "Dockerfile") if s.name == "HEALTHCHECK")
     container = Container(image, free_port(), tmp_path / "log")
     assert not container.is_healthy(health)
+    subprocess.run(image.command("bash", "-lc", "command -v ray && command -v wget"), check=True)
     container.start()
     assert container.process is not None
     try:
