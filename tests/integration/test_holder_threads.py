@@ -162,11 +162,15 @@ def test_checkpoint_that_cannot_be_read_keeps_nobody_from_loading_another(
 ) -> None:
     never, reading = threading.Event(), threading.Event()
     publish = WeightHolder._publish
+    stuck_threads: list[threading.Thread] = []
 
     def hang(holder: WeightHolder, model_id: str, checkpoint: Path, key: ImageKey) -> Published:
         if checkpoint == another:
+            stuck_threads.append(threading.current_thread())
             reading.set()
             never.wait()
+            # Whoever puts anything into a store that has been shut down starts another Ray.
+            raise OSError("it was unmounted by force")
         return publish(holder, model_id, checkpoint, key)
 
     monkeypatch.setattr(WeightHolder, "_publish", hang)
@@ -181,6 +185,11 @@ def test_checkpoint_that_cannot_be_read_keeps_nobody_from_loading_another(
             await holder.acquire(image_request(tiny_checkpoint), image_key(tiny_checkpoint), "me")
             with pytest.raises(ImageMissing, match=f"reading {another} has not ended after 5 s"):
                 await stuck
-        never.set()
 
-    run(scenario)
+    try:
+        run(scenario)
+    finally:
+        never.set()
+        for thread in stuck_threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
