@@ -1,9 +1,10 @@
 """WeightHolder: CPU-only owner of packed images in the object store of its node.
 
 It owns the object references, so the images live as long as it does, and longer for whoever still
-looks at them. Checkpoints are looked up, and downloaded, on threads of their own, and images made on further ones,
-one at a time. One that takes too long, on a file system that never answers, say, is waited for no longer. So the holder answers health checks and hands out finished images while it
-loads another, and loads while a hub takes its time.
+looks at them. Checkpoints are looked up, and downloaded, on threads of their own, and images made on
+further ones, one at a time. One that takes too long, on a file system that never answers, say, is waited for
+no longer. So the holder answers health checks and hands out finished images while it loads another, and
+loads while a hub takes its time.
 
 A node has one. An image that another node's holder has is copied from there instead of being read from
 disk, once, and what was copied is this holder's own: it stays when the other one goes.

@@ -224,9 +224,9 @@ def _is_failed(result: object) -> bool:
 def _another_may_do(refusal: Refusal, request: GenerateRequest) -> bool:
     """Whether to ask once more.
 
-    Nobody is asked for what has cost as many workers as it may. A card that is full says nothing of another replica's; if it is the same replica again, there is no
-    other. A failed one that is asked again is not known to be failed yet; routers then wait for what comes in
-    its place.
+    Nobody is asked for what has cost as many workers as it may. A card that is full says nothing of another
+    replica's; if it is the same replica again, there is no other. A failed one that is asked again is not known
+    to be failed yet; routers then wait for what comes in its place.
     """
     if refusal.lost_workers >= MAX_LOST_WORKERS:
         return False

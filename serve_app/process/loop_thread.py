@@ -10,9 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from actors.errors import ShuttingDown
 from actors.threads import call_unless_closed
-from serve_app.process.ending import (
-    end_despite,
-)  # registered before ours, it comes behind it at exit
+from serve_app.process.ending import end_despite  # registered before ours: at exit it comes behind
 
 logger = logging.getLogger(__name__)
 

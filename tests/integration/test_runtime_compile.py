@@ -17,6 +17,27 @@ from actors.worker.lull import Lull
 from tests.integration.runtime_harness import PROMPTS, Harness, run
 
 
+@pytest.fixture
+def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set, it lets an engine that has something to compile end that; every moment is quiet enough."""
+    event = threading.Event()
+    monkeypatch.setattr(Lull, "wait", lambda self: True)
+    monkeypatch.setattr(TransformersEngine, "compiles", True)
+    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: event.wait())
+    return event
+
+
+def captures(h: Harness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What is still to be mapped at each capture of compiled layers from now on, in bytes."""
+    found: list[int] = []
+
+    def use(engine: TransformersEngine) -> None:
+        found.append(h.worker.memory.wake_bytes)
+
+    monkeypatch.setattr(TransformersEngine, "use_compiled", use)
+    return found
+
+
 def test_nothing_is_compiled_or_captured_while_somebody_is_served(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,19 +144,15 @@ def test_plain_forward_waits_for_the_compiler_and_keeps_nobody_from_sleeping(
 
 
 def test_sleeping_model_takes_no_memory_for_what_was_compiled(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path,
+    image: WeightImage,
+    may_compile: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its neighbours' wakes want it. The graphs are captured at its own next sleep."""
-    may_compile, captured = threading.Event(), []
-    monkeypatch.setattr(Lull, "wait", lambda self: True)
-    monkeypatch.setattr(TransformersEngine, "compiles", True)
-    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: may_compile.wait())
 
     async def scenario(h: Harness) -> None:
-        def use(engine: TransformersEngine) -> None:
-            captured.append(h.worker.memory.wake_bytes)
-
-        monkeypatch.setattr(TransformersEngine, "use_compiled", use)
+        captured = captures(h, monkeypatch)
         map_all, mapped = h.worker.memory.map, []
         monkeypatch.setattr(h.worker.memory, "map", lambda: (mapped.append(1), map_all()))
         may_compile.set()
@@ -153,19 +170,15 @@ def test_sleeping_model_takes_no_memory_for_what_was_compiled(
 
 
 def test_what_was_compiled_asleep_is_used_behind_the_next_wake(
-    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path,
+    image: WeightImage,
+    may_compile: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A model that is busy from its first wake on would else never run it: it need not sleep again."""
-    may_compile, captured = threading.Event(), []
-    monkeypatch.setattr(Lull, "wait", lambda self: True)
-    monkeypatch.setattr(TransformersEngine, "compiles", True)
-    monkeypatch.setattr(TransformersEngine, "compile", lambda engine: may_compile.wait())
 
     async def scenario(h: Harness) -> None:
-        def use(engine: TransformersEngine) -> None:
-            captured.append(h.worker.memory.wake_bytes)
-
-        monkeypatch.setattr(TransformersEngine, "use_compiled", use)
+        captured = captures(h, monkeypatch)
         await h.runtime.sleep(1)
         may_compile.set()
         await h.runtime.compiled()
