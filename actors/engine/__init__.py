@@ -1,1 +1,1 @@
-"""Continuous batching, sampling, attention and text."""
+"""The generation loop, sampling, and attention over pages."""

@@ -1,24 +1,26 @@
 """What one model's KV cache and steps take, in bytes."""
 
 # D model dim, V vocabulary; a page holds K and V of some tokens for one layer, a block one page of
-# every layer, a sector is the least that serves every type of attention (transformers 5.23,
-# generation/continuous_batching/cache.py: PagedAttentionCache)
+# every layer of a type of attention, a sector is the least that is a whole number of blocks of every type
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import float32
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from actors.engine.batching.upstream import (
+from actors.engine.model.attention import OWN, decodes_in_pages
+from actors.engine.model.layer_groups import (
     SLIDING_ATTENTION,
-    FullAttentionCacheAllocator,
-    find_head_dim,
-    find_num_key_value_heads,
-    group_layers_by_attn_type,
+    head_dim_of,
+    kv_heads_of,
+    layer_groups,
 )
-from actors.engine.model.attention import decodes_in_pages, wants_mask
+
+# In front of those that are given out: where padding writes. Nobody reads it.
+PADDING_SECTORS = 1
 
 # Bytes per logit while sampling, more than it takes: 24 at the peak, which is a grammar's on every row
 # (logits.py: forbid). The logits, the penalties' counts, the adjusted logits and their restricted copy (4
@@ -33,6 +35,7 @@ class LayerGroup:
 
     num_layers: int
     window: int | None = None  # tokens that each layer keeps; None keeps all
+    layers: tuple[int, ...] = ()  # their numbers
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,11 @@ class CacheShape:
     bytes_per_sequence: int  # a sequence's logits, and what sampling makes of them
     bytes_per_read: int  # a token gathered from the cache, for the one layer at work
     bytes_per_score: int = 0  # of a (new token, cached token), where attention writes scores out
-    bytes_per_mask: int = 0  # the same for attention that wants a mask
     decodes_in_pages: bool = False
     max_positions: int | None = None  # the longest sequence that the model knows
+    kv_heads: int = 1
+    head_dim: int = 1
+    dtype: torch.dtype = float32
 
     @cached_property
     def bytes_per_block(self) -> int:
@@ -61,14 +66,14 @@ class CacheShape:
 
     @cached_property
     def tokens_per_sector(self) -> int:
-        return self.page_size * max(self._blocks_per_sector(group) for group in self.groups)
+        return self.page_size * max(self.blocks_per_sector(group) for group in self.groups)
 
     def sectors(self, num_blocks: int) -> int:
-        """Sectors that transformers makes of `num_blocks`; two more take what padding writes."""
+        """Sectors that `num_blocks` take; `PADDING_SECTORS` more take what padding writes."""
         return max(1, -(-num_blocks * self.bytes_per_block // self.bytes_per_sector))
 
     def cache_bytes(self, num_blocks: int) -> int:
-        return (self.sectors(num_blocks) + 2) * self.bytes_per_sector
+        return (self.sectors(num_blocks) + PADDING_SECTORS) * self.bytes_per_sector
 
     def blocks_for(self, tokens: int) -> int:
         """The fewest blocks whose cache holds one sequence of so many tokens."""
@@ -76,7 +81,7 @@ class CacheShape:
         return (sectors - 1) * self.bytes_per_sector // self.bytes_per_block + 1
 
     def longest_sequence(self, num_blocks: int) -> int:
-        """The longest sequence that an empty cache holds; see infer_max_single_request_tokens."""
+        """The longest sequence that an empty cache holds."""
         sectors = self.sectors(num_blocks)
         low, high = 0, sectors * self.tokens_per_sector
         while low < high:
@@ -87,7 +92,7 @@ class CacheShape:
                 high = middle - 1
         return low
 
-    def _blocks_per_sector(self, group: LayerGroup) -> int:
+    def blocks_per_sector(self, group: LayerGroup) -> int:
         return self.bytes_per_sector // (group.num_layers * self.bytes_per_page)
 
     def _sectors_for(self, tokens: int) -> int:
@@ -95,7 +100,7 @@ class CacheShape:
         for group in self.groups:
             kept = tokens if group.window is None else min(tokens, group.window)
             blocks = -(-kept // self.page_size)
-            total += -(-blocks // self._blocks_per_sector(group))
+            total += -(-blocks // self.blocks_per_sector(group))
         # No more than the cache has room to read, also where windows would allow it.
         return max(total, -(-tokens // self.tokens_per_sector))
 
@@ -105,21 +110,17 @@ def cache_shape(model: PreTrainedModel, page_size: int) -> CacheShape:
 
     Args:
         model: its attention has been chosen already (`choose_attention`), because attention that
-            wants a mask takes much more memory.
+            writes scores out takes much more memory.
     """
     config = model.config.get_text_config()
-    kinds = group_layers_by_attn_type(config)
+    kinds = layer_groups(config)
     window = getattr(config, "sliding_window", None)
     itemsize, D, V = model.dtype.itemsize, int(config.hidden_size), int(config.vocab_size)
-    heads, kv_heads = int(config.num_attention_heads), find_num_key_value_heads(config)
-    head_dim = find_head_dim(config)
-    # PagedAttentionMemoryHandler: attention without a mask reads K and V as they are; other kinds
-    # repeat both for every query head while V is still there.
-    masks = 1 + (SLIDING_ATTENTION in kinds)
-    if not wants_mask(model):
-        masks = 0
-    read_heads = 2 * heads + kv_heads if masks else 2 * kv_heads
-    writes_scores = masks > 0 and "eager" in model.config._attn_implementation
+    heads, kv_heads = int(config.num_attention_heads), kv_heads_of(config)
+    head_dim = head_dim_of(config)
+    # A model's own attention repeats K and V for every query head while both are still there.
+    writes_scores = model.config._attn_implementation == OWN
+    read_heads = 2 * heads + 2 * kv_heads if writes_scores else 2 * kv_heads
     bytes_per_token = max(
         itemsize * (3 * D + 4 * heads * head_dim + 4 * kv_heads * head_dim),  # attention, rotation
         itemsize * 2 * D + 3 * D * float32.itemsize,  # norms
@@ -130,21 +131,23 @@ def cache_shape(model: PreTrainedModel, page_size: int) -> CacheShape:
         bytes_per_token += itemsize * V
     return CacheShape(
         page_size=page_size,
-        bytes_per_page=FullAttentionCacheAllocator.get_bytes_per_page(
-            kv_heads, head_dim, model.dtype, page_size
-        ),
+        bytes_per_page=2 * page_size * kv_heads * head_dim * itemsize,
         groups=tuple(
-            LayerGroup(len(layers), window if kind == SLIDING_ATTENTION else None)
+            LayerGroup(len(layers), window if kind == SLIDING_ATTENTION else None, tuple(layers))
             for kind, layers in kinds.items()
         ),
         bytes_per_token=bytes_per_token,
         bytes_per_sequence=(itemsize + _SAMPLING_BYTES_PER_LOGIT) * V,
         bytes_per_read=read_heads * head_dim * itemsize,
-        # In the model's type, in float32 for the softmax, and in the model's type again.
-        bytes_per_score=heads * (2 * itemsize + float32.itemsize) if writes_scores else 0,
-        bytes_per_mask=masks * itemsize,
+        # In the model's type, with a mask, in float32 for the softmax, and in the model's type again.
+        bytes_per_score=heads * (3 * itemsize + float32.itemsize) + 2 * itemsize
+        if writes_scores
+        else 0,
         decodes_in_pages=decodes_in_pages(model),
         max_positions=getattr(config, "max_position_embeddings", None),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=model.dtype,
     )
 
 

@@ -31,7 +31,7 @@ class EngineConfig(BaseModel):
         default=DEFAULT_PAGE_SIZE,
         gt=0,
         description="Tokens in a page of the KV cache. What a sequence's last page does not hold is lost to "
-        "others. The kernels of flash-attn, where it is installed, want a multiple of 256.",
+        "others.",
     )
     prefix_caching: bool = Field(
         default=True,
@@ -64,7 +64,7 @@ class EngineConfig(BaseModel):
         default=None,
         gt=0,
         description="Tokens computed in one step, prompts and decodes together. When absent, 4096 (1024 "
-        "for attention that needs a mask), fewer where memory is tight; 2048 on CPU.",
+        "for attention that writes scores out), fewer where memory is tight; 2048 on CPU.",
     )
     max_requests_per_batch: int | None = Field(
         default=None,
@@ -75,8 +75,15 @@ class EngineConfig(BaseModel):
     use_cuda_graphs: bool = Field(
         default=True,
         description="Replay CUDA graphs: of decode steps, captured for batches of 1, 2, 4, ... and "
-        "max_requests_per_batch sequences, and of prefills of up to 2048 tokens; of no effect on CPU "
-        "and for models with sliding windows.",
+        "max_requests_per_batch sequences, and of steps with prompts of up to 2048 tokens; of no effect on "
+        "CPU and for models with sliding windows.",
+    )
+    step_target_ms: float = Field(
+        default=15.0,
+        gt=0,
+        description="What a step may take that computes prompts beside sequences that decode; each of those "
+        "waits so long for its next token. Of long prompts it computes parts. Where decoding alone takes more "
+        "than half of it, twice that. Of no effect on CPU and for models with sliding windows.",
     )
     use_torch_compile: bool = Field(
         default=True,
@@ -87,7 +94,7 @@ class EngineConfig(BaseModel):
     use_async_batching: bool = Field(
         default=True,
         description="Prepare the next step while the device computes this one, which gives more "
-        "tokens per second and takes a second set of graphs; of no effect on CPU.",
+        "tokens per second; of no effect on CPU.",
     )
     cpu_threads: int | None = Field(
         default=None,

@@ -1,9 +1,8 @@
-"""The engine: transformers' continuous batching behind a Protocol of ours.
+"""The engine: a generation loop over transformers' modules, behind a Protocol.
 
-What it adds to that: requests are validated before they enter (one that raises inside a step would end
-the loop for everybody), outputs are routed per step instead of through a shared queue, sampling is per
-request, the KV cache lives in an arena that can be unmapped, and sequences in flight can be frozen over
-a sleep. How, and all contact with transformers' manager, is in `batching`.
+Requests are validated before they enter (one that raises inside a step would end the loop for everybody),
+the KV cache lives in an arena that can be unmapped, and sequences in flight can be frozen over a sleep. How
+steps are made is in `batching`.
 """
 
 import logging
@@ -77,8 +76,7 @@ class Engine(Protocol):
         """Get ready for weights that arrive while the first batch runs. Only while paused.
 
         What is mapped of the KV arena, its first part at least, is what sequences get from now on.
-        Freshly mapped, it becomes safe to read where padding points, and the next batch runs module by
-        module, so that hooks can hold it.
+        The next step runs module by module, so that hooks can hold it.
         """
 
     def extend_kv(self) -> None:
@@ -118,10 +116,10 @@ class Engine(Protocol):
 
 
 class TransformersEngine:
-    """Engine on transformers' continuous batching.
+    """Engine on transformers' modules.
 
-    The model's tensors and the KV cache are views of arenas; `pause`, `resume` and `stop` must all
-    be called from one and the same thread; see `GenerationLoop`.
+    The model's tensors and the KV cache are views of arenas; `pause`, `resume` and `stop` are called
+    from one thread.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class TransformersEngine:
         """
         self._model = model
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        choose_attention(model, config.page_size)
+        choose_attention(model)
         shape = cache_shape(model, config.page_size)
         limits = plan_limits(config, shape, card, weights_bytes)
         logger.info("%s", limits.describe())
@@ -161,16 +159,16 @@ class TransformersEngine:
             model,
             config,
             limits,
+            shape,
             self._sampler,
             sink,
-            longest=config.max_model_len or shape.max_positions,
+            layers=_layers_to_compile(model) if config.use_torch_compile else None,
+            pool=pool,
             watch=watch,
             died=died,
         )
-        self._runner: GraphRunner | None = None
-        if model.device.type == "cuda":
-            layers = _layers_to_compile(model) if config.use_torch_compile else None
-            self._runner = self._loop.use_graphs(layers, pool)
+        runner = self._loop.runner
+        self._runner = runner if isinstance(runner, GraphRunner) else None
         cache = self._loop.cache
         self.max_model_len = _resolve_max_model_len(config, shape, cache)
         settle_rotation(model, self.max_model_len)
@@ -217,7 +215,6 @@ class TransformersEngine:
     def prepare_wake(self) -> None:
         assert self.paused, "not paused"
         self.extend_kv()
-        self._loop.cache.clear_padding()
         if self._runner is not None:
             self._runner.expect_gates()
 
@@ -229,7 +226,7 @@ class TransformersEngine:
         assert self._loop.is_empty, "sequences in flight"
         self.extend_kv()
         if self._runner is not None:
-            self._runner.capture(self._model)
+            self._runner.capture()
             self._sampler.warm_up(self._model.device, self.vocab_size)
 
     @property
@@ -248,7 +245,7 @@ class TransformersEngine:
         assert self.paused, "not paused"
         assert self._runner is not None, "nothing was compiled"
         self.extend_kv()
-        self._runner.use_compiled(self._model)
+        self._runner.use_compiled()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -272,9 +269,9 @@ class TransformersEngine:
 
 
 def _layers_to_compile(model: PreTrainedModel) -> CompiledLayers | None:
-    # No other attention knows where compiled layers leave its arguments.
-    ours = model.config._attn_implementation == OUR_ATTENTION
-    return CompiledLayers(model) if ours and decoder_layers(model) else None
+    # A model's own attention would be compiled with them.
+    suits = model.device.type == "cuda" and model.config._attn_implementation == OUR_ATTENTION
+    return CompiledLayers(model) if suits and decoder_layers(model) else None
 
 
 def _resolve_max_model_len(config: EngineConfig, shape: CacheShape, cache: KvCache) -> int:

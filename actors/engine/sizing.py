@@ -1,16 +1,11 @@
-"""The engine's limits, from the memory of its card: what a step takes at its peak, the rest is cache.
-
-The sums are our own. transformers' (5.23, generation/continuous_batching/cache.py:
-PagedAttentionMemoryHandler) cannot be had without a probe of the device, and leave out the MLP and
-sampling, which take most. What they do charge is charged here, too; a test compares.
-"""
+"""The engine's limits, from the memory of its card: what a step takes at its peak, the rest is cache."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actors.engine.cache_shape import CacheShape
+from actors.engine.cache_shape import PADDING_SECTORS, CacheShape
 from actors.engine.config import EngineConfig
 from actors.engine.sampling.logits import Param
 from actors.memory.driver import gib
@@ -21,15 +16,15 @@ _CPU_BATCH_TOKENS = 2048
 _CPU_REQUESTS = 32
 
 _BATCH_TOKENS = 4096
-_BATCH_TOKENS_WITH_MASK = 1024  # each costs a row of the mask, as long as the cache
+_BATCH_TOKENS_WITH_SCORES = 1024  # each costs a row of scores, as long as its sequence
 _REQUESTS = 256
 _SHRINKS = 16  # times at most, when the budget is tight
 _STEP_SHARE = 4  # then a step takes this part of what weights and CUDA leave; the cache the others
 
-# Tokens that prefills are padded to and captured for, of sequences that have nothing in the cache yet. A
+# Tokens that steps with prompts are padded to and captured for, those that decode beside them included. A
 # short one takes the host longer to launch than the device to run, and any takes long to launch beside
 # streams that want the interpreter's lock.
-PREFILL_SIZES = (16, 64, 128, 256, 512, 768, 1024, 1536, 2048)
+STEP_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
 # On an H200 a sleeping 7B replica held 0.20 GiB besides the CUDA context (kernels, loaded when they
 # are first used; workspaces of cuBLAS). Two sets of graphs for 9 batch sizes and 9 prefills took 0.2 GiB
@@ -145,10 +140,9 @@ class _Planner:
         self._weights = weights_bytes
         graphs = config.use_cuda_graphs and shape.decodes_in_pages
         self._cuda = card.held - card.mapped + _KERNELS_BYTES + (_GRAPHS_BYTES if graphs else 0)
-        self._captured_tokens = PREFILL_SIZES[-1] if graphs else 0
-        self._io_sets = 2 if config.use_async_batching and not shape.bytes_per_mask else 1
+        self._captured_tokens = STEP_SIZES[-1] if graphs else 0
 
-        default = _BATCH_TOKENS_WITH_MASK if shape.bytes_per_mask else _BATCH_TOKENS
+        default = _BATCH_TOKENS_WITH_SCORES if shape.bytes_per_score else _BATCH_TOKENS
         requests, self._most_tokens = _largest_step(config, _REQUESTS, default)
         if config.max_requests_per_batch is None and config.num_blocks is not None:
             requests = min(requests, config.num_blocks)  # each sequence has a block
@@ -192,48 +186,48 @@ class _Planner:
     def _tokens_bytes(self, tokens: int) -> int:
         """Of the tokens of a step: activations, inputs and outputs, what they say to each other."""
         shape, groups = self._shape, len(self._shape.groups)
-        # input_outputs.py: _setup_static_tensors
-        inputs = (7 + len(Param) + 1) * _INT32 + 2 * groups * _INT64
-        each = shape.bytes_per_token + shape.bytes_per_read + self._io_sets * inputs
-        # Of the largest captured prefill a second time: what graphs compute in is theirs alone.
+        # batching/inputs.py: StepInputs; slots of each group twice, once as int64.
+        inputs = (2 + len(Param) + 6 + groups) * _INT32 + groups * _INT64
+        each = shape.bytes_per_token + shape.bytes_per_read + inputs
+        # Of the largest captured step a second time: what graphs compute in is theirs alone.
         captured = min(tokens, self._captured_tokens) * shape.bytes_per_token
-        return tokens * (each + tokens * self._bytes_per_pair) + captured
+        return tokens * (each + tokens * shape.bytes_per_score) + captured
 
     def _requests_bytes(self, requests: int) -> int:
         """Of the sequences of a step: logits, sampling, block tables."""
         shape = self._shape
         limit = self._config.max_model_len or shape.max_positions or 0
         pages = -(-limit // shape.page_size) if shape.decodes_in_pages else 0
-        table = self._io_sets * len(shape.groups) * pages * _INT32
+        table = pages * _INT32
         return requests * (shape.bytes_per_sequence + table)
 
     def _step_bytes(self, requests: int, tokens: int) -> int:
         return self._requests_bytes(requests) + self._tokens_bytes(tokens)
 
     @property
-    def _bytes_per_pair(self) -> int:
-        return self._io_sets * self._shape.bytes_per_mask + self._shape.bytes_per_score
-
-    @property
     def _bytes_per_cache_sector(self) -> int:
-        """A sector, and what a step needs to read all of it: gathered copies, indices, masks.
+        """A sector, and what a step needs to read all of it: gathered copies, indices, scores.
 
-        Of masks those of the largest step, so that a larger step never makes the cache smaller.
+        Of scores those of the largest step, so that a larger step never makes the cache smaller.
         """
         shape = self._shape
-        index = self._io_sets * len(shape.groups) * _INT64
-        per_token = shape.bytes_per_read + index + self._most_tokens * self._bytes_per_pair
+        if shape.decodes_in_pages:
+            return shape.bytes_per_sector  # read where it is
+        index = len(shape.groups) * _INT64
+        per_token = shape.bytes_per_read + index + self._most_tokens * shape.bytes_per_score
         return shape.bytes_per_sector + shape.tokens_per_sector * per_token
 
     def _cache_bytes(self, num_blocks: int) -> int:
-        """Of the cache, its two sectors for padding, and of reading all of it."""
+        """Of the cache, what padding writes, and of reading all of it."""
         sectors = self._shape.sectors(num_blocks)
-        return 2 * self._shape.bytes_per_sector + sectors * self._bytes_per_cache_sector
+        return (
+            PADDING_SECTORS * self._shape.bytes_per_sector + sectors * self._bytes_per_cache_sector
+        )
 
     def _blocks_in(self, size: int) -> int:
         """The most blocks whose cache takes no more; 0 where not even one does."""
         shape = self._shape
-        sectors = (size - 2 * shape.bytes_per_sector) // self._bytes_per_cache_sector
+        sectors = (size - PADDING_SECTORS * shape.bytes_per_sector) // self._bytes_per_cache_sector
         return max(0, sectors) * shape.bytes_per_sector // shape.bytes_per_block
 
     def _shrink(self, size: int) -> tuple[int, int]:

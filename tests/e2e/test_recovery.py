@@ -60,7 +60,7 @@ def worker_of(replica):
 def break_engine(worker):
     def fail(*args):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    worker._service._worker._engine._loop._processor._generation_step = fail
+    worker._service._worker._engine._loop.runner.launch = fail
 
 replicas = {
     name: ray.get_actor(name, namespace="serve")

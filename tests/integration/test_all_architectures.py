@@ -77,7 +77,7 @@ def test_no_forward_has_the_host_look_at_a_tensor(
 ) -> None:
     """A graph cannot hold one that has, unless it is known; and a tensor without memory cannot be looked at."""
     model = build(small(name), torch.bfloat16).eval()
-    if refusal_of(model) or attention.choose_attention(OnCuda(model), 16) != attention.NAME:  # type: ignore[arg-type]
+    if refusal_of(model) or attention.choose_attention(OnCuda(model)) != attention.NAME:  # type: ignore[arg-type]
         return
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention.NAME, attention_without_memory)
     known = experts_need_host(model)

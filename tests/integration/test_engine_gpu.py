@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from actors.engine.batching import graphs
+from actors.engine.batching.inputs import StepSize
+from actors.engine.batching.scheduling import Step
 from actors.engine.config import EngineConfig
 from actors.engine.outputs import EngineOutput
 from actors.engine.sampling import kernels as sampling_kernels
-from actors.engine.sizing import PREFILL_SIZES
+from actors.engine.sizing import STEP_SIZES
 from serve_app.process.heap import give_back
 from tests.integration.gpu_engine import (
     LIMITS,
@@ -85,18 +87,18 @@ def test_no_batch_waits_for_the_device(
     name: str, use_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What launches one goes on to the next meanwhile."""
-    launch = graphs.GraphRunner.compute_batch
+    launch = graphs.GraphRunner.launch
 
-    def watched(runner: graphs.GraphRunner, *args: object) -> None:
+    def watched(runner: graphs.GraphRunner, step: Step) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            launch(runner, *args)  # type: ignore[arg-type]
+            launch(runner, step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     limits = LIMITS.model_copy(update={"use_cuda_graphs": use_graphs})
     with running(MODELS[name](), limits, DTYPES.get(name, torch.float16)) as h:
-        monkeypatch.setattr(graphs.GraphRunner, "compute_batch", watched)
+        monkeypatch.setattr(graphs.GraphRunner, "launch", watched)
         a, b, c = prompts(4, (9, 30, 200))
         for wishes in WISHES:
             for prompt in (a, b, c):
@@ -133,7 +135,7 @@ def test_prompts_of_many_lengths_in_one_batch() -> None:
     limits = EngineConfig(
         page_size=256, num_blocks=64, max_batch_tokens=4096, max_requests_per_batch=16
     )
-    longest = PREFILL_SIZES[-1]
+    longest = STEP_SIZES[-1]
     lengths_of_batches: list[tuple[int, ...]] = [(1,), (15,), (16,), (17,), (3, 4, 5), (100, 156)]
     lengths_of_batches += [(256,), (257,), (900,), (1000, 900), (longest,), (longest + 1,)]
     config = MODELS["qwen2, 64"]()
@@ -273,14 +275,14 @@ def test_first_batch_after_a_wake_runs_module_by_module(use_async: bool) -> None
 def recorded_logits() -> Iterator[list[torch.Tensor]]:
     """Of each batch, in order."""
     found: list[torch.Tensor] = []
-    original = graphs.GraphRunner._sample_tokens
+    original = graphs.GraphRunner._sampled
 
-    def sample(runner: graphs.GraphRunner, logits_BV: torch.Tensor, *args: object) -> None:
-        found.append(logits_BV.clone())
-        original(runner, logits_BV, *args)  # type: ignore[arg-type]
+    def sample(runner: graphs.GraphRunner, logits_RV: torch.Tensor, size: StepSize) -> torch.Tensor:
+        found.append(logits_RV.clone())
+        return original(runner, logits_RV, size)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs.GraphRunner, "_sample_tokens", sample)
+        patch.setattr(graphs.GraphRunner, "_sampled", sample)
         yield found
 
 
@@ -320,22 +322,22 @@ def test_first_token_waits_for_no_second_batch(use_async: bool) -> None:
     limits = LIMITS.model_copy(update={"use_async_batching": use_async})
     with running(MODELS["qwen2, 64"](), limits) as h:
         steps = 0
-        launch = h.engine._loop._manager._generation_step
+        launch = h.engine._loop.runner.launch
 
-        def count() -> None:
+        def count(step: Step) -> None:
             nonlocal steps
-            launch()
+            launch(step)
             steps += 1
 
         seen: list[int] = []
-        deliver = h.engine._loop._manager.output_router._sink
+        deliver = h.engine._loop._pipeline._sink
 
         def sink(outputs: Sequence[EngineOutput]) -> None:
             seen.append(steps)
             deliver(outputs)
 
-        h.engine._loop._manager._generation_step = count
-        h.engine._loop._manager.output_router._sink = sink
+        h.engine._loop.runner.launch = count  # type: ignore[method-assign]
+        h.engine._loop._pipeline._sink = sink
         h.submit(prompts(0)[2], 5)
         h.finish()
         assert seen[0] == 1

@@ -87,7 +87,7 @@ def test_sequence_that_was_put_off_goes_on_when_the_other_is_cancelled(
     tiny_checkpoint: Path, image: WeightImage, how: str
 ) -> None:
     async def scenario(h: Harness) -> None:
-        scheduler = h.worker._engine._loop._processor.scheduler  # type: ignore[attr-defined]
+        scheduler = h.worker._engine._loop._scheduler  # type: ignore[attr-defined]
         first, second = (5,) * 20, (6,) * 20
         text = "".join(e.text for e in await h.events(first, max_tokens=100, ignore_eos=True))
         parts = (
@@ -105,7 +105,7 @@ def test_sequence_that_was_put_off_goes_on_when_the_other_is_cancelled(
                 h.prepare(first, max_tokens=100, ignore_eos=True, stop=stop)
             )
             async for _ in stream:
-                was_full = was_full or scheduler.block_new_requests
+                was_full = was_full or scheduler.is_full
                 if was_full and not stop:
                     break
             await stream.aclose()  # type: ignore[attr-defined]
@@ -483,8 +483,8 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
         if where in ("map", "copy"):
             await lifecycle.sleep(SleepCommand())
         targets: dict[str, tuple[object, str]] = {
-            "step": (h.worker._engine._loop._processor, "_generation_step"),
-            "prepare": (h.worker._engine._loop._processor, "prepare_next_batch"),
+            "step": (h.worker._engine._loop.runner, "launch"),
+            "prepare": (h.worker._engine._loop._scheduler, "next_step"),
             "room": (h.worker._scoring, "_spare_bytes"),
             "map": (CpuDriver, "map"),
             "copy": (Transfer, "finish"),
@@ -729,7 +729,7 @@ def test_engine_that_dies_fails_its_requests_and_the_health_check(
 
         stream = h.runtime.generate(h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True))
         await anext(stream)
-        monkeypatch.setattr(h.worker._engine._loop._processor, "_generation_step", explode)
+        monkeypatch.setattr(h.worker._engine._loop.runner, "launch", explode)
         with pytest.raises(EngineDied, match="RuntimeError"):
             async for _ in stream:
                 pass

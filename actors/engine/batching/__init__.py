@@ -1,1 +1,1 @@
-"""Everything that touches transformers' continuous batching."""
+"""The generation loop: who shares a step, the KV cache, inputs, graphs, and the thread."""

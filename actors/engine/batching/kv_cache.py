@@ -1,90 +1,240 @@
-"""The manager's KV cache, in the memory of an arena and no larger than what is mapped of that."""
+"""The KV cache: which blocks each sequence has, and the memory of an arena that they are in."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from actors.engine.batching.kv_growth import GrowingPool
-from actors.engine.batching.prefixes import PrefixCache
-from actors.engine.batching.upstream import (
-    PagedAttentionCache,
-    infer_max_single_request_tokens,
-)
+from actors.engine.batching.blocks import BlockPool, SectorPool
+from actors.engine.batching.prefixes import Prefixes
+from actors.engine.batching.sequence import LoopSequence
+from actors.engine.cache_shape import PADDING_SECTORS, CacheShape
+from actors.engine.model.paged_step import LayerPages
 from actors.memory.arena import DeviceArena
 
 
 class KvCache:
-    """A cache that can be moved, and that gives out what has memory.
+    """Gives out what has memory, as blocks; one thread gives and takes them.
 
     Attributes:
-        paged: transformers' own, with a pool of ours.
-        arena: where its bytes are, once it was moved.
+        arena: where its bytes are, once it was moved there.
+        layers: keys and values of each layer, by its number; likewise.
+        written: (place, number, block) of blocks that sequences got, until somebody takes the list.
     """
 
     arena: DeviceArena
+    layers: dict[int, LayerPages]
 
-    def __init__(self, paged: PagedAttentionCache, min_shared_prefix_tokens: int) -> None:
-        self.paged = paged
-        self._pool = GrowingPool(paged.num_sectors, len(paged.cache_allocators))
-        paged.pool = self._pool
-        if paged.use_prefix_sharing:
-            PrefixCache(paged, min_shared_prefix_tokens)
+    def __init__(
+        self, shape: CacheShape, num_blocks: int, places: int, min_shared_tokens: int | None
+    ) -> None:
+        """Make one without memory.
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of a page for every layer."""
-        return int(self.paged.num_blocks)
+        Args:
+            places: sequences that can have blocks at once.
+            min_shared_tokens: remembered tokens from which on a prompt takes its beginning from the cache;
+                None remembers nothing.
+        """
+        self.shape = shape
+        self.page_size = shape.page_size
+        self.num_blocks = (
+            shape.sectors(num_blocks) * shape.bytes_per_sector // shape.bytes_per_block
+        )
+        self.longest_sequence = shape.longest_sequence(num_blocks)
+        self.written: list[tuple[int, int, int]] = []
+        self._num_sectors = shape.sectors(num_blocks)
+        self._sectors = SectorPool(self._num_sectors)
+        self._pools = [
+            BlockPool(self._sectors, per_sector, PADDING_SECTORS * per_sector)
+            for per_sector in map(shape.blocks_per_sector, shape.groups)
+        ]
+        self._windows = [group.window for group in shape.groups]
+        self.rows_per_block = [2 * group.num_layers * shape.page_size for group in shape.groups]
+        self._least = min_shared_tokens or 0
+        # A window overwrites what others would begin with.
+        remembers = min_shared_tokens is not None and self._windows == [None]
+        self._prefixes = Prefixes(shape.page_size) if remembers else None
+        self._num_places = places
+        self._places = list(reversed(range(places)))
 
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of a sequence that has all of it, while it is empty."""
-        return int(infer_max_single_request_tokens(self.paged))
+    # --- memory ---
 
     def move(
         self, make_arena: Callable[[Sequence[int]], DeviceArena], parts: Sequence[int]
     ) -> DeviceArena:
-        """Leave transformers' memory for that of a new arena with segments of so many bytes."""
-        count, on_cuda = self.paged.cache_tensor.numel(), self.paged.cache_tensor.is_cuda
-        assert count == sum(parts), "planned for another cache"
-        # Let go of transformers' own tensor first: a card has no room for two caches.
-        self._place(torch.empty(count, dtype=torch.uint8, device="meta"))
-        if on_cuda:
-            torch.cuda.empty_cache()
+        """Have its bytes in a new arena with segments of so many bytes."""
+        shape = self.shape
+        count = sum(parts)
+        assert count == (self._num_sectors + PADDING_SECTORS) * shape.bytes_per_sector, "of another"
         self.arena = make_arena(parts)
-        self._place(self.arena.first_bytes(count))
-        self.clear_padding()
+        memory = self.arena.first_bytes(count)
+        self.layers = {}
+        for number, group in enumerate(shape.groups):
+            block_bytes = shape.bytes_per_page * group.num_layers
+            blocks = memory[: count // block_bytes * block_bytes].view(shape.dtype)
+            P, K, D = shape.page_size, shape.kv_heads, shape.head_dim
+            rows, pages = blocks.view(-1, K, D), blocks.view(-1, group.num_layers, 2, P, K, D)
+            for i, layer in enumerate(group.layers):
+                k_rows, v_rows = rows[2 * i * P :], rows[(2 * i + 1) * P :]
+                self.layers[layer] = LayerPages(
+                    number, pages[:, i, 0], pages[:, i, 1], k_rows, v_rows
+                )
         return self.arena
 
-    def _place(self, memory: torch.Tensor) -> None:
-        self.paged.cache_tensor = memory
-        for allocator in self.paged.cache_allocators.values():
-            allocator.register_cache_tensor(
-                self.paged.bytes_per_sector,
-                self.paged.num_sectors * self.paged.bytes_per_sector,
-                self.paged.cache_tensor,
-                self.paged.pool,
-            )
-
     def use_mapped(self) -> None:
-        """Give out what is mapped of the arena from now on; see `GrowingPool.use`."""
-        # The arena may be a little larger than the cache. Two sectors are for padding.
-        mapped = min(self.arena.mapped_bytes, self.paged.cache_tensor.nbytes)
-        usable = mapped // self.paged.bytes_per_sector - 2
-        self._pool.use(usable)
-        self.paged.num_sectors = usable  # what compute_free_capacity calls the whole
-
-    def clear_padding(self) -> None:
-        """Padding reads the two sectors in front, and garbage there may be NaN."""
-        self.paged.cache_tensor[: 2 * self.paged.bytes_per_sector].zero_()
+        """Give out what is mapped of the arena from now on; less than before only after a `reset`."""
+        # The arena may be a little larger than the cache.
+        mapped = self.arena.mapped_bytes // self.shape.bytes_per_sector - PADDING_SECTORS
+        self._sectors.use(min(mapped, self._num_sectors))
 
     @property
     def total_blocks(self) -> int:
-        return sum(allocator.num_blocks for allocator in self.paged.cache_allocators.values())
+        return sum(self._num_sectors * pool.per_sector for pool in self._pools)
 
     @property
     def used_blocks(self) -> int:
         """Blocks that belong to sequences, each once however many share it; on any thread."""
-        allocators = self.paged.cache_allocators.values()
-        held = sum(len(blocks) for a in allocators for blocks in list(a.block_table.values()))
-        again = sum(n - 1 for a in allocators for n in list(a.ledger.shared_ref_counts.values()))
-        return max(0, held - again)  # the engine may go on between the two
+        return sum(pool.used for pool in self._pools)
+
+    # --- sequences ---
+
+    def admit(self, sequence: LoopSequence, spare: int) -> bool:
+        """Give a sequence that has none the blocks for all its tokens, those that are remembered included.
+
+        Args:
+            spare: blocks that are to stay free for others.
+
+        Returns:
+            False if there is no room; it has nothing then.
+        """
+        assert sequence.place is None, "has blocks"
+        found: list[int] = []
+        digest = b""
+        if self._prefixes is not None and len(sequence.tokens) > self._least:
+            found, digest = self._prefixes.match(sequence.tokens)
+            if len(found) * self.page_size < max(1, self._least):
+                found, digest = [], b""
+        for block in found:  # first, so that nobody gives them up
+            self._join(block)
+        sequence.blocks = [list(found) if group == 0 else [] for group in range(len(self._pools))]
+        if not self._places or not self._has_room(sequence, len(sequence.tokens), spare):
+            self._leave(0, reversed(found))
+            sequence.blocks = []
+            return False
+        sequence.place = self._places.pop()
+        sequence.computed = len(found) * self.page_size
+        sequence.remembered, sequence.digest = len(found), digest
+        if self._prefixes is not None:
+            sequence.cached_tokens = sequence.computed
+        self.written += ((sequence.place, i, block) for i, block in enumerate(found))
+        self._give(sequence, len(sequence.tokens))
+        return True
+
+    def extend(self, sequence: LoopSequence, tokens: int) -> bool:
+        """Give a sequence blocks for so many tokens; whether there is room for that."""
+        if not any(self._missing(sequence, tokens)):
+            return True
+        if not self._has_room(sequence, tokens, 0):
+            return False
+        self._give(sequence, tokens)
+        return True
+
+    def release(self, sequence: LoopSequence) -> None:
+        """Take a sequence's blocks from it, the last one first.
+
+        What was left first is given up first, and an end is worth nothing without its beginning.
+        """
+        if sequence.place is None:
+            return
+        for group, blocks in enumerate(sequence.blocks):
+            self._leave(group, reversed(blocks))
+        self._places.append(sequence.place)
+        sequence.blocks, sequence.place = [], None
+
+    def remember(self, sequence: LoopSequence) -> None:
+        """Make known what is full of a sequence's blocks, as far as its tokens are known."""
+        if self._prefixes is None or sequence.place is None:
+            return
+        full = min(sequence.computed, len(sequence.tokens)) // self.page_size
+        first, sequence.remembered = sequence.remembered, max(full, sequence.remembered)
+        for number, digest in enumerate(
+            self._prefixes.digests(sequence.digest, sequence.tokens, first, full), first
+        ):
+            self._prefixes.add(sequence.blocks[0][number], digest)
+            sequence.digest = digest
+
+    def reset(self) -> None:
+        """Nobody has blocks, and nothing is remembered; sequences must have been told."""
+        for pool in self._pools:
+            pool.reset()
+        self._sectors.reset()
+        if self._prefixes is not None:
+            self._prefixes.reset()
+        self._places = list(reversed(range(self._num_places)))
+        self.written.clear()
+
+    def rows_of(self, group: int, sequence: LoopSequence, positions: range) -> torch.Tensor:
+        """Where tokens are in the rows of a group's layers (`LayerPages`), int64; 0 is of nobody.
+
+        In a window a token takes the place of the one that has left it.
+        """
+        window = self._windows[group]
+        at = torch.arange(positions.start, positions.stop)
+        if window is not None:
+            at %= window
+        blocks = torch.tensor(sequence.blocks[group], dtype=torch.int64)
+        return blocks[at // self.page_size] * self.rows_per_block[group] + at % self.page_size
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Tokens that each group of layers keeps; None for all."""
+        return self._windows
+
+    def _missing(self, sequence: LoopSequence, tokens: int) -> list[int]:
+        """Blocks of each group that a sequence lacks for so many tokens."""
+        return [
+            max(0, -(-min(tokens, window or tokens) // self.page_size) - len(blocks))
+            for window, blocks in zip(self._windows, sequence.blocks, strict=True)
+        ]
+
+    def _has_room(self, sequence: LoopSequence, tokens: int, spare: int) -> bool:
+        """Whether it can have what it lacks; makes room of what is only remembered."""
+        wanted = self._missing(sequence, tokens)
+
+        def lacking() -> int:
+            return sum(
+                pool.missing_sectors(count + spare)
+                for pool, count in zip(self._pools, wanted, strict=True)
+            )
+
+        if lacking() <= self._sectors.free:
+            return True
+        if self._prefixes is None:
+            return False
+        (pool,), (count,) = self._pools, wanted
+        if pool.missing_sectors(count + spare - self._prefixes.unused) > self._sectors.free:
+            return False
+        spare = 0  # stays remembered, which is as good as free
+        while lacking() > self._sectors.free and self._prefixes.unused:
+            pool.give_back((self._prefixes.give_up(),))
+        return lacking() <= self._sectors.free
+
+    def _give(self, sequence: LoopSequence, tokens: int) -> None:
+        assert sequence.place is not None
+        for pool, blocks, count in zip(
+            self._pools, sequence.blocks, self._missing(sequence, tokens), strict=True
+        ):
+            for _ in range(count):
+                block = pool.take()
+                self.written.append((sequence.place, len(blocks), block))
+                blocks.append(block)
+
+    def _join(self, block: int) -> None:
+        assert self._prefixes is not None
+        self._pools[0].join(block)
+        self._prefixes.use(block)
+
+    def _leave(self, group: int, blocks: "reversed[int]") -> None:
+        pool = self._pools[group]
+        for block in blocks:
+            if pool.leave(block) and not (self._prefixes and self._prefixes.leave(block)):
+                pool.give_back((block,))

@@ -5,9 +5,6 @@ A device clears memory before it hands it out, with the engines that copies go t
 copied to, at 30 GB/s instead of 55.
 """
 
-import threading
-
-from actors.engine.batching.upstream import CachePool
 from actors.engine.cache_shape import CacheShape
 
 _FIRST_BYTES = 2 * 2**30  # at least: what waited for the wake is to fit in, as a rule
@@ -28,32 +25,3 @@ def kv_parts(shape: CacheShape, num_blocks: int, longest: int) -> list[int]:
     while (left := total - sum(parts)) > 0:
         parts.append(min(left, _NEXT_BYTES))
     return parts
-
-
-class GrowingPool(CachePool):
-    """The sectors of a cache, of which only the first `usable` are given out."""
-
-    def __init__(self, num_sectors: int, num_allocators: int) -> None:
-        self.usable = num_sectors
-        self._lock = threading.Lock()  # `reset` on the engine's thread, `use` on another
-        super().__init__(num_sectors, num_allocators)
-
-    def reset(self) -> None:
-        with self._lock:
-            super().reset()
-            del self.free_sectors[self.usable :]
-
-    def use(self, count: int) -> None:
-        """Give out the first `count` sectors from now on; fewer than before only after a `reset`.
-
-        More of them can come at any time: the engine's thread only takes from the end of the list.
-        """
-        start = self.num_reserved_sectors
-        with self._lock:
-            if count >= self.usable:
-                self.free_sectors[:0] = range(start + self.usable, start + count)
-            else:
-                kept = [sector for sector in self.free_sectors if sector < start + count]
-                assert len(self.free_sectors) - len(kept) == self.usable - count, "sectors in use"
-                self.free_sectors = kept
-            self.usable = count

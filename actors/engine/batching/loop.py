@@ -1,24 +1,30 @@
-"""The generation loop, as the engine drives it: transformers' manager, with what takes the place of its parts."""
+"""The generation loop: a thread that computes all sequences together, as the engine drives it."""
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+import torch
+from transformers import PreTrainedModel
 
-from actors.engine.batching.graphs import GraphRunner, forget_newest_tokens
+from actors.engine.batching.costs import StepCosts
+from actors.engine.batching.graphs import GraphRunner
+from actors.engine.batching.inputs import StepInputs
 from actors.engine.batching.kv_cache import KvCache
-from actors.engine.batching.pipeline import PipelinedManager
-from actors.engine.batching.scheduling import NAME as TURNS
-from actors.engine.batching.sequence import SequenceState, Sink, StepRouter
-from actors.engine.batching.upstream import BackgroundThreadStatus, RequestStatus
+from actors.engine.batching.pipeline import Pipeline
+from actors.engine.batching.runner import Runner
+from actors.engine.batching.scheduling import Scheduler
+from actors.engine.batching.sequence import LoopSequence, Sink
+from actors.engine.cache_shape import CacheShape
 from actors.engine.config import EngineConfig
 from actors.engine.model.architectures import experts_need_host
-from actors.engine.model.attention import decodes_in_pages, wants_mask
+from actors.engine.model.attention import decodes_in_pages
 from actors.engine.model.compiled_layers import CompiledLayers
+from actors.engine.outputs import EngineOutput
 from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
-from actors.engine.sizing import Limits
+from actors.engine.sizing import STEP_SIZES, Limits
 from actors.errors import EngineDied
 from actors.memory.driver import AllocatorPool
 
@@ -28,11 +34,9 @@ logger = logging.getLogger(__name__)
 class GenerationLoop:
     """Computes the sequences that were submitted, all together, on a thread of its own.
 
-    `pause`, `resume` and `stop` must all be called from one and the same thread, because the manager
-    counts pauses per thread.
-
     Attributes:
-        cache: its KV cache, to be moved before `start`.
+        cache: its KV cache, to be moved into an arena before `start`.
+        runner: what computes its steps.
     """
 
     def __init__(
@@ -40,181 +44,242 @@ class GenerationLoop:
         model: PreTrainedModel,
         config: EngineConfig,
         limits: Limits,
+        shape: CacheShape,
         sampler: BatchSampler,
         sink: Sink,
         *,
-        longest: int | None,
+        layers: CompiledLayers | None = None,
+        pool: AllocatorPool | None = None,
         watch: AbstractContextManager[None] | None = None,
         died: Callable[[Exception], None] | None = None,
     ) -> None:
         """Build it; nothing runs before `start`.
 
         Args:
-            longest: tokens of a sequence, as far as model and configuration say.
+            shape: of the model's cache.
+            layers: of the model, to be compiled later on; and what its graphs compute in. See `GraphRunner`.
             watch: entered for as long as a step takes, on the loop's thread.
             died: told of the error that ended the loop, there too.
         """
-        self._manager = PipelinedManager(
-            model,
-            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=_settings(model, config, limits, longest),
+        on_cuda, in_pages = model.device.type == "cuda", decodes_in_pages(model)
+        graphs = in_pages and config.use_cuda_graphs
+        if graphs and (reason := experts_need_host(model)):
+            logger.info("no CUDA graphs: %s", reason)
+            graphs = False
+        attention = model.config._attn_implementation
+        logger.info("attention %s, in pages %s, CUDA graphs %s", attention, in_pages, graphs)
+        tokens, rows = limits.max_batch_tokens, limits.max_requests_per_batch
+        remembers = config.min_shared_prefix_tokens if config.prefix_caching else None
+        self.cache = KvCache(shape, limits.num_blocks, rows, remembers)
+        longest = config.max_model_len or shape.max_positions or self.cache.longest_sequence
+        pages = min(self.cache.num_blocks, -(-longest // config.page_size)) if in_pages else 0
+        inputs = StepInputs(self.cache, tokens, rows, pages, model.device)
+        # Elsewhere steps are too slow for a part of a prompt to be much of one.
+        sizes = [size for size in STEP_SIZES if size <= tokens] or [tokens]
+        costs = StepCosts(config.step_target_ms / 1000, sizes) if in_pages else None
+        self.runner: Runner
+        of_runner = (model, self.cache, inputs, sampler, rows)
+        if on_cuda:
+            self.runner = GraphRunner(
+                *of_runner,
+                in_pages=in_pages,
+                costs=costs,
+                sizes=sizes if graphs else [],
+                layers=layers if graphs else None,
+                pool=pool,
+            )
+        else:
+            self.runner = Runner(*of_runner, in_pages=in_pages, costs=costs)
+        self._scheduler = Scheduler(self.cache, tokens, rows, costs)
+        self._pipeline = Pipeline(
+            self._scheduler,
+            self.cache,
+            self.runner,
+            sink,
+            overlaps=config.use_async_batching and on_cuda,
+            needs_results=lambda: sampler.needs_results,
+            release_memory=torch.cuda.empty_cache if on_cuda else _nothing,
         )
-        self._manager.logit_processor = sampler  # type: ignore[assignment]  # the same duck
-        self._manager.output_router = StepRouter(sink)  # type: ignore[assignment]  # the same duck
-        if watch is not None:
-            self._manager.watch = watch
-        if died is not None:
-            self._manager.died = died
-        self._manager.start_over = self.start_over
-        self._manager.needs_results = lambda: sampler.needs_results
-        self._processor = self._manager._create_batch_processor()
-        self._manager.batch_processor = self._processor
-        self.cache = KvCache(self._processor.cache, config.min_shared_prefix_tokens)
-        self._pause: AbstractContextManager[None] | None = None
-
-    def use_graphs(self, layers: CompiledLayers | None, pool: AllocatorPool | None) -> GraphRunner:
-        """Have a `GraphRunner` compute, from the first batch on. For CUDA; takes what that takes."""
-        runner = GraphRunner(self._processor, layers, pool)
-        self._processor.model_runner = runner
-        self._manager.complete_batch = runner.complete_batch
-        return runner
+        self._sink = sink
+        self._watch = nullcontext() if watch is None else watch
+        self._died = died
+        self._inbox: deque[LoopSequence | str] = deque()  # a name cancels
+        self._came = threading.Event()  # something to look at: submitted, cancelled, pause, stop
+        self._state = threading.Condition()  # of the four below
+        self._pauses = False
+        self._stands = False
+        self._stops = False
+        self._ended = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="generation-loop", daemon=True)
 
     def start(self) -> None:
-        self._manager.start()
+        self._thread.start()
 
-    def submit(self, sequence_id: str, sequence: SequenceSampling, max_new_tokens: int) -> None:
+    # --- any thread ---
+
+    def submit(self, sequence_id: str, sampling: SequenceSampling, max_new_tokens: int) -> None:
         """Queue a sequence; its outputs go to the sink.
 
         Raises:
             EngineDied: the loop has ended.
         """
         self.check_health()
-        state = SequenceState(
-            request_id=sequence_id,
-            initial_tokens=list(sequence.prompt_ids),
-            streaming=True,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(sequence.stop_ids),
-            sampling=sequence,
-        )
-        # What add_request does, with a state of our own class.
-        self._manager.input_queue.put_nowait(state)
-        self._manager._wake_up_loop.set()
-        # A dying loop first stops accepting, then fails what is queued: whoever still finds it
-        # accepting here will hear from it.
+        end = len(sampling.prompt_ids) + max_new_tokens
+        self._inbox.append(LoopSequence(sequence_id, sampling, end))
+        self._came.set()
+        # A loop that ends first says so, then fails what is queued: whoever still finds it running here will
+        # hear from it.
         self.check_health()
 
     def cancel(self, sequence_id: str) -> None:
-        self._manager.cancel_request(sequence_id)
+        """Forget a sequence, if it is still there. No output follows, but for those of a step being read."""
+        self._inbox.append(sequence_id)
+        self._came.set()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._scheduler.is_empty and not self._inbox
+
+    @property
+    def running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether sequences wait because one had to give up its blocks."""
+        return self._scheduler.is_full
+
+    @property
+    def waiting(self) -> int:
+        queued = [1 if isinstance(each, LoopSequence) else -1 for each in self._inbox.copy()]
+        # A paused loop takes no sequence away, and all of those that were cancelled meanwhile wait.
+        return max(0, len(self._scheduler.waiting) + sum(queued))
+
+    def check_health(self) -> None:
+        """Raises EngineDied if the loop has ended."""
+        if self._error is not None:
+            raise EngineDied(f"the generation loop failed: {self._error}")
+        if self._stops or self._ended or not self._thread.is_alive():
+            raise EngineDied("the generation loop has ended")
+
+    def extend_cache(self) -> None:
+        """Let sequences have what has been mapped since."""
+        self.cache.use_mapped()
+        self._scheduler.is_full = False  # for want of room
+
+    # --- pause and end ---
 
     @property
     def paused(self) -> bool:
-        return self._pause is not None
+        return self._pauses
 
     def pause(self) -> None:
-        """Return between two steps; nothing runs until `resume`.
+        """Return between two steps, with nothing unread; nothing runs until `resume`.
 
         Raises:
             EngineDied: the loop has ended.
         """
-        assert self._pause is None, "already paused"
-        pause = self._manager.pause()
-        try:
-            pause.__enter__()
-        except RuntimeError as exc:
-            raise EngineDied("the generation loop has ended") from exc
-        self._pause = pause
+        assert not self._pauses, "already paused"
+        with self._state:
+            self._pauses = True
+            self._came.set()
+            self._state.wait_for(lambda: self._stands or self._ended)
+            if not self._stands:
+                self._pauses = False
+                raise EngineDied("the generation loop has ended")
 
     def resume(self) -> None:
-        assert self._pause is not None, "not paused"
-        pause, self._pause = self._pause, None
-        pause.__exit__(None, None, None)
+        assert self._pauses, "not paused"
+        with self._state:
+            self._pauses = False
+            self._state.notify_all()
+
+    def start_over(self) -> None:
+        """Forget what the KV cache holds; running sequences begin again from their tokens so far. While paused."""
+        self._scheduler.start_over()
 
     def fail(self, error: Exception) -> None:
         """End out of a pause without another step, because of `error`."""
-        self._manager.died(error)  # before the sequences in flight hear of it
+        if self._died is not None:
+            self._died(error)  # before the sequences in flight hear of it
         self.refuse_steps()
         self.resume()
 
-    def start_over(self) -> None:
-        """Forget what the KV cache holds; running sequences begin again from their tokens so far.
-
-        While paused, or on the loop's own thread.
-        """
-        scheduler = self._processor.scheduler
-        for state in list(scheduler.active_requests.values()):
-            again = state.create_equivalent_initial_request()
-            state._status = RequestStatus.FINISHED  # past the setter: this is no end of a request
-            scheduler.finish_request(state.request_id)
-            scheduler.add_waiting_request(again)
-        forget_newest_tokens(self._processor)
-        # Prefix sharing would otherwise match blocks whose bytes are gone.
-        self.cache.paged.reset()
-        scheduler.block_new_requests = False
-
-    def extend_cache(self) -> None:
-        """Let sequences have what has been mapped since. On any thread, at any time."""
-        self.cache.use_mapped()
-        self._processor.scheduler.block_new_requests = False  # for want of room
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._processor.has_pending_requests()
-
-    @property
-    def running(self) -> int:
-        return len(self._processor.scheduler.active_requests)
-
-    @property
-    def waiting(self) -> int:
-        queued = self._manager.input_queue.qsize()
-        waiting = len(self._processor.scheduler.waiting_requests) + queued
-        # A paused loop takes no sequence away, and all of those that were cancelled meanwhile wait.
-        return max(0, waiting - self._manager.cancel_queue.qsize())
-
-    def check_health(self) -> None:
-        """Raises EngineDied if the loop has ended."""
-        status = self._manager.background_thread_status
-        if status.fatal_error is not None:
-            raise EngineDied(f"the generation loop failed: {status.fatal_error}")
-        if not self._manager.is_running() or status.can_accept_new_requests() is not None:
-            raise EngineDied("the generation loop has ended")
-
     def refuse_steps(self) -> None:
         """Compute no other step: one that is let out of its pause ends at once."""
-        self._manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, 0)
+        self._stops = True
+        self._came.set()
 
     def stop(self, timeout_s: float) -> None:
         """End the loop without another step; sequences in flight fail. Not while paused."""
-        self._manager.stop(timeout=timeout_s, hard_stop=True)
+        self.refuse_steps()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("the generation loop has not ended within %.0f s", timeout_s)
+
+    # --- the loop's thread ---
+
+    def _run(self) -> None:
+        error: Exception = EngineDied("the generation loop has ended")
+        try:
+            while self._turn():
+                pass
+        except Exception as exc:
+            logger.exception("the generation loop failed")
+            self._error = error = exc
+            if self._died is not None:
+                self._died(exc)  # before the sequences in flight hear of it
+        finally:
+            with self._state:
+                self._ended = True
+                self._state.notify_all()
+            self._fail_all(error)
+
+    def _turn(self) -> bool:
+        """A step, a pause or a wait; whether to go on."""
+        if self._pauses and not self._stops:
+            self._stand_still()
+        if self._stops:
+            with suppress(
+                RuntimeError
+            ):  # of a device that has failed, which is why nobody wants another step
+                self.runner.synchronize()
+            return False
+        self._came.clear()
+        self._take_in()
+        if self._pauses or self._stops:
+            return True
+        with self._watch:
+            advanced = self._pipeline.advance()
+        if not advanced:
+            self._came.wait()
+        return True
+
+    def _stand_still(self) -> None:
+        with self._watch:
+            self._pipeline.read_newest()
+            self.runner.synchronize()
+        with self._state:
+            self._stands = True
+            self._state.notify_all()
+            self._state.wait_for(lambda: not self._pauses)
+            self._stands = False
+
+    def _take_in(self) -> None:
+        while self._inbox:
+            match self._inbox.popleft():
+                case LoopSequence() as sequence:
+                    self._scheduler.add(sequence)
+                case name:
+                    self._scheduler.remove(name)
+
+    def _fail_all(self, error: Exception) -> None:
+        self._take_in()
+        names = [*self._scheduler.running, *self._scheduler.waiting]
+        if names:
+            self._sink([EngineOutput(name, (), None, error=error) for name in names])
 
 
-def _settings(
-    model: PreTrainedModel, config: EngineConfig, limits: Limits, longest: int | None
-) -> ContinuousBatchingConfig:
-    on_cuda = model.device.type == "cuda"
-    attention = model.config._attn_implementation
-    paged = decodes_in_pages(model)
-    graphs = paged and config.use_cuda_graphs
-    if graphs and (reason := experts_need_host(model)):
-        logger.info("no CUDA graphs: %s", reason)
-        graphs = False
-    logger.info("attention %s, decode in pages %s, CUDA graphs %s", attention, paged, graphs)
-    # Of default size, the block table would send sequences of more than 32 pages, and with them
-    # their whole batch, back to the path that gathers K and V.
-    all_pages = limits.num_blocks
-    pages = min(all_pages, -(-longest // config.page_size)) if longest else all_pages
-    return ContinuousBatchingConfig(
-        page_size=config.page_size,
-        num_blocks=limits.num_blocks,
-        allow_block_sharing=config.prefix_caching,
-        max_batch_tokens=limits.max_batch_tokens,
-        max_requests_per_batch=limits.max_requests_per_batch,
-        max_memory_percent=1.0 if on_cuda else None,  # what fits has been planned
-        max_blocks_per_request=pages if paged else 0,
-        use_cuda_graph=(False, graphs),
-        scheduler_type=TURNS if graphs else "fifo",
-        # Masks as large as batch and cache would have to travel in every step.
-        use_async_batching=config.use_async_batching and on_cuda and not wants_mask(model),
-        auto_switch_to_flash=False,  # it would ask the hub for kernels
-    )
+def _nothing() -> None:
+    """There is no cache of freed memory."""

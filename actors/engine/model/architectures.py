@@ -7,11 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from actors.engine.batching.upstream import (
-    ATTN_TYPE_TO_ALLOCATOR,
-    SLIDING_ATTENTION,
-    group_layers_by_attn_type,
-)
+from actors.engine.model.layer_groups import FULL_ATTENTION, SLIDING_ATTENTION, layer_groups
 from actors.image.decoder_layers import decoder_layers
 
 # By `model_type`, what transformers 5.23 serves with wrong tokens (the first), ends each request of, or cannot
@@ -25,13 +21,11 @@ _UNSUITED = {
     "hrm_text": "lets the tokens of a prompt see those behind them",
     "jetmoe": "has keys for each expert",
     "mimo_v2_flash": "has attention sinks in some of its layers only",
-    "nemotron": "does not hand the cache to its attention",
-    "stablelm": "does not hand the cache to its attention",
 }
 
 
 def check_architecture(model: PreTrainedModel) -> None:
-    """Refuse models that continuous batching would serve wrongly without a word.
+    """Refuse models that the engine would serve wrongly without a word.
 
     A module on meta will do. Models that bypass the attention interface would run without their KV
     cache; attention that looks ahead, other layer types than full and sliding attention, and latent
@@ -55,10 +49,10 @@ def check_architecture(model: PreTrainedModel) -> None:
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"{name} uses multi-head latent attention: not supported")
     try:
-        kinds = group_layers_by_attn_type(config)
+        kinds = layer_groups(config)
     except ValueError as exc:
-        supported = ", ".join(ATTN_TYPE_TO_ALLOCATOR)
-        raise ValueError(f"{name}: {exc}; supported: {supported}") from exc
+        supported = f"{FULL_ATTENTION}, {SLIDING_ATTENTION}"
+        raise ValueError(f"{name} {exc}; supported: {supported}") from exc
     if not hasattr(config, "num_attention_heads"):
         raise ValueError(f"{name} has no attention: not supported")
     if SLIDING_ATTENTION in kinds and not _told_of_window(model):

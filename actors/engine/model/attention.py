@@ -1,55 +1,56 @@
-"""The attention that continuous batching runs on, registered with transformers under a name of ours.
+"""The attention that the engine's steps run on, registered with transformers under names of ours.
 
-For transformers 5.23 a name with "flash" in it needs no dense mask over everything in the batch, and
-one with "flash" before a "2" or "3" may decode over block tables (utils/generic.py:
-is_flash_attention_requested; generation/continuous_batching/initialization.py:
-ensure_decode_fast_path_is_available).
+Keys and values go into the KV cache here. Where the device has a kernel for it, attention reads the cache's pages;
+elsewhere the tokens of each sequence are gathered, and each sequence is attended to alone. Masks over a whole
+batch are never made: transformers makes none for a name that it has no mask of (masking_utils.py).
 """
 
-# H query heads, K key-value heads, D head dim, Q new tokens, T tokens with those in the cache, of
-# all sequences one after the other; q, t: of one sequence
+# H query heads, K key-value heads, D head dim, N tokens of a step, R sequences in it, T tokens with those in the
+# cache, of all sequences one after the other; q, t: of one sequence
 
 import math
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import transformers.modeling_flash_attention_utils as flash_utils
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import is_flash_attention_requested
-from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from actors.engine.batching.upstream import (
-    ATTN_TYPE_TO_ALLOCATOR,
-    PagedAttentionCache,
-    eager_paged_attention_forward,
-    group_layers_by_attn_type,
+from actors.engine.model.layer_groups import FULL_ATTENTION, head_dim_of, layer_groups
+from actors.engine.model.paged_step import (
+    LayerPages,
+    PagedStep,
+    PagesView,
+    Rehearsal,
+    current_step,
 )
-from actors.engine.model.compiled_layers import paged_arguments
 
-NAME = "paged_flash_2"
-_EAGER = "paged|eager"  # what continuous batching makes of "eager"
+NAME = "paged"  # plain causal attention
+OWN = "paged_own"  # the model's own, with whatever its authors do to the scores
 
 _HALF = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 256  # of torch's flash kernel, which also wants a multiple of 8
-_PACKAGE_PAGE = 256  # flash-attn 2 pages hold a multiple of it (flash_api.cpp: mha_fwd_kvcache)
+_MAX_HEAD_DIM = 256  # of the kernels; torch's flash kernel also wants a multiple of 8
+
+# Of one sequence: queries [1, H, q, D], keys and values [1, K, t, D] -> outputs [q, H, D].
+_AttendOne = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def choose_attention(model: PreTrainedModel, page_size: int) -> str:
-    """Set the fastest attention that is right for a model; returns its name.
+def choose_attention(model: PreTrainedModel) -> str:
+    """Set the attention that is right for a model; returns its name.
 
-    A FlashAttention package if there is one, else the functions of this module, else what the model
-    came with: attention with sinks or odd head dims, and full precision on CUDA. Forwards look for no
-    padding from then on: continuous batching gives them no mask, and has none to hide.
+    Ours, unless the model does something to its scores: caps, sinks, or what its authors wrote no other attention
+    for. Forwards look for no padding from then on: steps have no mask, and nothing to hide.
     """
-    name = _wanted(model, page_size)
-    if name == NAME:
-        _register()
-    if _softcap(model) is not None:
-        opaque = torch.compiler.disable(softcapped_attention)  # type: ignore[no-untyped-call]
-        ALL_ATTENTION_FUNCTIONS.register(_EAGER, opaque)
+    ours = {NAME: paged_attention, OWN: own_attention}
+    for name, function in ours.items():
+        if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            # Compiled layers call it as it is: the bookkeeping is Python, the kernels are fused already.
+            opaque = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            ALL_ATTENTION_FUNCTIONS.register(name, opaque)
+    name = NAME if _is_plain(model) else OWN
     if name != model.config._attn_implementation:
         model.set_attn_implementation(name)
     for module in model.modules():
@@ -60,71 +61,29 @@ def choose_attention(model: PreTrainedModel, page_size: int) -> str:
 
 
 def decodes_in_pages(model: PreTrainedModel) -> bool:
-    """Whether steps in which every sequence gets one token can read the cache page by page."""
-    if model.device.type != "cuda" or "flash" not in model.config._attn_implementation:
+    """Whether attention reads the cache page by page, by kernels whose launches a graph can hold."""
+    config = model.config.get_text_config()
+    return _has_kernels(model) and list(layer_groups(config)) == [FULL_ATTENTION]
+
+
+def _has_kernels(model: PreTrainedModel) -> bool:
+    if model.device.type != "cuda" or model.config._attn_implementation != NAME:
         return False
-    kinds = group_layers_by_attn_type(model.config.get_text_config())
-    return all(ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
-
-
-def wants_mask(model: PreTrainedModel) -> bool:
-    """Whether the chosen attention takes a dense mask over everything in the batch and the cache."""
-    return not is_flash_attention_requested(model.config)
+    head_dim = head_dim_of(model.config.get_text_config())
+    return model.dtype in _HALF and head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0
 
 
 def _nothing_is_padded(input_ids: Tensor, attention_mask: Tensor | None) -> None:
     """Of the rows that a graph adds nobody reads the results."""
 
 
-def _wanted(model: PreTrainedModel, page_size: int) -> str:
-    if _softcap(model) is not None:
-        return "eager"  # ours; no other has it
-    came_with = str(model.config._attn_implementation)
-    config = model.config.get_text_config()
-    plain = (
+def _is_plain(model: PreTrainedModel) -> bool:
+    return bool(
         model._supports_flash_attn
         and not getattr(model, "_compatible_flash_implementations", None)  # wants its own kernels
         and not any(hasattr(module, "sinks") for module in model.modules())
+        and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None
     )
-    if not plain or came_with.startswith("flash_attention"):
-        return came_with
-    if model.device.type == "cpu":
-        return NAME
-    if model.device.type != "cuda" or model.dtype not in _HALF:
-        return came_with
-    if page_size % _PACKAGE_PAGE == 0:
-        if is_flash_attn_3_available():
-            return "flash_attention_3"
-        if is_flash_attn_2_available():
-            return "flash_attention_2"
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return NAME if head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0 else came_with
-
-
-def _softcap(model: PreTrainedModel) -> float | None:
-    cap: float | None = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    return cap
-
-
-def _register() -> None:
-    if NAME in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        return
-    # Compiled layers call it as it is: the cache's bookkeeping is Python, the kernels are fused already.
-    opaque = torch.compiler.disable(paged_attention)  # type: ignore[no-untyped-call]
-    # There is no mask of this name, so none is made: making one the host would wait for the device, to
-    # see whether it hides anything (masking_utils.py: find_packed_sequence_indices, flash_attention_mask).
-    ALL_ATTENTION_FUNCTIONS.register(NAME, opaque)
-    # There is no registry for what a flash implementation brings: asked for an unknown name,
-    # _lazy_imports looks on the hub. Of its answer for ours only "there is a function for block
-    # tables" is ever used, because `paged_attention` does not go through transformers' wrapper.
-    original = flash_utils._lazy_imports
-
-    def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if implementation == NAME:
-            return None, None, paged_attention, flash_utils._pad_input, flash_utils._unpad_input
-        return original(implementation, *args, **kwargs)
-
-    flash_utils._lazy_imports = lazy_imports
 
 
 def paged_attention(
@@ -134,9 +93,7 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    cache: PagedAttentionCache | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -144,103 +101,152 @@ def paged_attention(
     """Causal attention of a step's sequences, each over its own tokens, under transformers' interface.
 
     Args:
-        query: [1, H, Q, D]; `key` and `value` are [1, K, Q, D].
-        kwargs: what continuous batching adds (input_outputs.py: PagedAttentionArgs). Compiled layers
-            leave it, and the cache, with `compiled_layers`.
+        query: [1, H, N, D]; `key` and `value` are [1, K, N, D].
+        kwargs: what models pass besides. Windows are those of the cache.
 
     Returns:
-        The outputs [1, Q, H, D], and no weights.
+        The outputs [1, N, H, D], contiguous: compiled layers have been promised that; and no weights.
     """
-    if cache is None and (paged := paged_arguments()) is not None:
-        if not paged:  # a rehearsal: nobody reads what comes out
-            return query.new_zeros(query.transpose(1, 2).shape), None
-        kwargs |= paged
-        cache = kwargs.pop("cache")
-    if cache is None or attention_mask is not None or softcap is not None or s_aux is not None:
-        raise ValueError(f"{NAME} serves plain causal attention inside continuous batching only")
+    step = current_step()
+    if isinstance(step, Rehearsal):
+        return query.new_zeros(query.transpose(1, 2).shape), None
+    if step is None or attention_mask is not None or softcap is not None or s_aux is not None:
+        raise ValueError(f"{NAME} serves plain causal attention inside the engine's steps only")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Writes the new keys and values and returns all of them, unless there is a block table.
-    key, value = cache.update(key, value, module.layer_idx, kwargs)
-    cu_seqlens_k = kwargs["cu_seq_lens_k"]
-    if (block_table := kwargs["block_table"]) is not None:
-        # Imported here because there need not be a Triton where there is no such device.
-        from actors.engine.model.paged_decode import paged_decode
+    layer = step.layers[_number(module)]
+    if step.gathered is not None:
+        window = step.gathered.groups[layer.group].window
+        if _takes_flash(query):
+            return _flash(query, key, value, step, layer, scale, window)[None], None
 
-        q_QHD, k_QKD, v_QKD = (x[0].transpose(0, 1) for x in (query, key, value))
-        pages = kwargs["k_cache"], kwargs["v_cache"]
-        out = paged_decode(q_QHD, k_QKD, v_QKD, *pages, block_table, cu_seqlens_k, scale)
-        return out[None], None
-    cu_seqlens_q = kwargs["cu_seq_lens_q"]
-    if query.is_cuda:
-        longest = kwargs["max_length_q"], kwargs["max_length_k"]
-        args = query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, scale, sliding_window
-        return _flash(*args)[None], None
-    lengths = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    return _one_by_one(query, key, value, *lengths, scale, sliding_window), None
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _one(q, k, v, scale, window)
+
+        return _one_by_one(query, key, value, step, layer, attend), None
+    assert step.pages is not None, "neither pages nor rows"
+    q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    return _in_pages(q_NHD, k_NKD, v_NKD, step, layer, step.pages, scale)[None], None
 
 
-def softcapped_attention(
+def own_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
-    scaling: float,
-    softcap: float | None = None,
+    attention_mask: Tensor | None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of a step's sequences with capped scores (Gemma 2, arXiv 2408.00118).
+) -> tuple[Tensor, None]:
+    """A step's sequences under the attention that the model's authors wrote, each of them alone, with a mask.
 
-    transformers 5.23 has this for plain forwards, and leaves the cap out inside continuous batching. What
-    asks for no cap is left to it.
-
-    Args:
-        query: [1, H, Q, D]; `key` and `value` are [1, K, Q, D].
-        attention_mask: [1, 1, Q, T], added to the scores.
-        kwargs: as of `paged_attention`.
-
-    Returns:
-        The outputs [1, Q, H, D], and no weights.
+    Takes and returns what `paged_attention` does.
     """
-    if softcap is None:
-        uncapped: tuple[Tensor, Tensor] = eager_paged_attention_forward(
-            module, query, key, value, attention_mask, scaling, **kwargs
-        )
-        return uncapped
-    key, value = kwargs.pop("cache").update(key, value, module.layer_idx, kwargs)
-    group = query.shape[1] // key.shape[1]
-    key_1HTD, value_1HTD = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scores_1HQT = query @ key_1HTD.transpose(2, 3) * (scaling / softcap)
-    scores_1HQT = scores_1HQT.tanh_().mul_(softcap).add_(attention_mask)
-    weights_1HQT = scores_1HQT.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return (weights_1HQT @ value_1HTD).transpose(1, 2).contiguous(), None
+    step = current_step()
+    if isinstance(step, Rehearsal):
+        return query.new_zeros(query.transpose(1, 2).shape), None
+    if step is None or step.gathered is None:
+        raise ValueError(f"{OWN} serves inside the engine's steps only")
+    layer = step.layers[_number(module)]
+    window = step.gathered.groups[layer.group].window
+    authors = _authors(module)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen_qt = _visible(q.shape[2], k.shape[2], window, q.device)
+        mask = torch.zeros_like(seen_qt, dtype=q.dtype)
+        mask.masked_fill_(~seen_qt, torch.finfo(q.dtype).min)
+        out: Tensor = authors(module, q, k, v, mask[None, None], **kwargs)[0]
+        return out[0]
+
+    return _one_by_one(query, key, value, step, layer, attend), None
+
+
+def _number(module: nn.Module) -> int:
+    number: int = module.layer_idx  # type: ignore[assignment]
+    return number
+
+
+def _authors(module: nn.Module) -> Callable[..., Any]:
+    """The attention in plain torch that is in the same file as a model's attention."""
+    for kind in type(module).__mro__:
+        if found := getattr(sys.modules[kind.__module__], "eager_attention_forward", None):
+            own: Callable[..., Any] = found
+            return own
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return function
+
+
+# --- pages ---
+
+
+def _in_pages(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    step: PagedStep,
+    layer: LayerPages,
+    pages: PagesView,
+    scale: float,
+) -> Tensor:
+    # Imported here because there need not be a Triton where there is no such device.
+    from actors.engine.model.paged_decode import paged_decode
+
+    cache = layer.k_pages, layer.v_pages, pages.tables
+    if not pages.has_prompts:
+        return paged_decode(q_NHD, k_NKD, v_NKD, *cache, pages.places, pages.decode_lengths, scale)
+    from actors.engine.model.paged_prefill import paged_prefill
+
+    _store(k_NKD, v_NKD, step, layer)
+    out_NHD = torch.zeros(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
+    R = len(pages.decode_lengths)
+    rows = q_NHD[:R], k_NKD[:R], v_NKD[:R]
+    paged_decode(*rows, *cache, pages.places, pages.decode_lengths, scale, out=out_NHD[:R])
+    paged_prefill(q_NHD, layer.k_pages, layer.v_pages, pages, scale, out_NHD)
+    return out_NHD
+
+
+def _store(k_NKD: Tensor, v_NKD: Tensor, step: PagedStep, layer: LayerPages) -> None:
+    slots_N = step.slots[layer.group]
+    layer.k_rows.index_copy_(0, slots_N, k_NKD)
+    layer.v_rows.index_copy_(0, slots_N, v_NKD)
+
+
+# --- gathered ---
+
+
+def _takes_flash(query: Tensor) -> bool:
+    D = query.shape[-1]
+    return query.is_cuda and query.dtype in _HALF and D <= _MAX_HEAD_DIM and D % 8 == 0
 
 
 def _flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    longest_q: int,
-    longest_k: int,
+    step: PagedStep,
+    layer: LayerPages,
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """The flash kernel that comes with torch; causal from the last token backwards.
-
-    Returns:
-        [Q, H, D], contiguous: compiled layers have been promised that, and the kernel keeps the strides
-        of the queries.
-    """
+    """The flash kernel that comes with torch; causal from the last token backwards. [N, H, D]."""
+    gathered = step.gathered
+    assert gathered is not None
+    group = gathered.groups[layer.group]
+    q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    k_TKD, v_TKD = k_NKD, v_NKD
+    if any(len(rows) for rows in group.cached):
+        k_TKD, v_TKD = (
+            torch.cat(_interleaved(rows, group.cached, new.split_with_sizes(list(gathered.counts))))
+            for rows, new in ((layer.k_rows, k_NKD), (layer.v_rows, v_NKD))
+        )
+    # Only now: in a window the new tokens overwrite those that were read.
+    _store(k_NKD, v_NKD, step, layer)
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        longest_q,
-        longest_k,
+        q_NHD,
+        k_TKD,
+        v_TKD,
+        gathered.ends,
+        group.ends,
+        max(gathered.counts),
+        group.longest,
         0.0,
         True,
         False,
@@ -248,47 +254,66 @@ def _flash(
         window_size_left=None if window is None else window - 1,
         window_size_right=0,
     )[0]
-    return out.contiguous()
+    return out.contiguous()  # the kernel keeps the strides of the queries
+
+
+def _interleaved(rows: Tensor, cached: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """Of each sequence what the cache has, then what is new."""
+    return [
+        part
+        for where, of_step in zip(cached, new, strict=True)
+        for part in (rows.index_select(0, where), of_step)
+    ]
 
 
 def _one_by_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends_q: list[int],
-    ends_k: list[int],
-    scale: float,
-    window: int | None,
+    step: PagedStep,
+    layer: LayerPages,
+    attend: _AttendOne,
 ) -> Tensor:
-    """Each sequence alone: a dense mask would have every query look at every sequence's keys."""
-    _, H, Q, D = query.shape
-    K = key.shape[1]
-    out_QHD = query.new_empty((Q, H, D))
-    for i in range(len(ends_q) - 1):
-        q_HqD = query[:, :, ends_q[i] : ends_q[i + 1]]
-        k_KtD = key[:, :, ends_k[i] : ends_k[i + 1]]
-        v_KtD = value[:, :, ends_k[i] : ends_k[i + 1]]
-        new, all_tokens = q_HqD.shape[2], k_KtD.shape[2]
-        if new == 1:  # sees every key it was given, so a group of heads can pass as queries
-            q_KGD = q_HqD.reshape(1, K, H // K, D)
-            one = scaled_dot_product_attention(q_KGD, k_KtD, v_KtD, scale=scale)
-            out_QHD[ends_q[i]] = one.reshape(H, D)
-            continue
-        whole = new == all_tokens and all_tokens <= (window or math.inf)
-        one = scaled_dot_product_attention(
-            q_HqD,
-            k_KtD,
-            v_KtD,
-            attn_mask=None if whole else _visible(new, all_tokens, window),
-            is_causal=whole,
-            scale=scale,
-            enable_gqa=True,
-        )
-        out_QHD[ends_q[i] : ends_q[i + 1]] = one[0].transpose(0, 1)
-    return out_QHD[None]
+    """Each sequence alone; stores the step's keys and values. [1, N, H, D]."""
+    gathered = step.gathered
+    assert gathered is not None
+    counts = list(gathered.counts)
+    cached = gathered.groups[layer.group].cached
+    keys, values = (
+        [
+            torch.cat((rows.index_select(0, where).transpose(0, 1)[None], part), 2)
+            if len(where)
+            else part
+            for where, part in zip(cached, new.split_with_sizes(counts, 2), strict=True)
+        ]
+        for rows, new in ((layer.k_rows, key), (layer.v_rows, value))
+    )
+    # Only now: in a window the new tokens overwrite those that were read.
+    _store(key[0].transpose(0, 1), value[0].transpose(0, 1), step, layer)
+    return torch.cat(list(map(attend, query.split_with_sizes(counts, 2), keys, values)))[None]
 
 
-def _visible(new: int, all_tokens: int, window: int | None) -> Tensor:
+def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    _, H, new, D = q.shape
+    K, all_tokens = k.shape[1:3]
+    if new == 1:  # sees every key it was given, so a group of heads can pass as queries
+        alone = scaled_dot_product_attention(q.reshape(1, K, H // K, D), k, v, scale=scale)
+        return alone.reshape(1, H, D)
+    whole = new == all_tokens and all_tokens <= (window or math.inf)
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if whole else _visible(new, all_tokens, window, q.device),
+        is_causal=whole,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _visible(new: int, all_tokens: int, window: int | None, device: torch.device) -> Tensor:
     """Which of all tokens each new one sees [q, t], the last of both being the same."""
-    behind_qt = torch.arange(all_tokens - new, all_tokens)[:, None] - torch.arange(all_tokens)
+    at_t = torch.arange(all_tokens, device=device)
+    behind_qt = at_t[all_tokens - new :, None] - at_t
     return (behind_qt >= 0) & (behind_qt < (window or math.inf))

@@ -14,7 +14,6 @@ import copy
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,32 +25,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from actors.engine.batching.upstream import PagedAttentionArgs
+from actors.engine.model.paged_step import Rehearsal, computing
 from actors.image.decoder_layers import decoder_layers
 
 logger = logging.getLogger(__name__)
 
 CACHE_DIR = Path("~/.cache/sleepserve/compile")
 
-# What continuous batching hands down to the attention through every layer. A compiled layer would
-# check each of these again in every step, and be compiled anew for prefills with and without cached
-# tokens; but it only passes them on.
-_PAGED = frozenset(PagedAttentionArgs.__annotations__) - {
-    "position_ids",
-    "attention_mask",
-    "use_cache",
-}
-_step = threading.local()
 _SWITCH_S = 1e-4
-
-
-def paged_arguments() -> dict[str, Any] | None:
-    """What the compiled layer that runs on this thread was not told; {} in a rehearsal.
-
-    None if no compiled layer runs.
-    """
-    arguments: dict[str, Any] | None = getattr(_step, "arguments", None)
-    return arguments
 
 
 class CompiledLayers:
@@ -112,14 +93,14 @@ class CompiledLayers:
     def _compile_on(self, device: torch.device) -> None:
         for kind in {type(layer) for layer in self._layers}:
             self._forwards[kind] = torch.compile(kind.forward, dynamic=True)
-        with torch.compiler.set_stance("default"), torch.no_grad():
+        with torch.compiler.set_stance("default"), torch.no_grad(), computing(Rehearsal()):
             for layer, calls in zip(self._copies, self._calls, strict=True):
                 try:
                     layer.to_empty(device=device)
                     # The many first: made for one token, the code would be made again for any number.
                     for _, call in sorted(calls.items(), reverse=True):
                         args, kwargs = call.tensors()
-                        _call_compiled(self._forwards[type(layer)], layer, {}, *args, **kwargs)
+                        self._forwards[type(layer)](layer, *args, **kwargs)
                 finally:
                     layer.to_empty(device="meta")
 
@@ -138,10 +119,7 @@ class CompiledLayers:
         plain, compiled = layer.forward, self._forwards[type(layer)]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self.active:
-                return plain(*args, **kwargs)
-            paged = {name: kwargs.pop(name) for name in _PAGED & kwargs.keys()}
-            return _call_compiled(compiled, layer, paged, *args, **kwargs)
+            return compiled(layer, *args, **kwargs) if self.active else plain(*args, **kwargs)
 
         return forward
 
@@ -165,8 +143,7 @@ class _Call:
     """The arguments of one call of a layer, to be made again with other tensors."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        passed_on = {k: v for k, v in kwargs.items() if k not in _PAGED}
-        self._arguments = tree_map(_Shape.of, (args, passed_on))
+        self._arguments = tree_map(_Shape.of, (args, kwargs))
 
     def tensors(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(_Shape.make, self._arguments)
@@ -208,17 +185,3 @@ def _on_meta(layer: nn.Module) -> nn.Module:
         for buffer in layer.buffers():
             memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(layer, memo)
-
-
-def _call_compiled(
-    compiled: Callable[..., Any],
-    layer: nn.Module,
-    paged: dict[str, Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    _step.arguments = paged
-    try:
-        return compiled(layer, *args, **kwargs)
-    finally:
-        _step.arguments = None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 _MAX_SPLITS = 64
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # several in flight hide each other's waits for memory
+_MOSTLY_PADDING = 8  # of 256 rows, as a rule some tens are real
 _TILE_ELEMENTS = 64 * 128  # of K, and as many of V: two stages of both fit into shared memory
 _MIN_DOT = 16  # the smallest side of a tl.dot
 
@@ -31,9 +32,11 @@ def paged_decode(
     v_BKD: Tensor,
     k_pages_NPKD: Tensor,
     v_pages_NPKD: Tensor,
-    block_table: Tensor,
-    cu_seqlens_k: Tensor,
+    tables: Tensor,
+    places_B: Tensor,
+    lengths_B: Tensor,
     scale: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend each sequence's new token to all its tokens, and put its K and V into the cache.
 
@@ -43,12 +46,13 @@ def paged_decode(
         q_BHD: queries; the last dimension is contiguous here and below.
         k_BKD, v_BKD: keys and values of the new tokens.
         k_pages_NPKD, v_pages_NPKD: the cache, of the same strides; written in place.
-        block_table: pages of each sequence [B, any], int32. Entries past its last token may hold
+        tables: pages of each place [places, any], int32. Entries past a sequence's last token may hold
             anything.
-        cu_seqlens_k: int32 [B + 1]; the difference of two neighbours is a sequence's length with
-            the new token. 0 marks a padding row: nothing is read or written for it, and its
-            output is finite if its `v_BKD` is.
+        places_B: int32, which of the places a sequence has.
+        lengths_B: int32, a sequence's length with the new token. 0 marks a padding row: nothing is
+            read or written for it, and its output is finite if its `v_BKD` is.
         scale: factor of the scores before the softmax.
+        out: written, contiguous; a new one when None.
 
     Returns:
         The outputs [B, H, D], in the dtype of the queries.
@@ -57,10 +61,13 @@ def paged_decode(
     P, K = k_pages_NPKD.shape[1:3]
     G = H // K
     Dp = max(_MIN_DOT, triton.next_power_of_2(D))
-    S = num_splits(B * K, _multiprocessors(q_BHD.device))
+    # Of rows beside prompts most are padding, and those that are not shall have their share of the device.
+    per_multiprocessor = _PROGRAMS_PER_MULTIPROCESSOR * (1 if out is None else _MOSTLY_PADDING)
+    S = num_splits(B * K, per_multiprocessor * _multiprocessors(q_BHD.device))
     assert k_pages_NPKD.stride() == v_pages_NPKD.stride(), "K and V pages of different strides"
-    assert all(t.stride(-1) == 1 for t in (q_BHD, k_BKD, v_BKD, k_pages_NPKD, block_table))
-    out_BHD = torch.empty((B, H, D), dtype=q_BHD.dtype, device=q_BHD.device)
+    assert all(t.stride(-1) == 1 for t in (q_BHD, k_BKD, v_BKD, k_pages_NPKD, tables))
+    out_BHD = torch.empty((B, H, D), dtype=q_BHD.dtype, device=q_BHD.device) if out is None else out
+    assert out_BHD.is_contiguous()
     partial = (B, K, S, G)
     if S == 1:
         acc = peak = weight = out_BHD  # not touched
@@ -73,8 +80,9 @@ def paged_decode(
         v_BKD,
         k_pages_NPKD,
         v_pages_NPKD,
-        block_table,
-        cu_seqlens_k,
+        tables,
+        places_B,
+        lengths_B,
         out_BHD,
         acc,
         peak,
@@ -84,7 +92,7 @@ def paged_decode(
         *k_BKD.stride()[:2],
         *v_BKD.stride()[:2],
         *k_pages_NPKD.stride()[:3],
-        block_table.stride(0),
+        tables.stride(0),
         K=K,
         G=G,
         Gp=max(_MIN_DOT, triton.next_power_of_2(G)),
@@ -101,9 +109,9 @@ def paged_decode(
     return out_BHD
 
 
-def num_splits(rows: int, multiprocessors: int) -> int:
-    """Programs that share one row (a sequence's KV head); a power of 2 that fills the device."""
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // max(rows, 1)
+def num_splits(rows: int, programs: int) -> int:
+    """Programs that share one row (a sequence's KV head); a power of 2 that comes to no more than `programs`."""
+    wanted = programs // max(rows, 1)
     return min(_MAX_SPLITS, 1 << max(wanted, 1).bit_length() - 1)
 
 
@@ -124,8 +132,9 @@ def _decode_kernel(
     v_ptr: tl.tensor,
     k_pages_ptr: tl.tensor,
     v_pages_ptr: tl.tensor,
-    block_table_ptr: tl.tensor,
-    cu_seqlens_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
     out_ptr: tl.tensor,
     acc_ptr: tl.tensor,
     peak_ptr: tl.tensor,
@@ -153,7 +162,8 @@ def _decode_kernel(
     b = tl.program_id(0)
     h = tl.program_id(1)
     s = tl.program_id(2)
-    length = tl.load(cu_seqlens_ptr + b + 1) - tl.load(cu_seqlens_ptr + b)
+    length = tl.load(lengths_ptr + b)
+    table = tables_ptr + tl.load(places_ptr + b).to(tl.int64) * table_stride
     cached = tl.maximum(length - 1, 0)
     g = tl.arange(0, Gp)
     d = tl.arange(0, Dp)
@@ -174,7 +184,7 @@ def _decode_kernel(
     for tile in range(s * share, tl.minimum(s * share + share, tiles)):
         position = tile * T + t
         known = position < cached
-        page = tl.load(block_table_ptr + b * table_stride + position // P, mask=known, other=0)
+        page = tl.load(table + position // P, mask=known, other=0)
         row = page.to(tl.int64) * page_stride + (position % P) * token_stride + h * head_stride
         inside = known[:, None] & in_d[None, :]
         k = tl.load(k_pages_ptr + row[:, None] + d[None, :], mask=inside, other=0.0)
@@ -192,7 +202,7 @@ def _decode_kernel(
         k_new = tl.load(k_ptr + b * k_stride_b + h * k_stride_h + d, mask=in_d, other=0.0)
         v_new = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + d, mask=in_d, other=0.0)
         real = length > 0
-        page = tl.load(block_table_ptr + b * table_stride + cached // P, mask=real, other=0)
+        page = tl.load(table + cached // P, mask=real, other=0)
         row = page.to(tl.int64) * page_stride + (cached % P) * token_stride + h * head_stride
         tl.store(k_pages_ptr + row + d, k_new, mask=in_d & real)
         tl.store(v_pages_ptr + row + d, v_new, mask=in_d & real)

@@ -1,4 +1,4 @@
-"""Plain forwards of the engine's module, beside continuous batching.
+"""Plain forwards of the engine's module, beside the generation loop.
 
 They run where nothing else uses the module (`ModelRuntime.with_model`), under transformers' own attention
 and one sequence at a time: the same weights, tokens and device give the same numbers to the last bit,
@@ -14,7 +14,7 @@ import torch
 from torch import float32
 from transformers import DynamicCache, PreTrainedModel
 
-from actors.engine.batching.upstream import find_head_dim, find_num_key_value_heads
+from actors.engine.model.layer_groups import head_dim_of, kv_heads_of
 from actors.engine.outputs import RawLogprob
 
 _ROWS = 64  # tokens of a forward; their logits in float32 and 152064 columns take 39 MB
@@ -87,8 +87,8 @@ def longest_prompt(model: PreTrainedModel, free_bytes: int) -> int:
     config = model.config.get_text_config()
     itemsize, V = model.dtype.itemsize, int(config.vocab_size)
     layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
-    head_dim = find_head_dim(config)
-    per_layer = 2 * find_num_key_value_heads(config) * head_dim * itemsize
+    head_dim = head_dim_of(config)
+    per_layer = 2 * kv_heads_of(config) * head_dim * itemsize
     # One layer is copied as it grows, and repeated for every query head; each row has a mask, and where
     # scores are written out, those, in the model's type and in float32.
     at_work = per_layer + 2 * heads * head_dim * itemsize + _ROWS * 2 * itemsize

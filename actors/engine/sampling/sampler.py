@@ -1,22 +1,18 @@
-"""Per-sequence sampling inside transformers' continuous batching.
-
-The manager of transformers 5.23 samples with one temperature range and one seed for everybody.
-`BatchSampler` takes the place of its list of logits processors; the manager then only takes the
-argmax, which is the sample (`actors.engine.sampling.logits.perturb`).
-"""
+"""Per-sequence sampling: each sequence's next token by its own parameters, seed and position."""
 
 # B sequences, P parameters, V vocabulary
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from actors.engine.batching.upstream import FutureRequestState
 from actors.engine.outputs import RawLogprob
 from actors.engine.sampling import logits as on_cpu
 from actors.engine.sampling.adjustments import BiasTable, CountTable, Place
@@ -108,22 +104,15 @@ class SequenceSampling:
 
 
 class BatchSampler:
-    """Stands in for transformers' ContinuousBatchingLogitsProcessorList.
+    """Chooses the tokens of each step, in two parts: `prepare` on the host, then `choose`.
 
-    The manager calls `prepare_tensor_args` and then `__call__` for each step, both on its own
-    thread, with a `GenerationConfig` of `do_sample=False`. A request's state must have an attribute
-    `sampling`, a `SequenceSampling`; states without one (transformers' warm-up) are greedy.
-
-    The number of tokens a sequence has generated is read off its position, never counted here, so a
+    The number of tokens a sequence has generated is told with each step and never counted here, so a
     sequence that starts over after a requeue, or is scheduled ahead of its newest token
     (asynchronous batching), goes on with the same noise.
 
-    A grammar must know the newest token: while `needs_results` is true, the manager reads what a batch
-    gave before it prepares the next one.
+    A grammar must know the newest token: while `needs_results` is true, what a step gave must be read
+    before the next one is prepared.
     """
-
-    do_processing = True
-    tensors_required = len(Param)
 
     def __init__(self, max_sequences: int = 256) -> None:
         """Make a sampler.
@@ -163,52 +152,50 @@ class BatchSampler:
             sample(logits_BV, params_PB, filters=filters)
         torch.cuda.synchronize(device)
 
-    def fill_defaults(self, int32_tensor: Tensor) -> None:
-        int32_tensor.zero_()  # greedy
-        int32_tensor[Param.TOP_K] = _INT32_MAX
-        int32_tensor[Param.TOP_P] = _float_bits(1.0)
+    def prepare(
+        self, rows: Sequence[tuple[SequenceSampling, int] | None], params_PB: Tensor
+    ) -> None:
+        """Write the parameters of a step's rows, and remember what they wish for.
 
-    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        if kwargs:
-            raise ValueError(f"parameters travel in state.sampling, not in {sorted(kwargs)}")
-
-    def prepare_tensor_args(
-        self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor
-    ) -> Tensor:
-        """Write the parameters of the sequences that get a token, in their order.
-
-        Behind them come as many rows as there are sequences that get none, prompts that go on: transformers
-        computes a token for each, and does not reset what an earlier batch has left there.
+        Args:
+            rows: each row's sequence, and how many tokens that has generated; None for one whose token
+                nobody wants. Those get one all the same, a greedy one.
+            params_PB: int32 [P, any], on the host; written as far as there are rows.
         """
-        states = [request.state for request in requests_in_batch if request.has_new_token]
         batch: list[tuple[int, SequenceSampling, int]] = []  # row, sequence, tokens generated
-        packed = [_GREEDY] * len(requests_in_batch)
+        packed = [_GREEDY] * len(rows)
         self._counted_rows, self._biased_rows = [], []
         self._counts.places.begin_step()
         self._bias.places.begin_step()
-        for row, state in enumerate(states):
-            sequence: SequenceSampling | None = getattr(state, "sampling", None)
-            if sequence is not None:
-                generated = state.position_offset - len(sequence.prompt_ids)
-                batch.append((row, sequence, generated))
-                counts = bias = 0
-                if sequence.is_penalised:
-                    place = self._counts.places.of(sequence)
-                    self._counted_rows.append((place, sequence, generated))
-                    counts = 1 + place.number
-                if sequence.is_biased(generated):
-                    place = self._bias.places.of(sequence)
-                    self._biased_rows.append((place, sequence))
-                    bias = 1 + place.number
-                packed[row] = (*sequence.packed, generated, *sequence.penalties, counts, bias)
+        for number, row in enumerate(rows):
+            if row is None:
+                continue
+            sequence, generated = row
+            batch.append((number, sequence, generated))
+            counts = bias = 0
+            if sequence.is_penalised:
+                place = self._counts.places.of(sequence)
+                self._counted_rows.append((place, sequence, generated))
+                counts = 1 + place.number
+            if sequence.is_biased(generated):
+                place = self._bias.places.of(sequence)
+                self._biased_rows.append((place, sequence))
+                bias = 1 + place.number
+            packed[number] = (*sequence.packed, generated, *sequence.penalties, counts, bias)
         if packed:
-            params_PB = torch.tensor(packed, dtype=torch.int32).T
-            arg_storage[: len(Param), : len(packed)] = params_PB.to(arg_storage.device)
+            # A tensor of so many Python integers takes a millisecond.
+            flat = np.fromiter(chain.from_iterable(packed), np.int32, len(packed) * len(Param))
+            params_PB[:, : len(packed)] = torch.from_numpy(flat).view(-1, len(Param)).T
         self._samples = any(sequence.params.temperature > 0 for _, sequence, _ in batch)
         self._filters = any(sequence.is_filtered for _, sequence, _ in batch)
         self._logprob_rows = [entry for entry in batch if entry[1].params.logprobs is not None]
         self._grammar_rows = [entry for entry in batch if entry[1].grammar is not None]
-        return arg_storage
+
+    def choose(self, input_ids: Tensor, logits_BV: Tensor, params_PB: Tensor) -> Tensor:
+        """Each row's next token [B]; takes what a call takes. On CUDA nothing waits for the device."""
+        if logits_BV.is_cuda:
+            return self.sample(input_ids, logits_BV, params_PB)
+        return self(input_ids, logits_BV, params_PB).argmax(-1)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
         """Scores [B, V] whose argmax is each sequence's next token.

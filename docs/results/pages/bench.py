@@ -18,6 +18,8 @@ from typing import Any
 import ray
 from pydantic import TypeAdapter
 
+from actors.engine.batching.loop import GenerationLoop
+from actors.engine.batching.scheduling import Step
 from actors.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from actors.image.holder import WeightHolder
 from docs.results.throughput.bench import Load
@@ -102,31 +104,26 @@ class Ledger:
 
 
 @contextmanager
-def watched(cache: Any) -> Iterator[Ledger]:
-    """Keep a ledger of a PagedAttentionCache during the body.
-
-    Every sequence of a step passes `can_store_request_tokens`, which gives it its blocks (transformers 5.23,
-    generation/continuous_batching/scheduler.py: _process_candidates), on the engine's thread.
-    """
+def watched(loop: GenerationLoop) -> Iterator[Ledger]:
+    """Keep a ledger of a loop's KV cache during the body, by what each step finds there."""
     ledger = Ledger()
-    give = cache.can_store_request_tokens
+    launch = loop.runner.launch
 
-    def noted(state: Any, request_len: int, dry_run: bool = False) -> bool:
-        given: bool = give(state, request_len, dry_run)
-        if given and not dry_run:
+    def noted(step: Step) -> None:
+        for row in step.rows:
             found = Slots()
-            for allocator in cache.cache_allocators.values():
-                room = len(allocator.block_table[state.request_id]) * allocator.tokens_per_page
+            for blocks in row.sequence.blocks:
+                room = len(blocks) * loop.cache.page_size
                 # A sliding window keeps no more than it has room for.
-                found.add(Slots(room, min(room, state.current_len() + request_len)))
-            ledger.note(state.request_id, found)
-        return given
+                found.add(Slots(room, min(room, row.end)))
+            ledger.note(row.sequence.name, found)
+        launch(step)
 
-    cache.can_store_request_tokens = noted
+    loop.runner.launch = noted  # type: ignore[method-assign]
     try:
         yield ledger
     finally:
-        cache.can_store_request_tokens = give
+        loop.runner.launch = launch  # type: ignore[method-assign]
 
 
 # --- one page size ---
@@ -148,13 +145,13 @@ async def measure(request: PageRequest) -> dict[str, Any]:
     await model.warm()
     waste = {}
     # Nothing else tells which blocks a sequence has.
-    cache = model.worker._engine._loop.cache.paged
+    loop = model.worker._engine._loop
     for shape in plan.shapes:
-        with watched(cache) as ledger:
+        with watched(loop) as ledger:
             await Load(model, *shape).round(plan.requests)
         waste[_name(shape)] = ledger.result()
     found: dict[str, Any] = {
-        "num_blocks": cache.num_blocks,
+        "num_blocks": loop.cache.num_blocks,
         "kv_bytes": model.worker.memory.kv_bytes,
         "attention": model.worker._module.config._attn_implementation,
         "waste": waste,

@@ -11,39 +11,26 @@ from serve_app.bench.figures import as_text
 from tests.unit.docs.results.fake_results import MACHINE
 
 
-class Cache:
-    """Gives sequences pages, as long as it has any."""
-
-    def __init__(self, page: int, pages: int) -> None:
-        self.allocator = SimpleNamespace(tokens_per_page=page, block_table={})
-        self.cache_allocators = {"full_attention": self.allocator}
-        self.pages = pages
-
-    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        blocks = self.allocator.block_table.setdefault(state.request_id, [])
-        missing = -(-(state.current_len() + request_len) // self.allocator.tokens_per_page)
-        missing -= len(blocks)
-        if missing > self.pages:
-            return False
-        if not dry_run:
-            self.pages -= missing
-            blocks += [0] * missing
-        return True
-
-
-def sequence(name: str, length: int = 0) -> Any:
-    return SimpleNamespace(request_id=name, current_len=lambda: length)
+def step(*rows: tuple[str, int, int]) -> Any:
+    """Of sequences: their name, their blocks, and their tokens with the new ones."""
+    return SimpleNamespace(
+        rows=[
+            SimpleNamespace(sequence=SimpleNamespace(name=name, blocks=[[0] * blocks]), end=end)
+            for name, blocks, end in rows
+        ]
+    )
 
 
 def test_ledger_follows_what_each_step_was_given() -> None:
-    cache = Cache(page=16, pages=3)
-    with watched(cache) as ledger:
-        assert cache.can_store_request_tokens(sequence("a"), 20)
-        assert cache.can_store_request_tokens(sequence("b"), 8)
-        assert cache.can_store_request_tokens(sequence("a", 20), 1)
-        assert cache.can_store_request_tokens(sequence("b", 8), 1, dry_run=True)
-        assert not cache.can_store_request_tokens(sequence("c"), 1)  # the cache is full
-    assert cache.can_store_request_tokens(sequence("a", 21), 1)  # nobody looks any more
+    launched: list[Any] = []
+    loop: Any = SimpleNamespace(
+        runner=SimpleNamespace(launch=launched.append), cache=SimpleNamespace(page_size=16)
+    )
+    with watched(loop) as ledger:
+        loop.runner.launch(step(("a", 2, 20), ("b", 1, 8)))
+        loop.runner.launch(step(("a", 2, 21)))
+    loop.runner.launch(step(("a", 2, 22)))  # nobody looks any more
+    assert len(launched) == 3
     assert ledger.ends == {"a": Slots(32, 21), "b": Slots(16, 8)}
     found = ledger.result()
     assert (found["sequences"], found["allocated_slots"], found["filled_slots"]) == (2, 48, 29)

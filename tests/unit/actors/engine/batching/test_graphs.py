@@ -1,47 +1,123 @@
-"""What can be told of the step runner without a GPU; the rest is in integration/test_engine_gpu.py."""
+"""What the runner of graphs replays, with graphs that compute eagerly; the rest is in integration/test_*_gpu.py."""
 
-from types import SimpleNamespace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from actors.engine.batching.graphs import fill_block_tables
-from actors.engine.batching.upstream import (
-    FutureRequestState,
-    PagedAttentionCache,
-    RequestState,
-    RequestStatus,
-)
+from actors.engine.batching import graphs
+from actors.engine.batching.graphs import GraphRunner
+from tests.unit.actors.engine.batching.steps_on_cpu import Steps, model_steps
+from tests.unit.actors.engine.batching.test_mixed_steps import kernels_run
+from tests.unit.actors.engine.small_models import SMALL, build, randomise
+
+pytestmark = pytest.mark.skipif(not kernels_run(), reason="Triton's interpreter does not run here")
 
 
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_block_tables_are_those_of_transformers(num_layers: int) -> None:
-    config = tf.Qwen2Config(
-        hidden_size=32, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2
-    )
-    limits = ContinuousBatchingConfig(
-        page_size=8,
-        num_blocks=40,
-        max_batch_tokens=64,
-        max_blocks_per_request=16,
-        max_memory_percent=0.5,
-    )
-    helper = SimpleNamespace(tp_size=1)
-    cache = PagedAttentionCache(config, limits, "cpu", helper, torch.float32)
-    requests = []
-    for i, length in enumerate((1, 8, 9, 100, 30)):
-        state = RequestState(request_id=f"r{i}", initial_tokens=[0] * length)
-        state._status = RequestStatus.DECODING
-        assert cache.can_store_request_tokens(state, length)
-        requests.append(FutureRequestState(state, True, 0, 1))
-    expected, got = torch.full((2, 1, 8, 16), -1, dtype=torch.int32)
-    for row, request in enumerate(requests):
-        cache.fill_block_table(request.state.request_id, 0, 1, expected[:, row])
-    fill_block_tables(cache, requests, got)
-    for row, length in enumerate((1, 8, 9, 100, 30)):
-        used = -(-length // 8)
-        assert torch.equal(got[0, row, :used], expected[0, row, :used])
-        assert used < 2 or len(set(got[0, row, :used].tolist())) == used
-    assert (got[0, len(requests) :] == -1).all()  # padding rows are left alone
+class FakeGraph:
+    """Computes what was captured anew, from the inputs alone."""
+
+    runner: GraphRunner
+    replays = 0
+
+    def replay(self) -> None:
+        FakeGraph.replays += 1
+        (size,) = (size for size, graph in self.runner._graphs.items() if graph is self)
+        logits_RV = self.runner._padding(size)
+        assert self.runner._logits_RV is not None
+        self.runner._logits_RV[: len(logits_RV)].copy_(logits_RV)
+
+
+@contextmanager
+def captured(*args: object, **kwargs: object) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    for name, fake in {
+        "Stream": lambda *_: None,
+        "stream": lambda *_: nullcontext(),
+        "graph": captured,
+        "graph_pool_handle": lambda: None,
+        "CUDAGraph": FakeGraph,
+        "synchronize": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(FakeGraph, "replays", 0)
+    model = build(tf.Qwen2Config(**SMALL | {"num_hidden_layers": 1, "head_dim": 16}), device="cpu")
+    randomise(model)
+    kind: Any = partial(GraphRunner, layers=None, pool=None)
+    made = model_steps(model.eval(), in_pages=True, sizes=(16, 24), kind=kind, overlaps=True)
+    FakeGraph.runner = made.runner
+    made.runner.capture()
+    return made
+
+
+def test_each_size_has_a_graph_and_nothing_is_left_of_the_capture(loop: Steps) -> None:
+    sizes = {(size.tokens, size.rows, size.has_prompts) for size in loop.runner._graphs}
+    assert sizes == {(n, n, False) for n in (1, 2, 4)} | {(n, 4, True) for n in (16, 24)}
+    assert loop.cache.used_blocks == 0
+    assert not loop.cache.written
+    assert loop.runner._logits_RV is not None
+    assert len(loop.runner._logits_RV) == 4
+
+
+def test_all_steps_are_replayed_but_the_first_after_a_wake(
+    loop: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[bool] = []
+    upload = loop.runner.inputs.upload
+
+    def noted(slot: int, *, by_kernel: bool) -> None:
+        ways.append(by_kernel)
+        upload(slot, by_kernel=False)  # there is no other way here
+
+    monkeypatch.setattr(loop.runner.inputs, "upload", noted)
+    found = []
+    for wakes in (False, True):
+        if wakes:
+            loop.runner.expect_gates()
+        before, steps = FakeGraph.replays, len(loop.steps)
+        ways.clear()
+        names = [loop.submit(range(5, 5 + n), 6) for n in (3, 20, 9)]
+        loop.finish()
+        found.append([loop.tokens(name) for name in names])
+        steps = len(loop.steps) - steps
+        assert FakeGraph.replays - before == steps - wakes
+        assert ways == [wakes] + [False] * (steps - 1)
+    assert found[0] == found[1]
+
+
+def test_capture_that_has_the_host_wait_is_told_with_the_way_out(
+    loop: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def fails(*args: object, **kwargs: object) -> Iterator[None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    with pytest.raises(RuntimeError, match=r"set engine\.use_cuda_graphs: false"):
+        loop.runner.capture()
+    assert not loop.runner._graphs
+
+
+def test_short_steps_run_compiled_where_their_graph_does_and_long_ones(loop: Steps) -> None:
+    class Layers:
+        active = False
+
+    runner: GraphRunner = loop.runner
+    runner._layers = Layers()  # type: ignore[assignment]
+    small, between = runner._prompt_size(16), graphs.StepSize(30, 2, has_prompts=True)
+    large = graphs.StepSize(graphs._MANY, 2, has_prompts=True)
+    for compiled in (False, True):
+        runner._compiled = compiled
+        for size, runs in ((small, True), (between, False), (large, True)):
+            runner._choose_layers(size)
+            assert runner._layers.active == (compiled and runs)  # type: ignore[union-attr]

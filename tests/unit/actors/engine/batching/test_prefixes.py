@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="the model of the benches needs it")
+from actors.engine.batching.sequence import LoopSequence
 from serve_app.bench.local import LocalModel, build_model, load_of, subject_of
 
 KEYS = {
@@ -22,14 +23,15 @@ PROMPTS = ((*BEGINNING, 11, 12, 13), (*BEGINNING, 21, 22), (*BEGINNING[:100], 31
 
 @contextmanager
 def noted_matches(model: LocalModel) -> Iterator[list[int]]:
-    cache = model.worker._engine._loop.cache.paged
-    search, matches = cache.search_prefix_match, []
+    cache = model.worker._engine._loop.cache
+    admit, matches = cache.admit, []
 
-    def noted(request_id: str, prompt_ids: list[int]) -> int:
-        matches.append(search(request_id, prompt_ids))
-        return matches[-1]
+    def noted(sequence: LoopSequence, spare: int) -> bool:
+        admitted: bool = admit(sequence, spare)
+        matches.append(sequence.computed)
+        return admitted
 
-    cache.search_prefix_match = noted
+    cache.admit = noted
     yield matches
 
 

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[], tf.PreTrainedConfig], str]] = {
     ),
     "mamba": (
         lambda: tf.MambaConfig(**IDS, hidden_size=32, num_hidden_layers=2),
-        "MambaForCausalLM: Invalid layer type: linear_attention; supported: full_attention",
+        "MambaForCausalLM has layers of type linear_attention; supported: full_attention",
     ),
     "qwen2_moe with a window": (
         lambda: tf.Qwen2MoeConfig(**SMALL, use_sliding_window=True, sliding_window=16),

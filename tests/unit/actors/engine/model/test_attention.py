@@ -1,5 +1,7 @@
 """Which attention a model gets, and that of the CPU against float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as tf
@@ -7,74 +9,48 @@ from torch import Tensor
 from transformers import masking_utils
 
 from actors.engine.model import attention
+from actors.engine.model.paged_step import (
+    GatheredView,
+    GroupRows,
+    LayerPages,
+    PagedStep,
+    computing,
+)
 from tests.unit.actors.engine.small_models import SMALL, OnCuda, build, generate
 
 
-def chosen_on_cuda(
-    config: tf.PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, page_size: int = 256
-) -> str:
-    return attention.choose_attention(OnCuda(build(config, dtype)), page_size)  # type: ignore[arg-type]
+def on_cuda(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[str, bool]:
+    """The attention of a model, and whether it reads pages, on a card."""
+    model = OnCuda(build(config, dtype))
+    name = attention.choose_attention(model)  # type: ignore[arg-type]
+    return name, attention.decodes_in_pages(model)  # type: ignore[arg-type]
 
 
-@pytest.fixture(autouse=True)
-def _no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
-    monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: False)
-
-
-def test_plain_models_get_ours_on_cpu_and_cuda() -> None:
+def test_plain_models_get_ours_and_read_pages_on_a_card() -> None:
     model = build(tf.Qwen2Config(**SMALL), device="cpu")
-    assert attention.choose_attention(model, 16) == attention.NAME
+    assert attention.choose_attention(model) == attention.NAME
     assert model.config._attn_implementation == attention.NAME
     assert not attention.decodes_in_pages(model)  # there is no such kernel for CPUs
-    assert chosen_on_cuda(tf.Qwen2Config(**SMALL)) == attention.NAME
+    assert on_cuda(tf.Qwen2Config(**SMALL)) == (attention.NAME, True)
 
 
-def test_what_ours_cannot_do_is_left_to_others() -> None:
+def test_what_the_kernels_cannot_do_is_gathered() -> None:
+    for config, dtype in (
+        (tf.Qwen2Config(**SMALL), torch.float32),
+        (tf.Qwen3Config(**SMALL, head_dim=12), torch.bfloat16),
+        (tf.Qwen3Config(**SMALL, head_dim=512), torch.bfloat16),
+        (tf.MistralConfig(**SMALL, sliding_window=16), torch.bfloat16),
+        (tf.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=16), torch.bfloat16),
+    ):
+        assert on_cuda(config, dtype) == (attention.NAME, False)
+
+
+def test_caps_and_sinks_are_left_to_who_wrote_the_model() -> None:
     soft_capped = tf.Gemma2Config(**SMALL, head_dim=8)
     assert soft_capped.attn_logit_softcapping
-    assert chosen_on_cuda(soft_capped) == "eager"
-    assert attention.choose_attention(build(soft_capped, device="cpu"), 16) == "eager"
     with_sinks = tf.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
-    assert chosen_on_cuda(with_sinks) == "eager"
-    assert chosen_on_cuda(tf.Qwen2Config(**SMALL), torch.float32) == "sdpa"
-    assert chosen_on_cuda(tf.Qwen3Config(**SMALL, head_dim=12)) == "sdpa"
-    assert chosen_on_cuda(tf.Qwen3Config(**SMALL, head_dim=512)) == "sdpa"
-
-
-def test_packages_go_first_where_their_pages_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = OnCuda(build(tf.Qwen2Config(**SMALL), torch.bfloat16))
-
-    def wanted(page_size: int) -> str:
-        return attention._wanted(model, page_size)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
-    assert [wanted(size) for size in (256, 512, 16)] == [
-        "flash_attention_2",
-        "flash_attention_2",
-        attention.NAME,
-    ]
-    monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: True)
-    assert wanted(256) == "flash_attention_3"
-
-
-def test_pages_are_for_models_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_pages(config: tf.PreTrainedConfig) -> bool:
-        model = OnCuda(build(config, torch.bfloat16))
-        attention.choose_attention(model, 256)  # type: ignore[arg-type]
-        return attention.decodes_in_pages(model)  # type: ignore[arg-type]
-
-    assert in_pages(tf.LlamaConfig(**SMALL))
-    assert not in_pages(tf.MistralConfig(**SMALL, sliding_window=16))
-    assert not in_pages(tf.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=16))
-
-
-def test_registering_twice_keeps_other_implementations() -> None:
-    attention._register()
-    functions = attention.flash_utils._lazy_imports
-    attention._register()
-    assert attention.flash_utils._lazy_imports is functions
-    assert functions(attention.NAME)[2] is attention.paged_attention
+    for config in (soft_capped, with_sinks):
+        assert on_cuda(config) == (attention.OWN, False)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 64])
@@ -93,7 +69,38 @@ def test_sequences_see_their_own_tokens_only(
     ends_k = (torch.tensor((0, *new)) + torch.tensor((0, *cached))).cumsum(0).tolist()
 
     def out(key: Tensor, value: Tensor) -> Tensor:
-        return attention._one_by_one(query, key, value, ends_q, ends_k, 0.3, window)
+        """With what is cached in rows of a layer that lie anywhere."""
+        parts_k, parts_v = (
+            x[0].split_with_sizes(
+                [part for pair in zip(cached, new, strict=True) for part in pair], 1
+            )
+            for x in (key, value)
+        )
+        where = torch.randperm(sum(cached) + sum(new) + 9)[9:]
+        old, slots = where.split_with_sizes([sum(cached), sum(new)])
+        k_rows, v_rows = torch.full((2, len(where) + 9, heads[1], head_dim), torch.nan)
+        for rows, parts in ((k_rows, parts_k), (v_rows, parts_v)):
+            rows[old] = torch.cat(parts[::2], 1).transpose(0, 1)
+        rows = GroupRows(window, old.split_with_sizes(list(cached)), 47, torch.zeros(0))
+        pages = torch.zeros(0)
+        step = PagedStep(
+            {0: LayerPages(0, pages, pages, k_rows, v_rows)},
+            [slots],
+            None,
+            GatheredView(new, torch.zeros(0), [rows]),
+        )
+        new_k, new_v = (torch.cat(parts[1::2], 1)[None] for parts in (parts_k, parts_v))
+        with computing(step):
+            found, _ = attention.paged_attention(
+                SimpleNamespace(layer_idx=0), query, new_k, new_v, None, scaling=0.3
+            )
+        torch.testing.assert_close(
+            k_rows[slots], new_k[0].transpose(0, 1), rtol=0, atol=0, equal_nan=True
+        )
+        torch.testing.assert_close(
+            v_rows[slots], new_v[0].transpose(0, 1), rtol=0, atol=0, equal_nan=True
+        )
+        return found
 
     clean = out(key, value)
     for i in range(len(new)):
@@ -123,8 +130,9 @@ def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not looked
 
 
-def test_use_outside_continuous_batching_is_refused() -> None:
-    model = build(tf.Qwen2Config(**SMALL), device="cpu")
-    attention.choose_attention(model, 16)
-    with pytest.raises(ValueError, match="inside continuous batching only"):
-        model(torch.tensor([[1, 2, 3]]))
+def test_use_outside_the_engine_is_refused() -> None:
+    for config in (tf.Qwen2Config(**SMALL), tf.Gemma2Config(**SMALL, head_dim=8)):
+        model = build(config, device="cpu")
+        attention.choose_attention(model)
+        with pytest.raises(ValueError, match="inside the engine's steps only"):
+            model(torch.tensor([[1, 2, 3]]))

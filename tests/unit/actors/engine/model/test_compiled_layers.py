@@ -9,8 +9,8 @@ import torch
 import transformers as tf
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.engine.model import compiled_layers as module
-from actors.engine.model.compiled_layers import CompiledLayers, paged_arguments
+from actors.engine.model.compiled_layers import CompiledLayers
+from actors.engine.model.paged_step import PagedStep, Rehearsal, computing, current_step
 
 SMALL = {
     "vocab_size": 64,
@@ -88,38 +88,40 @@ def test_layers_are_compiled_without_their_weights(
     assert len(compiles) == made
 
 
-def test_what_only_attention_wants_stays_out_of_the_compiled_code(compiles: list[Any]) -> None:
-    seen: list[tuple[dict[str, Any] | None, bool]] = []
+def test_attention_knows_a_rehearsal_from_a_step(compiles: list[Any]) -> None:
+    seen: list[object] = []
 
     @torch.compiler.disable
     def attention(
         module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        seen.append((paged_arguments(), "block_table" in kwargs))
+        seen.append(current_step())
         return query.new_zeros(query.transpose(1, 2).shape), None
 
     ALL_ATTENTION_FUNCTIONS.register("looks", attention)
     model = tf.AutoModelForCausalLM.from_config(MODELS["qwen2"](), dtype=torch.float32).eval()
     model.set_attn_implementation("looks")
     layers = CompiledLayers(model)
+    step = PagedStep({}, ())
 
-    def run() -> list[tuple[dict[str, Any] | None, bool]]:
+    def run() -> list[object]:
         seen.clear()
-        with torch.no_grad():
-            model(torch.arange(7)[None], use_cache=False, block_table="pages", max_length_q=3)
+        with torch.no_grad(), computing(step):
+            model(torch.arange(7)[None], use_cache=False)
         return seen
 
     with layers.recording():
-        assert run() == [(None, True)] * 3
+        assert run() == [step] * 3
     seen.clear()
     layers.compile()
-    assert seen == [({}, False)] * 3
+    assert len(seen) == 3
+    assert all(isinstance(each, Rehearsal) for each in seen)
     layers.install()
     torch.compiler.set_stance("fail_on_recompile")
-    layers.active = True
-    assert run() == [({"block_table": "pages", "max_length_q": 3}, False)] * 3
-    layers.active = False
-    assert run() == [(None, True)] * 3
+    for active in (True, False):
+        layers.active = active
+        assert run() == [step] * 3
+    assert current_step() is None
 
 
 def test_copy_whose_compilation_fails_gives_its_memory_back(
@@ -133,7 +135,7 @@ def test_copy_whose_compilation_fails_gives_its_memory_back(
         raise torch.OutOfMemoryError("while it is traced")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_call_compiled", refuse)
+        patch.setattr(torch, "compile", lambda *args, **kwargs: refuse)
         with pytest.raises(torch.OutOfMemoryError):
             layers.compile()
     assert all(p.is_meta for copy in layers._copies for p in copy.parameters())

@@ -36,8 +36,9 @@ class Case:
     v: torch.Tensor
     k_pages: torch.Tensor
     v_pages: torch.Tensor
-    block_table: torch.Tensor
-    cu_seqlens: torch.Tensor
+    tables: torch.Tensor
+    places: torch.Tensor
+    cached_and_new: torch.Tensor
     lengths: tuple[int, ...]
     expected: torch.Tensor  # float64, NaN in padding rows
 
@@ -45,7 +46,7 @@ class Case:
         """Page and place in it where the new token of a row belongs."""
         page_size = self.k_pages.shape[1]
         cached = self.lengths[row] - 1
-        return int(self.block_table[row, cached // page_size]), cached % page_size
+        return int(self.tables[self.places[row], cached // page_size]), cached % page_size
 
 
 def make_case(
@@ -69,16 +70,18 @@ def make_case(
 
     # As the model gives them: heads before tokens.
     q, k, v = (normal(n, len(lengths), head_dim).transpose(0, 1) for n in (num_q, num_kv, num_kv))
-    block_table = torch.full((len(lengths), per_row + 1), -1, dtype=torch.int32)
+    # Rows are not in the order of their places, and some places are nobody's.
+    places = torch.randperm(len(lengths) + 2, generator=random)[: len(lengths)].int()
+    tables = torch.full((len(lengths) + 2, per_row + 1), -1, dtype=torch.int32)
     expected = torch.full(q.shape, torch.nan, dtype=torch.float64)
     for row, length in enumerate(lengths):
         if length == 0:
             continue
         used = -(-length // page_size)
-        block_table[row, :used] = pages[row, :used]
+        tables[places[row], :used] = pages[row, :used]
         old_k, old_v = normal(length - 1, num_kv, head_dim), normal(length - 1, num_kv, head_dim)
         for t in range(length - 1):
-            page = int(block_table[row, t // page_size])
+            page = int(tables[places[row], t // page_size])
             k_pages[page, t % page_size], v_pages[page, t % page_size] = old_k[t], old_v[t]
         all_k, all_v = (
             torch.cat((old, new[row : row + 1])).double().repeat_interleave(num_q // num_kv, 1)
@@ -86,8 +89,8 @@ def make_case(
         )
         scores = torch.einsum("hd,thd->ht", q[row].double(), all_k) * head_dim**-0.5
         expected[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), all_v)
-    ends = torch.tensor((0, *lengths)).cumsum(0).int()
-    return Case(q, k, v, k_pages, v_pages, block_table, ends, lengths, expected)
+    now = torch.tensor(lengths, dtype=torch.int32)
+    return Case(q, k, v, k_pages, v_pages, tables, places, now, lengths, expected)
 
 
 def run(case: Case) -> torch.Tensor:
@@ -100,8 +103,9 @@ def run(case: Case) -> torch.Tensor:
         case.v.to(device),
         k_pages,
         v_pages,
-        case.block_table.to(device),
-        case.cu_seqlens.to(device),
+        case.tables.to(device),
+        case.places.to(device),
+        case.cached_and_new.to(device),
         case.q.shape[-1] ** -0.5,
     )
     case.k_pages, case.v_pages = k_pages.cpu(), v_pages.cpu()
@@ -159,7 +163,14 @@ def test_scores_far_apart_do_not_overflow() -> None:
 
 
 def test_splits_fill_the_device_and_need_no_lengths() -> None:
-    assert [num_splits(rows, 132) for rows in (1, 4, 64, 256, 1024, 10**6)] == [64, 64, 8, 2, 1, 1]
+    assert [num_splits(rows, 4 * 132) for rows in (1, 4, 64, 256, 1024, 10**6)] == [
+        64,
+        64,
+        8,
+        2,
+        1,
+        1,
+    ]
 
 
 def test_kernels_compile_for_hopper_without_one() -> None:
@@ -168,7 +179,7 @@ from actors.engine.model.paged_decode import _decode, _join
 
 names = {*_decode.arg_names, *_join.arg_names}
 types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names} | {"scale": "fp32"}
-types |= {name: "*i32" for name in ("block_table_ptr", "cu_seqlens_ptr")}
+types |= {name: "*i32" for name in ("tables_ptr", "places_ptr", "lengths_ptr")}
 types |= {name: "*fp32" for name in ("acc_ptr", "peak_ptr", "weight_ptr")}
 for D, G in ((64, 7), (80, 1), (128, 8), (256, 2)):
     Dp = triton.next_power_of_2(D)
@@ -204,15 +215,15 @@ def test_replayed_decode_follows_new_lengths_and_tables() -> None:
         make_case(lengths, (28, 4), 128, 256, torch.bfloat16, seed=i)
         for i, lengths in enumerate([(3, 500, 0, 1), (300, 0, 513, 0), (1, 256, 257, 600)])
     ]
-    names = ("q", "k", "v", "block_table", "cu_seqlens")
+    names = ("q", "k", "v", "tables", "places", "cached_and_new")
     largest = max(cases, key=lambda case: case.k_pages.shape[0])
     k_pages, v_pages = largest.k_pages.cuda(), largest.v_pages.cuda()
-    width = max(case.block_table.shape[1] for case in cases)
+    width = max(case.tables.shape[1] for case in cases)
 
     def inputs(case: Case) -> dict[str, torch.Tensor]:
-        table = torch.full((4, width), -1, dtype=torch.int32)
-        table[:, : case.block_table.shape[1]] = case.block_table
-        return {name: getattr(case, name) for name in names} | {"block_table": table}
+        tables = torch.full((6, width), -1, dtype=torch.int32)
+        tables[:, : case.tables.shape[1]] = case.tables
+        return {name: getattr(case, name) for name in names} | {"tables": tables}
 
     static = {name: tensor.cuda() for name, tensor in inputs(cases[0]).items()}
     decode: Callable[[], torch.Tensor] = lambda: paged_decode(  # noqa: E731
@@ -221,8 +232,9 @@ def test_replayed_decode_follows_new_lengths_and_tables() -> None:
         static["v"],
         k_pages,
         v_pages,
-        static["block_table"],
-        static["cu_seqlens"],
+        static["tables"],
+        static["places"],
+        static["cached_and_new"],
         128**-0.5,
     )
     decode()

@@ -5,7 +5,7 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -69,20 +69,11 @@ def a_sequence(dice: random.Random) -> Running:
 
 def step(sampler: BatchSampler, batch: list[Running], logits: Tensor, padding: int = 0) -> Tensor:
     """Prepare and compute a batch; padding rows hold rubbish."""
-    requests = [
-        SimpleNamespace(
-            state=SimpleNamespace(
-                position_offset=len(r.seq.prompt_ids) + len(r.output), sampling=r.seq
-            ),
-            has_new_token=True,
-        )
-        for r in batch
-    ]
-    storage = torch.full((sampler.tensors_required, len(batch) + padding), 77, dtype=torch.int32)
-    sampler.prepare_tensor_args(requests, storage)  # type: ignore[arg-type]
+    params_PB = torch.full((len(Param), len(batch) + padding), 77, dtype=torch.int32)
+    sampler.prepare([(r.seq, len(r.output)) for r in batch], params_PB)
     last = [(r.output or r.seq.prompt_ids)[-1] for r in batch]
     input_ids = torch.tensor([*last, *[3] * padding], dtype=torch.int32)
-    return sampler(input_ids, logits, storage)
+    return sampler(input_ids, logits, params_PB)
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
@@ -123,7 +114,7 @@ def test_every_step_is_what_the_reference_says(
             len(batch) + padding, V, generator=torch.Generator().manual_seed(number)
         )
         if dice.random() < 0.1:  # prepared, and then there was no memory to launch it
-            sampler.prepare_tensor_args([], torch.empty((sampler.tensors_required, 1)))
+            sampler.prepare([], torch.empty((len(Param), 1)))
         found = step(sampler, batch, logits, padding)
         for row, r in enumerate(batch):
             assert torch.equal(found[row], expected_row(logits[row], r.seq, r.output)), number
@@ -269,13 +260,7 @@ def test_params_of_a_row_say_where_its_tables_are() -> None:
     biased = Running(
         SequenceSampling(ResolvedSampling(temperature=0.0, logit_bias={3: 1.0}), (1,), 0)
     )
-    storage = torch.zeros((sampler.tensors_required, 2), dtype=torch.int32)
-    requests: Any = [
-        SimpleNamespace(
-            state=SimpleNamespace(position_offset=1, sampling=r.seq), has_new_token=True
-        )
-        for r in (plain, biased)
-    ]
-    sampler.prepare_tensor_args(requests, storage)
+    storage = torch.zeros((len(Param), 2), dtype=torch.int32)
+    sampler.prepare([(r.seq, 0) for r in (plain, biased)], storage)
     assert storage[Param.BIAS].tolist() == [0, 1]
     assert storage[Param.COUNTS].tolist() == [0, 0]

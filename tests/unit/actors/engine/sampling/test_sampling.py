@@ -1,20 +1,13 @@
-import dataclasses
 import math
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    RepetitionPenaltyLogitsProcessor,
-)
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM, RepetitionPenaltyLogitsProcessor
 
-from actors.engine.batching.upstream import RequestState
+from actors.engine.batching.sequence import LoopSequence
 from actors.engine.outputs import RawLogprob
 from actors.engine.sampling.logits import Param
 from actors.engine.sampling.noise import gumbel, splitmix64
@@ -23,6 +16,7 @@ from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import SamplingParams
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.text.validation import MAX_LOGIT_BIAS, validate
+from tests.unit.actors.engine.batching.steps_on_cpu import model_steps
 
 V = 64
 
@@ -34,11 +28,9 @@ def sequence(prompt: tuple[int, ...] = (1, 2, 3), seed: int = 0, **params: Any) 
     return SequenceSampling(ResolvedSampling(**params), prompt, seed, frozenset(stop), list(output))
 
 
-def request(seq: SequenceSampling | None, has_new_token: bool = True) -> Any:
-    """What the manager hands over after it has counted the step's tokens in `position_offset`."""
-    offset = 5 if seq is None else len(seq.prompt_ids) + len(seq.output_ids)
-    state = SimpleNamespace(position_offset=offset, **({} if seq is None else {"sampling": seq}))
-    return SimpleNamespace(state=state, has_new_token=has_new_token)
+def row(seq: SequenceSampling) -> tuple[SequenceSampling, int]:
+    """What `prepare` takes of a sequence."""
+    return seq, len(seq.output_ids)
 
 
 def run_step(
@@ -48,16 +40,12 @@ def run_step(
     padding: int = 0,
     rubbish: int | None = None,
 ) -> Tensor:
-    """One step as the manager's runner does it; `padding` rows follow the batch."""
+    """One step as the runner does it; `padding` rows follow the batch."""
     rows = len(sequences) + padding
-    storage = torch.empty((sampler.tensors_required, rows + 3), dtype=torch.int32)
-    if rubbish is None:
-        defaults = torch.empty((sampler.tensors_required, 1), dtype=torch.int32)
-        sampler.fill_defaults(defaults)
-        storage[:] = defaults
-    else:
+    storage = torch.zeros((len(Param), rows + 3), dtype=torch.int32)  # greedy
+    if rubbish is not None:
         storage.fill_(rubbish)
-    sampler.prepare_tensor_args([request(seq) for seq in sequences], storage)
+    sampler.prepare([row(seq) for seq in sequences], storage)
     last = [(seq.output_ids or seq.prompt_ids)[-1] for seq in sequences]
     input_ids = torch.tensor([*last, *[0] * padding], dtype=torch.int32)
     before = logits.clone()
@@ -154,7 +142,7 @@ def test_samples_follow_the_softmax() -> None:
         [
             run_step(
                 BatchSampler(),
-                [dataclasses.replace(seq, seed=seed) for seq in one],
+                [replace(seq, seed=seed) for seq in one],
                 logits.expand(200, 16),
             ).argmax(-1)
             for seed in range(100)
@@ -287,35 +275,19 @@ def test_padding_rows_are_harmless(rubbish: int | None) -> None:
     assert torch.equal(padded[:8], expected)
 
 
-def test_rows_are_those_of_requests_with_a_new_token() -> None:
+def test_rows_whose_token_nobody_wants_are_greedy() -> None:
+    """It is computed, too, and thrown away; what was left there named places of others' tables."""
     sampler = BatchSampler()
-    storage = torch.zeros((sampler.tensors_required, 4), dtype=torch.int32)
-    first, second, third = (sequence(temperature=1.0, seed=seed) for seed in (1, 2, 3))
-    sampler.prepare_tensor_args(
-        [request(first), request(second, has_new_token=False), request(None), request(third)],
-        storage,
-    )
-    assert storage[Param.SEED_LOW].tolist() == [1, 0, 3, 0]
-    assert storage[Param.TEMPERATURE].view(torch.float32).tolist() == [1, 0, 1, 0]
-    sampler.prepare_tensor_args([request(second, has_new_token=False)], storage)
-
-
-def test_row_of_a_prompt_that_goes_on_has_nothing_of_an_earlier_batch() -> None:
-    """Its token is computed, too, and thrown away; what was left there named places of others' tables."""
-    sampler = BatchSampler()
-    storage = torch.zeros((sampler.tensors_required, 4), dtype=torch.int32)
-    wishes = {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}}
-    sampler.prepare_tensor_args([request(sequence(**wishes)) for _ in range(3)], storage)
+    storage = torch.zeros((len(Param), 4), dtype=torch.int32)
+    wishes = {"temperature": 1.0, "repetition_penalty": 1.2, "logit_bias": {5: 1.0}}
+    sampler.prepare([row(sequence(**wishes, seed=seed)) for seed in (1, 2, 3)], storage)
     assert storage[Param.COUNTS, :3].tolist() == storage[Param.BIAS, :3].tolist() == [1, 2, 3]
-    one, goes_on = request(sequence(**wishes)), request(sequence(), has_new_token=False)
-    sampler.prepare_tensor_args([one, goes_on, goes_on], storage)
+    assert storage[Param.SEED_LOW].tolist() == [1, 2, 3, 0]
+    sampler.prepare([row(sequence(**wishes, seed=4)), None, row(sequence())], storage)
     assert storage[Param.COUNTS, 1:3].tolist() == storage[Param.BIAS, 1:3].tolist() == [0, 0]
-
-
-def test_kwargs_are_refused() -> None:
-    BatchSampler().check_kwargs({})
-    with pytest.raises(ValueError, match="temperature"):
-        BatchSampler().check_kwargs({"temperature": 1.0})
+    assert storage[Param.SEED_LOW, :3].tolist() == [4, 0, 0]
+    assert storage[Param.TEMPERATURE, :3].view(torch.float32).tolist() == [1, 0, 0]
+    sampler.prepare([None], storage)
 
 
 # Penalties, bias, min_tokens
@@ -373,10 +345,8 @@ def test_penalties_know_a_token_before_the_host_does() -> None:
     expected = run_step(BatchSampler(), [known], logits)
     ahead = sequence(output=[4, 8], **params)
     sampler = BatchSampler()
-    storage = torch.zeros((sampler.tensors_required, 1), dtype=torch.int32)
-    late = request(ahead)
-    late.state.position_offset += 1
-    sampler.prepare_tensor_args([late], storage)
+    storage = torch.zeros((len(Param), 1), dtype=torch.int32)
+    sampler.prepare([(ahead, 3)], storage)
     assert torch.equal(sampler(torch.tensor([4], dtype=torch.int32), logits, storage), expected)
 
 
@@ -527,27 +497,7 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
         validate(SamplingParams(max_tokens=4, min_tokens=5), V)
 
 
-# Inside transformers' continuous batching
-
-
-@dataclasses.dataclass(eq=False)
-class State(RequestState):
-    sampling: SequenceSampling = dataclasses.field(kw_only=True)
-
-    def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
-        done = super().update_and_check_completion(token_id, logprob)
-        self.sampling.output_ids.append(token_id)
-        return done
-
-    def create_equivalent_initial_request(self) -> "State":
-        base = super().create_equivalent_initial_request()
-        return State(
-            base.request_id,
-            base.initial_tokens,
-            max_new_tokens=base.max_new_tokens,
-            eos_token_id=-1,
-            sampling=self.sampling,
-        )
+# Inside the generation loop
 
 
 @pytest.fixture(scope="module")
@@ -571,31 +521,18 @@ def model() -> Qwen2ForCausalLM:
 
 @pytest.fixture
 def generate(model: Qwen2ForCausalLM) -> Any:
-    """Runs sequences through a manager of its own, all admitted before the first step."""
-    tokens = 20
+    """Runs sequences through a loop of their own, all there before the first step; how often one started over."""
 
-    def run(sequences: list[SequenceSampling], num_blocks: int = 64) -> list[list[int]]:
-        manager = model.init_continuous_batching(
-            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(
-                page_size=16, num_blocks=num_blocks, max_batch_tokens=24, max_requests_per_batch=8
-            ),
-        )
-        manager.logit_processor = BatchSampler()
-        for i, seq in enumerate(sequences):
-            state = State(
-                str(i), list(seq.prompt_ids), max_new_tokens=tokens, eos_token_id=-1, sampling=seq
-            )
-            manager.input_queue.put(state)
-        manager.start()
-        try:
-            for _ in sequences:
-                result = manager.get_result(timeout=30)
-                assert result is not None
-                assert result.error is None
-        finally:
-            manager.stop(hard_stop=True)
-        return [seq.output_ids for seq in sequences]
+    def run(sequences: list[SequenceSampling], num_blocks: int = 64) -> tuple[list[list[int]], int]:
+        loop = model_steps(model, num_blocks=num_blocks, max_sequences=8, overlaps=True)
+        found = [
+            LoopSequence(str(i), seq, len(seq.prompt_ids) + 20) for i, seq in enumerate(sequences)
+        ]
+        for each in found:
+            loop.scheduler.add(each)
+        loop.finish()
+        starts = [(name, start) for step in loop.steps for name, start, _ in step]
+        return [seq.output_ids for seq in sequences], len(starts) - len(set(starts))
 
     return run
 
@@ -605,11 +542,12 @@ def prompt_of(seed: int, length: int) -> tuple[int, ...]:
     return tuple(torch.randint(0, 300, (length,), generator=generator).tolist())
 
 
-def test_greedy_in_the_manager_equals_generate(model: Qwen2ForCausalLM, generate: Any) -> None:
+def test_greedy_in_the_loop_equals_generate(model: Qwen2ForCausalLM, generate: Any) -> None:
     prompts = [
         prompt_of(seed, 5 + 9 * seed) for seed in range(4)
     ]  # the longest is prefilled in parts
-    found = generate([sequence(prompt=prompt) for prompt in prompts])
+    found, _ = generate([sequence(prompt=prompt) for prompt in prompts])
+    model.set_attn_implementation("eager")
     for prompt, tokens in zip(prompts, found, strict=True):
         expected = model.generate(  # type: ignore[misc]
             torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0
@@ -630,31 +568,20 @@ def sampled() -> list[SequenceSampling]:
     ]
 
 
-def test_sampled_in_the_manager_is_the_same_alone_and_among_neighbours(generate: Any) -> None:
-    together = generate(sampled())
-    alone = [generate([seq])[0] for seq in sampled()]
+def test_sampled_in_the_loop_is_the_same_alone_and_among_neighbours(generate: Any) -> None:
+    together, _ = generate(sampled())
+    alone = [generate([seq])[0][0] for seq in sampled()]
     assert together == alone
     assert together[0] == together[3]
     assert len({tuple(tokens) for tokens in together}) == 4
     assert len(set(together[4])) > 5  # the penalty keeps it from repeating itself
 
 
-def test_sampled_in_the_manager_survives_requeues(
-    generate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = generate(sampled())
-    requeued: list[str] = []
-    original = State.create_equivalent_initial_request
-
-    def spy(self: State) -> State:
-        requeued.append(self.request_id)
-        return original(self)
-
-    monkeypatch.setattr(State, "create_equivalent_initial_request", spy)
+def test_sampled_in_the_loop_survives_starting_over(generate: Any) -> None:
+    expected, again = generate(sampled())
+    assert not again
     batch = sampled()
-    # Too few blocks for all: the manager throws sequences out and starts them over.
-    assert generate(batch, num_blocks=8) == expected
-    assert requeued
-    logprobs = batch[1].take_logprobs(20)
-    assert logprobs is not None
-    assert [found.token_id for found in logprobs] == batch[1].output_ids
+    # Too few blocks for all: some have to give up theirs.
+    found, again = generate(batch, num_blocks=11)
+    assert found == expected
+    assert again

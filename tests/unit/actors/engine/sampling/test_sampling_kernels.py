@@ -210,14 +210,13 @@ def test_captured_graph_reads_its_parameters_at_replay(filters: bool) -> None:
 
 def test_no_kernel_has_an_argument_that_triton_s_launcher_overwrites() -> None:
     """It makes a function of a kernel's arguments, with locals of its own (triton/runtime/jit.py, 3.6)."""
-    from actors.engine.batching import fetch
-    from actors.engine.model import paged_decode
+    from actors.engine.model import paged_decode, paged_prefill
     from actors.engine.sampling import kernels as sampling_kernels
     from actors.image import checksum_kernel
 
     kernels = [
         found
-        for module in (fetch, paged_decode, sampling_kernels, checksum_kernel)
+        for module in (paged_decode, paged_prefill, sampling_kernels, checksum_kernel)
         for found in vars(module).values()
         if hasattr(found, "arg_names")
     ]
