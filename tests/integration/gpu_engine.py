@@ -105,16 +105,21 @@ class PoisonedDriver:
         return memory.data_ptr()
 
     def map(self, address: int, size: int) -> None:
-        self._ranges[address].fill_(255)
+        self.tensor(address, size).fill_(255)
 
     def unmap(self, address: int, size: int) -> None:
-        self._ranges[address].fill_(255)
+        self.tensor(address, size).fill_(255)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
     def tensor(self, address: int, size: int) -> torch.Tensor:
-        return self._ranges[address][:size]
+        start, memory = next(
+            (start, memory)
+            for start, memory in self._ranges.items()
+            if start <= address < start + len(memory)
+        )
+        return memory[address - start :][:size]
 
 
 @dataclass

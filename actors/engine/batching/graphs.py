@@ -72,7 +72,6 @@ class GraphRunner(Runner):
         )
         self._layers = layers
         self._pool = pool
-        self._own_pool = torch.cuda.graph_pool_handle()
         # One for nothing else: cuBLAS's workspace of a thread on it comes out of the graphs' pool, with
         # the first of them, and not from where it would be given back.
         self._capture_stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
@@ -123,6 +122,8 @@ class GraphRunner(Runner):
         self._graphs.clear()
         self._logits_RV = None
         self._is_gated = False
+        # Torch's own goes with the last graph in it, so each capture has another.
+        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool.id
         with workspaces.in_use(), torch.no_grad():
             self._run_longest_prompt()
             layers = None if self._compiled else self._layers
@@ -130,7 +131,7 @@ class GraphRunner(Runner):
                 for size in self.padded_sizes:
                     # First without a graph: nothing may compile or load while one is captured.
                     self._run_padding(size)
-                    self._capture_size(size)
+                    self._capture_size(size, pool)
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started_s
         logger.info("captured %d graphs in %.1f s", len(self._graphs), seconds)
@@ -194,13 +195,12 @@ class GraphRunner(Runner):
         self.inputs.settle(size, self._newest_R)
         return self._forward(self._pages(size), size)
 
-    def _capture_size(self, size: StepSize) -> None:
+    def _capture_size(self, size: StepSize, pool: tuple[int, int]) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
                 graph,
-                # Annotated int, is a handle.
-                pool=self._own_pool if self._pool is None else self._pool.id,  # type: ignore[arg-type]
+                pool=pool,  # type: ignore[arg-type]  # annotated int, is a handle
                 stream=self._capture_stream,
                 capture_error_mode="thread_local",  # other threads may use the device meanwhile
             ):
