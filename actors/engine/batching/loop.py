@@ -246,6 +246,7 @@ class GenerationLoop:
             ):  # of a device that has failed, which is why nobody wants another step
                 self.runner.synchronize()
             return False
+        self._pipeline.wait()
         self._came.clear()
         self._take_in()
         if self._pauses or self._stops:

@@ -1,6 +1,7 @@
 """The order in which steps are launched and read: one after the other, or the next before the last is read."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,6 +27,8 @@ class Launcher(Protocol):
     def launch(self, step: Step) -> None: ...
 
     def read(self) -> tuple[Step, list[int]]: ...
+
+    def spare_s(self) -> float: ...
 
 
 class Pipeline:
@@ -64,6 +67,11 @@ class Pipeline:
         self._release_memory = release_memory
         self._unread = False  # the newest step
         self._is_short = False  # of memory: the last launch failed
+
+    def wait(self) -> None:
+        """Return when the next step is to be launched, before the one under way ends."""
+        if self._overlaps and self._unread:
+            time.sleep(self._runner.spare_s())
 
     def advance(self) -> bool:
         """Launch the next step, or read the last; False if there is neither."""

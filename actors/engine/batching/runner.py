@@ -2,6 +2,7 @@
 
 # N tokens of a step, R sequences in it (rows), V vocabulary
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from actors.engine.batching.costs import StepCosts
 from actors.engine.batching.inputs import StepInputs, StepSize
 from actors.engine.batching.kv_cache import KvCache
+from actors.engine.batching.launch_timer import LaunchTimer
 from actors.engine.batching.scheduling import Step
 from actors.engine.model.paged_step import PagedStep, computing
 from actors.engine.sampling.sampler import BatchSampler
@@ -22,6 +24,7 @@ from actors.engine.sampling.sampler import BatchSampler
 @dataclass(slots=True)
 class _Launched:
     step: Step
+    size: StepSize
     tokens: Tensor  # of each row, on the host, once `done`
     begun: torch.cuda.Event | None  # None: how long it takes is no cost of a step
     done: torch.cuda.Event | None
@@ -70,6 +73,7 @@ class Runner:
             for _ in range(2)
         ]
         self._launched: deque[_Launched] = deque()
+        self._timer = LaunchTimer()
         self._count = 0
         self._keeps_logits = bool(model._supports_logits_to_keep())  # type: ignore[operator]  # a method
 
@@ -106,21 +110,27 @@ class Runner:
             self.synchronize()  # what was enqueued of it still reads what the next one writes
             raise
         self._count += 1
-        self._launched.append(_Launched(step, found_R, begun, done))
+        self._launched.append(_Launched(step, size, found_R, begun, done))
+        self._timer.launched(size, time.monotonic())
 
     def read(self) -> tuple[Step, list[int]]:
         """The oldest step that was not read, and a token for each of its rows; waits for the device."""
         launched = self._launched.popleft()
-        step = launched.step
+        step, seconds = launched.step, None
         if launched.done is not None:
             launched.done.synchronize()
-            if self._costs is not None and launched.begun is not None:
-                self._costs.note(
-                    launched.begun.elapsed_time(launched.done) / 1000,
-                    step.num_decoding,
-                    [(row.count, row.start) for row in step.rows[step.num_decoding :]],
-                )
+            if launched.begun is not None:
+                seconds = launched.begun.elapsed_time(launched.done) / 1000
+        if self._costs is not None and seconds is not None:
+            prompts = [(row.count, row.start) for row in step.rows[step.num_decoding :]]
+            self._costs.note(seconds, step.num_decoding, prompts)
+        is_padded = launched.size in self.padded_sizes  # only these come again
+        self._timer.done(seconds if is_padded else None, time.monotonic())
         return step, launched.tokens.tolist()
+
+    def spare_s(self) -> float:
+        """Seconds for which the next launch may wait without the device waiting for it."""
+        return self._timer.spare_s(time.monotonic())
 
     def synchronize(self) -> None:
         """Return when the device has done all that was launched."""
@@ -134,10 +144,9 @@ class Runner:
         if self._sizes and not step.has_prompts:
             rows = len(step.rows)
             return self._decode_size(next(n for n in self._decode_rows() if n >= rows))
-        fitting = next((n for n in self._sizes if n >= step.tokens), None)
-        if fitting is not None:
-            return self._prompt_size(fitting)
-        return StepSize(step.tokens, len(step.rows), step.has_prompts)
+        sizes = [self._prompt_size(n) for n in self._sizes if n >= step.tokens]
+        exact = StepSize(step.tokens, len(step.rows), step.has_prompts)
+        return next((size for size in sizes if size.rows >= len(step.rows)), exact)
 
     def _decode_rows(self) -> list[int]:
         """Rows that steps without prompts are padded to."""
@@ -149,7 +158,9 @@ class Runner:
         return StepSize(rows, rows, has_prompts=False)
 
     def _prompt_size(self, tokens: int) -> StepSize:
-        return StepSize(tokens, min(tokens, self._max_rows), has_prompts=True)
+        # Logits are computed for all of its rows, and prompts get as many tokens as there are sequences that decode.
+        rows = tokens if tokens == self._sizes[-1] else tokens // 2
+        return StepSize(tokens, min(rows, self._max_rows), has_prompts=True)
 
     def _all_sizes(self) -> list[StepSize]:
         """That steps are padded to; the largest of each kind first: the others fit into what it leaves."""

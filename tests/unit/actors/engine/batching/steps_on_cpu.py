@@ -57,6 +57,9 @@ class RuleRunner:
         step = self.launched.pop(0)
         return step, [row.end for row in step.rows]
 
+    def spare_s(self) -> float:
+        return 0.0
+
 
 class Steps:
     """A loop whose steps are taken by hand.

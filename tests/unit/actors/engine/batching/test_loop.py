@@ -11,6 +11,7 @@ import transformers as tf
 
 from actors.engine.batching.kv_growth import kv_parts
 from actors.engine.batching.loop import GenerationLoop
+from actors.engine.batching.scheduling import Step
 from actors.engine.cache_shape import cache_shape
 from actors.engine.config import EngineConfig
 from actors.engine.model.attention import choose_attention
@@ -186,3 +187,26 @@ def test_pauses_and_submissions_of_several_threads_lose_nothing() -> None:
             thread.join()
         until(lambda: len(ended(outputs)) == 60)
         assert len(outputs) == 180
+
+
+def test_who_comes_while_launching_waits_is_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with started() as (loop, outputs):
+        steps: list[list[str]] = []
+        launch, wait = loop.runner.launch, loop._pipeline.wait
+
+        def noted(step: Step) -> None:
+            steps.append([row.sequence.name for row in step.rows])
+            launch(step)
+
+        def visited() -> None:
+            wait()
+            if len(steps) == 2 and not loop.waiting:
+                submit(loop, "b")
+
+        monkeypatch.setattr(loop.runner, "launch", noted)
+        monkeypatch.setattr(loop._pipeline, "wait", visited)
+        submit(loop, "a")
+        until(lambda: len(ended(outputs)) == 2)
+        assert steps[:3] == [["a"], ["a"], ["a", "b"]]

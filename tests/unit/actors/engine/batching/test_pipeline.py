@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from actors.engine.batching import pipeline
@@ -110,3 +111,19 @@ def test_two_in_a_row_refuse_the_sequences_of_the_step_and_no_others() -> None:
     assert refused == names[:2]
     assert steps.tokens(names[2]) == list(range(4, 10))
     assert steps.cache.used_blocks == 0
+
+
+def test_launching_waits_only_while_a_step_is_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(pipeline.time, "sleep", slept.append)
+    steps, runner = loop()
+    monkeypatch.setattr(runner, "spare_s", lambda: 0.25)
+    steps.pipeline.wait()
+    steps.submit([1, 2], 5)
+    steps.pipeline.advance()  # its first token is read at once
+    steps.pipeline.wait()
+    assert not slept
+    steps.pipeline.advance()
+    steps.pipeline.wait()
+    assert slept == [0.25]
+    steps.finish()
