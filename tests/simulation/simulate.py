@@ -38,7 +38,7 @@ class ReplicaModel:
     image_start_s: float = 12.13
     disk_start_s: float = 31.56
     tokens_per_s: Mapping[int, float] = field(
-        default_factory=lambda: {1: 193.6, 16: 2748.8, 64: 8992.3, 256: 16637.4}
+        default_factory=lambda: {1: 194.6, 16: 2793.7, 64: 8553.9, 256: 14627.0}
     )
     room: int = 16
     idle_timeout_s: float = 60.0
