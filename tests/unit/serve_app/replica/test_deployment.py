@@ -444,15 +444,22 @@ def test_driver_that_raises_is_heard_of() -> None:
 class Actor:
     """Of a process that Ray cannot end, because it is stopped or hangs; `start` goes as the test says."""
 
-    def __init__(self, process_id: int, start: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(
+        self, process_id: int, start: Callable[[str], Awaitable[None]], answers: bool = True
+    ) -> None:
         async def ping() -> int:
+            if not answers:
+                await asyncio.Event().wait()
             return process_id
 
+        self.process_id = process_id
         self.ping = SimpleNamespace(remote=ping)
         self.start = SimpleNamespace(remote=start)
 
 
-@pytest.mark.parametrize("how", ["never connects", "connects and is silent", "says that it hangs"])
+@pytest.mark.parametrize(
+    "how", ["never answers", "never connects", "connects and is silent", "says that it hangs"]
+)
 def test_worker_that_hangs_in_its_start_is_noticed_and_ended(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,18 +475,21 @@ def test_worker_that_hangs_in_its_start_is_noticed_and_ended(
 
     limits = WatchdogConfig(
         other_timeout_s=0.1 if how == "never connects" else 60,
-        silence_timeout_s=0.1 if how == "connects and is silent" else 60,
+        silence_timeout_s=0.1 if how in ("never answers", "connects and is silent") else 60,
     )
     settings: Any = SimpleNamespace(watchdog=limits)
     expected = {
+        "never answers": "not answered within 0.1 s",
         "never connects": "not begun within 0.1 s",
         "connects and is silent": "said nothing for 0.1 s",
         "says that it hangs": str(failure),
     }
     monkeypatch.setattr(worker_process, "_KILL_AFTER_S", 0.01)
+    monkeypatch.setattr(worker_process, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(worker_process, "_process_of", lambda actor: actor.process_id)
     monkeypatch.setattr(worker_process.ray, "kill", lambda actor: None)
     with subprocess.Popen(["sleep", "60"]) as process:
-        actor = Actor(process.pid, start)
+        actor = Actor(process.pid, start, answers=how != "never answers")
         monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
 
         async def scenario() -> None:
@@ -489,6 +499,24 @@ def test_worker_that_hangs_in_its_start_is_noticed_and_ended(
 
         asyncio.run(scenario())
         assert process.wait(5) == -signal.SIGKILL
+
+
+def test_worker_without_a_place_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[object] = []
+
+    async def start(socket: str) -> None:
+        pytest.fail("it has no process")
+
+    actor = Actor(0, start, answers=False)
+    monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
+    monkeypatch.setattr(worker_process, "_process_of", lambda actor: actor.process_id)
+    monkeypatch.setattr(worker_process, "_PLACE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(worker_process, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(worker_process.ray, "kill", killed.append)
+    settings: Any = SimpleNamespace(watchdog=WatchdogConfig())
+    with pytest.raises(WorkerLost, match=r"no process .* within 0.05 s"):
+        asyncio.run(WorkerProcess.start(settings, {}, Observer()))
+    assert killed == [actor]
 
 
 def test_worker_that_cannot_start_says_why_and_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
