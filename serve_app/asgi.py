@@ -130,7 +130,7 @@ def make_app(configs: Sequence[ModelConfig], environment: Mapping[str, str]) -> 
                 )
             yield
 
-    app.router.lifespan_context = lifespan  # the front itself has none
+    app.router.lifespan_context = lifespan  # the front's own is for several processes
     return app
 
 

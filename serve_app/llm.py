@@ -18,6 +18,7 @@ from actors.protocol import (
     ChatPrompt,
     GenerateRequest,
     Prompt,
+    Refusal,
     ReplicaState,
     SleepCommand,
     TokenEvent,
@@ -303,6 +304,8 @@ class LLM:
         request, codec = prepared.request, self._replica.runtime.codec
         events: list[list[TokenEvent]] = [[] for _ in range(request.n)]
         async for event in self._replica.answer(prepared):
+            if isinstance(event, Refusal):
+                raise event.error
             events[event.index].append(event)
         text = request.prompt if isinstance(request.prompt, str) else None
         if isinstance(request.prompt, ChatPrompt):

@@ -119,6 +119,10 @@ class ServeProcess:
         """Those of `processes` whose names start like this."""
         return [process for process in self.processes() if _name(process).startswith(start)]
 
+    def titled(self, start: str) -> list[psutil.Process]:
+        """Those of `processes` whose titles start like this: longer than names, and of what has ended nothing."""
+        return [process for process in self.processes() if _title(process).startswith(start)]
+
     @property
     def pid(self) -> int:
         return self._leader.pid
@@ -136,7 +140,7 @@ class ServeProcess:
 
     def cpu_s(self, title: str) -> float:
         """Seconds of a core that the processes whose titles start like this have used."""
-        used = [p.cpu_times() for p in self.processes() if _title(p).startswith(title)]
+        used = [process.cpu_times() for process in self.titled(title)]
         return sum(each.user + each.system for each in used)
 
     def driver(

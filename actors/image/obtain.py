@@ -97,8 +97,7 @@ class FastLoad:
     lessee: str
     start_timeout_s: float = 120.0  # for a holder that is being deployed together with us
     ping_timeout_s: float = 5.0
-    load_timeout_s: float = LOAD_TIMEOUT_S
-    read_timeout_s: float = LOAD_TIMEOUT_S  # from disk
+    load_timeout_s: float = LOAD_TIMEOUT_S  # by the holder
     open_timeout_s: float = 300.0  # from another node the bytes come over the network
     recheck_timeout_s: float = 20.0  # hashing 100 GB takes 3 s; Serve gives a health check 30 s
     on_obtained: Callable[[ImageSource], None] = ignore_source  # called once for each `obtain`
@@ -124,8 +123,8 @@ class FastLoad:
 
     async def _read(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What reads the checkpoint, beside the event loop and for a limited time."""
-        limit_s = self.read_timeout_s
-        async with at_most(limit_s, ImageMissing(unread(self.checkpoint, limit_s))):
+        too_long = ImageMissing(unread(self.checkpoint, LOAD_TIMEOUT_S))
+        async with at_most(LOAD_TIMEOUT_S, too_long):
             return await asyncio.wrap_future(start_apart(work, *args, **kwargs))
 
     async def release(self, key: ImageKey) -> None:

@@ -108,9 +108,7 @@ class ModelRuntime:
         if params.grammar is not None or not params.ignore_eos:
             stops |= self.codec.eos_ids
         seeds = tuple(_wrap_int64(seed + i) for i in range(request.n))
-        return Prepared(
-            request, prompt_ids, params, seeds, stops, form, arrived_s, request.lost_workers
-        )
+        return Prepared(request, prompt_ids, params, seeds, stops, form, arrived_s)
 
     async def check_grammar(self, prepared: Prepared) -> None:
         """Have the worker compile a request's grammar, if it has one. Needs no weights.

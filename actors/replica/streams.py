@@ -37,7 +37,7 @@ class Sequences(Protocol):
     def cancel(self, sequence_id: str) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A request that passed every check and can be generated, by one worker or by the next."""
 
@@ -48,7 +48,6 @@ class Prepared:
     stop_ids: frozenset[int]
     form: MessageForm | None  # of a chat
     arrived_s: float  # of `time.perf_counter`
-    lost_workers: int = 0  # that failed while they had it
 
 
 def pieces(event: TokenEvent) -> Iterator[TokenEvent]:

@@ -35,13 +35,13 @@ class WatchdogConfig(BaseModel):
     silence_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="Seconds that the worker's process may say nothing, from its first word on; it gives a sign "
-        "of life every second, while it starts as well.",
+        description="Seconds that the worker's process may say nothing: to the first question, once Ray has chosen "
+        "it, and from its first word on; it gives a sign of life every second, while it starts as well.",
     )
     other_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds for anything else: the worker's process to begin and import what it needs, the "
+        description="Seconds for anything else: the worker's process to import what it needs, the "
         "engine to be made ready, layers to be compiled, graphs to be captured. An image may take half an "
         "hour.",
     )

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -85,7 +84,6 @@ def serve(
 
     from actors.engine.model.cards import has_nvidia_driver
     from serve_app.config.compose import Options, compose
-    from serve_app.config.files import check_serve_config
 
     has_driver = has_nvidia_driver()
     options = Options(
@@ -104,16 +102,17 @@ def serve(
         environment[API_KEYS_VARIABLE] = api_key
     with errors_in_one_line():
         config = compose(models or [], options)
-        checked = check_serve_config(config, Path.cwd())
-        keys = _keys(config, environment)
-    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+        keys = _keys(config.data, environment)
+    text = yaml.safe_dump(config.data, sort_keys=False, allow_unicode=True)
     if print_config:
         print(text, end="")
         return
-    for model in checked:
+    for model in config.models:
         if note := model.unused_card(has_driver):
             say(note)
-    for line in _hints(config["http_options"], [model.model_id for model in checked], keys):
+    for line in _hints(
+        config.data["http_options"], [model.model_id for model in config.models], keys
+    ):
         say(line)
     _become_serve_run(text, environment)
 

@@ -16,11 +16,13 @@ from serve_app.config.files import (
     LLM,
     WEIGHTS,
     ModelConfig,
-    check_file,
+    ServeConfig,
+    as_written,
     checkpoint_problem,
-    in_place,
     is_serve_config,
     load_model_config,
+    read_serve_config,
+    with_located_source,
 )
 
 Settings = dict[str, Any]  # what a YAML file says
@@ -69,7 +71,7 @@ class Options:
         )
 
 
-def compose(names: Sequence[str], options: Options) -> Settings:
+def compose(names: Sequence[str], options: Options) -> ServeConfig:
     """What a serve_config.yaml says that serves these models.
 
     Args:
@@ -86,8 +88,8 @@ def compose(names: Sequence[str], options: Options) -> Settings:
         config = _of_file(whole[0], options)
     else:
         _check_options(len(names), options)
-        config = _of_models([_model(name, options) for name in names])
-    config["http_options"] |= options.http_options
+        config = _of_models(names, [_model(name, options) for name in names])
+    config.data["http_options"] |= options.http_options
     return config
 
 
@@ -97,9 +99,16 @@ def shipped(name: str) -> Path:
     return installed if installed.exists() else _PACKAGE.parent / name
 
 
-def _of_models(models: list[Settings]) -> Settings:
+def _of_models(names: Sequence[str], models: Sequence[ModelConfig]) -> ServeConfig:
     """As serve_config.yaml has it, which says why."""
-    return {
+    first: dict[str, str] = {}
+    for name, model in zip(names, models, strict=True):
+        if model.model_id in first:
+            text = f"{model.model_id}, as in {first[model.model_id]}; each needs its own"
+            raise ConfigError([Problem(text, ("model_id",), file=name)])
+        first[model.model_id] = name
+    written = [as_written(model) for model in models]
+    data = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": 8000},
         "logging_config": {"encoding": "TEXT", "log_level": "INFO"},
@@ -108,27 +117,33 @@ def _of_models(models: list[Settings]) -> Settings:
                 "name": "weights",
                 "route_prefix": None,
                 "import_path": WEIGHTS,
-                "args": {"models": models},
+                "args": {"models": written},
             },
             {
                 "name": "llm",
                 "route_prefix": "/",
                 "import_path": LLM,
                 "external_scaler_enabled": True,
-                "args": {"models": models},
+                "args": {"models": written},
             },
         ],
     }
+    return ServeConfig(data, tuple(models))
 
 
-def _of_file(file: str, options: Options) -> Settings:
-    _check_options(len(check_file(file)), options)
-    config = in_place(file)
-    for application in config["applications"]:
+def _of_file(file: str, options: Options) -> ServeConfig:
+    config = read_serve_config(file)
+    _check_options(len(config.models), options)
+    if not options.of_models:
+        return config
+    models: dict[str, ModelConfig] = {}
+    for application in config.data["applications"]:
         if application["import_path"] in ARGS_OF:
             args = application["args"]
-            args["models"] = [_changed(file, model, options) for model in args["models"]]
-    return config
+            changed = [_merged(file, settings, options) for settings in args["models"]]
+            models.update((model.model_id, model) for model in changed)
+            args["models"] = [as_written(model) for model in changed]
+    return ServeConfig(config.data, tuple(models.values()))
 
 
 def _check_options(models: int, options: Options) -> None:
@@ -137,11 +152,14 @@ def _check_options(models: int, options: Options) -> None:
         raise ConfigError([Problem(text, file="--served-model-name")])
 
 
-def _model(name: str, options: Options) -> Settings:
+def _model(name: str, options: Options) -> ModelConfig:
     path = Path(name)
     settings: Settings
     if path.is_file() or path.suffix in (".yaml", ".yml"):
-        settings = load_model_config(path).model_dump(mode="json", exclude_unset=True)
+        config = load_model_config(path)
+        if not options.of_models:
+            return _served(name, config)
+        settings = as_written(config)
     elif path.is_dir():
         path = path.resolve()
         settings = {"model_id": path.name, "source": {"id": str(path)}}
@@ -152,24 +170,29 @@ def _model(name: str, options: Options) -> Settings:
     else:
         text = "no such file or directory, and no OWNER/NAME of a hub"
         raise ConfigError([Problem(text, file=name)])
-    return _changed(name, settings, options)
+    return _merged(name, settings, options)
 
 
-def _changed(origin: str, settings: Settings, options: Options) -> Settings:
-    """The settings with the options' own; wrong ones are told as those of `origin`."""
-    changed = dict(settings)
+def _merged(origin: str, settings: Settings, options: Options) -> ModelConfig:
+    """Of the settings with the options' own; wrong ones are told as those of `origin`."""
+    merged = dict(settings)
     for key, value in options.of_models.items():
-        changed[key] = {**changed.get(key, {}), **value} if isinstance(value, dict) else value
+        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
     try:
-        model = validate(ModelConfig, changed)
+        model = with_located_source(validate(ModelConfig, merged), Path.cwd())
         if options.revision is not None and model.source.hub is Hub.PATH:
             text = f"{model.model_id} is a directory, which has none; --revision is for models of a hub"
             raise ConfigError([Problem(text, ("source", "revision"))])
-        if problem := checkpoint_problem(model):
-            raise ConfigError([problem])
     except ConfigError as error:
         raise error.inside(file=origin) from error
-    return changed
+    return _served(origin, model)
+
+
+def _served(origin: str, model: ModelConfig) -> ModelConfig:
+    """The same, once its checkpoint was looked for."""
+    if problem := checkpoint_problem(model):
+        raise ConfigError([problem.inside(file=origin)])
+    return model
 
 
 def _given(settings: Settings) -> Settings:

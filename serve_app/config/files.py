@@ -16,6 +16,7 @@ Wrong configuration is a `ConfigError`: one line per mistake, naming file, key a
 
 import os
 from collections.abc import Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -209,7 +210,7 @@ def _load_named(entry: object, info: ValidationInfo) -> object:
 
 
 def _find_source(config: ModelConfig, info: ValidationInfo) -> ModelConfig:
-    return _with_located_source(config, _project_in(info))
+    return with_located_source(config, _project_in(info))
 
 
 def _project_in(info: ValidationInfo) -> Path:
@@ -280,6 +281,24 @@ ARGS_OF: dict[str, type[_ModelList]] = {WEIGHTS: WeightsArgs, LLM: AppArgs}
 # --- reading ---
 
 
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What a serve_config.yaml says, all of it valid.
+
+    Attributes:
+        data: its text as Python has it, with its models' files written out and its paths absolute.
+        models: that its applications name, each once.
+    """
+
+    data: dict[str, Any]
+    models: tuple[ModelConfig, ...]
+
+
+def as_written(config: BaseModel) -> dict[str, Any]:
+    """What a YAML file has to say for it: nothing of what is left to its default."""
+    return config.model_dump(mode="json", exclude_unset=True)
+
+
 def load_model_config(path: str | Path) -> ModelConfig:
     """One file of `configs/`, its checkpoint path made absolute.
 
@@ -293,7 +312,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
         config = validate(ModelConfig, _read_yaml(file))
     except ConfigError as error:
         raise error.inside(file=_shown(file)) from error
-    return _with_located_source(config, _project_around(file.absolute().parent))
+    return with_located_source(config, _project_around(file.absolute().parent))
 
 
 def checkpoint_problem(config: ModelConfig) -> Problem | None:
@@ -333,7 +352,7 @@ def check_file(path: str | Path) -> tuple[ModelConfig, ...]:
             config = load_model_config(file)
             _require_checkpoints((config,), [str(file.absolute())], file.parent)
             return (config,)
-        return check_serve_config(data, _project_around(file.absolute().parent))
+        return _check_serve_config(data, _project_around(file.absolute().parent)).models
     except ConfigError as error:
         raise error.inside(file=_shown(file)) from error
 
@@ -351,27 +370,21 @@ def is_serve_config(path: str | Path) -> bool:
         raise error.inside(file=_shown(file)) from error
 
 
-def in_place(path: str | Path) -> dict[str, Any]:
-    """What a valid serve_config.yaml says, with its models' files written out and its paths absolute."""
-    file = Path(path)
-    data = _read_yaml(file)
-    context = {"project": _project_around(file.absolute().parent)}
-    for application in data["applications"]:
-        if (args := ARGS_OF.get(application["import_path"])) is not None:
-            valid = validate(args, application["args"], context)
-            application["args"] = valid.model_dump(mode="json", exclude_unset=True)
-    return data
-
-
-def check_serve_config(data: dict[str, Any], project: Path) -> tuple[ModelConfig, ...]:
-    """Every model that the contents of a serve_config.yaml name; all of it valid.
-
-    Args:
-        project: where its relative paths start.
+def read_serve_config(path: str | Path) -> ServeConfig:
+    """A serve_config.yaml that can be served from any folder.
 
     Raises:
         ConfigError: something is wrong, or a checkpoint is not there.
     """
+    file = Path(path)
+    try:
+        return _check_serve_config(_read_yaml(file), _project_around(file.absolute().parent))
+    except ConfigError as error:
+        raise error.inside(file=_shown(file)) from error
+
+
+def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
+    """What `data` says, all of it valid; relative paths start from `project`."""
     from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
     problems = list(unknown_keys(data, ServeDeploySchema))  # here, too, Ray drops them
@@ -389,21 +402,21 @@ def check_serve_config(data: dict[str, Any], project: Path) -> tuple[ModelConfig
         raise ConfigError(problems)
 
     models: dict[str, ModelConfig] = {}
-    for application in schema.applications:
+    for application, written in zip(schema.applications, data["applications"], strict=True):
         try:
-            found = _check_application(application.import_path, application.args, project)
+            args = _check_application(application.import_path, application.args, project)
         except ConfigError as error:
             raise error.inside(("applications", application.name)) from error
-        models.update((model.model_id, model) for model in found)
-    return tuple(models.values())
+        if args is not None:
+            models.update((model.model_id, model) for model in args.models)
+            written["args"] = as_written(args)
+    return ServeConfig(data, tuple(models.values()))
 
 
-def _check_application(
-    import_path: str, args: dict[str, Any], project: Path
-) -> tuple[ModelConfig, ...]:
+def _check_application(import_path: str, args: dict[str, Any], project: Path) -> _ModelList | None:
     if import_path not in ARGS_OF:
         if not import_path.startswith("serve_app."):
-            return ()  # somebody else's application beside ours
+            return None  # somebody else's application beside ours
         text = f"nothing to build at {import_path}{did_you_mean(import_path, ARGS_OF)}"
         raise ConfigError([Problem(text, ("import_path",))])
     try:
@@ -413,7 +426,7 @@ def _check_application(
             read_keys(valid.http.api_keys_file, valid.http.admin_keys_file, {})
     except ConfigError as error:
         raise error.inside(("args",)) from error
-    return valid.models
+    return valid
 
 
 def _require_checkpoints(
@@ -475,7 +488,8 @@ def _marked(folder: Path) -> Path | None:
     return None
 
 
-def _with_located_source(config: ModelConfig, project: Path) -> ModelConfig:
+def with_located_source(config: ModelConfig, project: Path) -> ModelConfig:
+    """Its checkpoint's path absolute, or the folder named where what comes from a hub is kept."""
     if config.source.hub is not Hub.PATH:
         home = os.environ.get("SLEEPSERVE_HOME")  # where `sleepserve download` puts things, too
         if config.source.models_dir is not None or home is None:

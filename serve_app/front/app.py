@@ -1,6 +1,7 @@
 """The HTTP application: each endpoint with what answers it, behind the gate."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -59,6 +60,14 @@ def build_asgi(
     def shows_names() -> bool:
         return not keys.guards(Access.INFERENCE)
 
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await everybody.join()
+        try:
+            yield
+        finally:
+            await everybody.leave()
+
     handlers: Handlers = [
         *About(served, everybody, keys).handlers(),
         *Generation(served, settings).handlers(),
@@ -81,6 +90,7 @@ def build_asgi(
             ),
         ],
         exception_handlers={HTTPException: http_exception},
+        lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # a redirect behind a TLS proxy leads to plain HTTP
     return app

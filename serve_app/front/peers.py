@@ -1,15 +1,19 @@
 """What one process of the ingress tells the others, so that it does not matter which of them is asked.
 
 A load balancer sends a scrape, or a look at `/load`, to any of them. Requests in flight are asked for;
-counts that were told in an answer are known to every process before the answer is sent.
+counts that were told in an answer are known to every process before the answer is sent. Whoever begins
+learns them from the others, and whoever leaves tells them once more, to those that began since.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from actors.errors import Unavailable
 from serve_app.metrics.tally import Snapshot, Sums
+
+logger = logging.getLogger(__name__)
 
 _GONE_KEPT = 200  # replicas whose last word is kept apart, in case they were only silent
 _WITHIN_S = 0.5
@@ -79,6 +83,10 @@ class Totals:
         """What to tell the others, with the question for what they have beyond it."""
         known = {replica: snapshot.number for replica, snapshot in self._last.items()}
         return News(snapshots, known, folds=len(self._folded.replicas))
+
+    def everything(self) -> News:
+        """What to tell before nobody can ask any more."""
+        return News((*self._last.values(),), folded=self._folded, folds=len(self._folded.replicas))
 
     def answer(self, news: News) -> News:
         """Take the other's news, and say what it does not have."""
@@ -167,9 +175,34 @@ class Everybody:
         totals = self.account.totals
         for model_id, found in snapshots.items():
             totals[model_id].update(found)
-        news = {model_id: totals[model_id].news(found) for model_id, found in snapshots.items()}
+        await self._exchange(
+            {model_id: totals[model_id].news(found) for model_id, found in snapshots.items()}
+        )
+        return {model_id: totals[model_id].sums() for model_id in snapshots}
+
+    async def join(self) -> None:
+        """Learn what the others know, before this process can be asked.
+
+        What replicas counted that are gone, only processes can tell that were there. Returns when all have
+        answered, or after half a second: so long does the very first one listen, which hears nobody.
+        """
+        totals = self.account.totals
+        await self._try({model_id: each.news(()) for model_id, each in totals.items()})
+
+    async def leave(self) -> None:
+        """Tell all that this process knows: some others may have begun since it was last told anything."""
+        totals = self.account.totals
+        await self._try({model_id: each.everything() for model_id, each in totals.items()})
+
+    async def _try(self, news: Mapping[str, News]) -> None:
+        """Exchange, if it can be: counters that fall are no reason not to serve."""
+        try:
+            await self._exchange(news)
+        except Exception:
+            logger.exception("the other processes of the ingress cannot be asked")
+
+    async def _exchange(self, news: Mapping[str, News]) -> None:
         others = await self._peers.exchange(news, _WITHIN_S)
         for told in others.told:
             for model_id, each in told.items():
-                totals[model_id].take(each)
-        return {model_id: totals[model_id].sums() for model_id in snapshots}
+                self.account.totals[model_id].take(each)

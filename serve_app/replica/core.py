@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from actors.errors import InvalidRequest, ReplicaFailed, Unavailable
+from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailable
 from actors.observer import Observer, WakeCause
 from actors.protocol import (
     MAX_LOST_WORKERS,
@@ -143,42 +143,41 @@ class Replica:
         A refusal comes as the last item instead of being raised: Serve logs what a replica raises
         with a traceback, so that anybody could flood the log with bad requests.
         """
-        prepared = None
         try:
             prepared = await self._prepare(request)
-            async for event in self.answer(prepared):
-                yield event
-        except (InvalidRequest, Unavailable, ReplicaFailed) as refusal:
-            logger.info("request %s refused: %s", request.request_id, type(refusal).__name__)
-            self._observer.refused(refusal)
-            lost = 0 if prepared is None else prepared.lost_workers
-            yield Refusal(refusal, self._replica_id, lost)
+        except (InvalidRequest, Unavailable, ReplicaFailed) as error:
+            yield self._refusal(error, request, request.lost_workers)
+            return
+        async for event in self.answer(prepared):
+            yield event
 
-    async def answer(self, prepared: "Prepared") -> AsyncIterator[TokenEvent]:
-        """Events of one request; by the next worker, if one fails before anything was sent.
-
-        Raises:
-            InvalidRequest, Unavailable, ReplicaFailed: why there are none, or no more.
-        """
-        has_sent = False
+    async def answer(self, prepared: "Prepared") -> AsyncIterator[TokenEvent | Refusal]:
+        """See `generate`. By the next worker, if one fails before anything was sent."""
+        request = prepared.request
+        has_sent, lost = False, request.lost_workers
         while True:
-            await self.lifecycle.restarted()
             try:
+                await self.lifecycle.restarted()
                 # Before it wakes anybody.
                 await self._workers.runtime.check_grammar(prepared)
-                async with self.lifecycle.serving(prepared.request.request_id):
+                async with self.lifecycle.serving(request.request_id):
                     async for event in self._workers.runtime.generate(prepared):
                         has_sent = has_sent or bool(event.text or event.token_ids)
                         yield event
-            except ReplicaFailed as failure:
-                if self.lifecycle.state is ReplicaState.FAILED:
-                    raise
-                prepared.lost_workers += 1
-                if has_sent or prepared.lost_workers >= MAX_LOST_WORKERS:
-                    raise
-                logger.info("request %s begins again: %s", prepared.request.request_id, failure)
-            else:
-                return
+            except (InvalidRequest, Unavailable, ReplicaFailed) as error:
+                failed = self.lifecycle.state is ReplicaState.FAILED
+                if isinstance(error, ReplicaFailed) and not failed:
+                    lost += 1
+                    if not has_sent and lost < MAX_LOST_WORKERS:
+                        logger.info("request %s begins again: %s", request.request_id, error)
+                        continue
+                yield self._refusal(error, request, lost)
+            return
+
+    def _refusal(self, error: ServingError, request: GenerateRequest, lost: int) -> Refusal:
+        logger.info("request %s refused: %s", request.request_id, type(error).__name__)
+        self._observer.refused(error)
+        return Refusal(error, self._replica_id, lost)
 
     async def _prepare(self, request: GenerateRequest) -> "Prepared":
         """On a thread, if it may take its time: everybody else's tokens go through this event loop."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
+from ray._private.state import actors
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -24,6 +25,7 @@ _LEAST_CPUS = 0.001  # Ray knows no empty bundle
 _KILL_AFTER_S = 2.0  # Ray's own way to end an actor takes 12 ms, and warns nobody of a death
 _END_TIMEOUT_S = 30.0  # of a process whose card does not let go
 _PLACE_TIMEOUT_S = 120.0  # for a process, behind one that has not ended
+_LOOK_EVERY_S = 0.5  # whether Ray has a process; one that nothing stops answers within half of that
 
 
 def bundles(num_cpus: float, num_gpus: float) -> list[dict[str, float]]:
@@ -60,13 +62,16 @@ class WorkerProcess:
             Exception: what else kept it from starting. Nothing is left of it.
         """
         actor = _place(settings, resources)
+        ping: asyncio.Future[int] = asyncio.ensure_future(actor.ping.remote())
         try:
-            process_id = await _placed(actor)
+            process_id = await _placed(actor, ping)
             worker = cls(WorkerClient(observer, settings.watchdog), actor, process_id)
         except BaseException:
+            ping.cancel()
             ray.kill(actor)
             raise
         try:
+            await _answered(ping, process_id, settings.watchdog.silence_timeout_s)
             await worker._ready()
         except BaseException:
             worker.client.close()
@@ -114,15 +119,43 @@ async def _happens(event: asyncio.Event, within_s: float) -> bool:
     return True
 
 
-async def _placed(actor: Any) -> int:
-    """The actor's process. Raises WorkerLost if it has none in time."""
+async def _placed(actor: Any, ping: asyncio.Future[int]) -> int:
+    """The actor's process, which may be stopped: Ray knows of it before it answers.
+
+    Raises:
+        WorkerLost: it has none in time.
+    """
     try:
-        process_id: int = await asyncio.wait_for(actor.ping.remote(), _PLACE_TIMEOUT_S)
+        async with asyncio.timeout(_PLACE_TIMEOUT_S):
+            while True:
+                await asyncio.wait([ping], timeout=_LOOK_EVERY_S)
+                if ping.done():
+                    return ping.result()
+                if process_id := await asyncio.to_thread(_process_of, actor):
+                    return process_id
     except TimeoutError:
         raise WorkerLost(
             f"no process for a worker within {_PLACE_TIMEOUT_S:g} s: its share of the node is taken"
         ) from None
-    return process_id
+
+
+def _process_of(actor: Any) -> int:
+    """The one that Ray has chosen, from then on; 0 before. No other one follows: the actor dies with it.
+
+    `ray.util.state.get_actor` would tell it, too, but asks the dashboard, which need not run.
+    """
+    return int(actors(actor._actor_id.hex())["Pid"])
+
+
+async def _answered(ping: asyncio.Future[int], process_id: int, within_s: float) -> None:
+    """Return once it has. Raises WorkerLost if it does not in time."""
+    try:
+        await asyncio.wait_for(ping, within_s)
+    except TimeoutError:
+        raise WorkerLost(
+            f"the worker's process {process_id} has not answered within {within_s:g} s "
+            "(watchdog.silence_timeout_s)"
+        ) from None
 
 
 def _place(settings: WorkerSettings, resources: Mapping[str, float]) -> Any:

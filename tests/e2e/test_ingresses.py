@@ -26,7 +26,38 @@ def replicas(server: ServeProcess) -> set[int]:
     return {one["process_id"] for model in shown for one in model["replicas"]}
 
 
-def test_all_processes_tell_the_same_also_after_a_replica_has_died() -> None:
+def ingresses(server: ServeProcess) -> set[int]:
+    return {process.pid for process in server.titled("ray::ServeReplica:llm:Ingress")}
+
+
+# Nothing asks an ingress, so none can learn by the way.
+_UNTIL_ALL_RUN = f"""
+import time
+from ray import serve
+
+def states():
+    return serve.status().applications["llm"].deployments["Ingress"].replica_states
+
+while states() != {{"RUNNING": {INGRESSES}}}:
+    time.sleep(0.05)
+"""
+
+
+def replace_one(server: ServeProcess, process_id: int) -> None:
+    """Kill one of the ingress, and return when another one can be asked in its place."""
+    others = ingresses(server) - {process_id}
+    os.kill(process_id, signal.SIGKILL)
+
+    def another() -> bool:
+        now = ingresses(server)
+        return now > others and process_id not in now
+
+    wait_until(another, what="another process of the ingress")
+    with server.driver(_UNTIL_ALL_RUN) as driver:
+        assert driver.wait(60) == 0
+
+
+def test_all_processes_tell_the_same_also_after_a_replica_and_all_of_them_have_died() -> None:
     config = yaml.safe_load((PROJECT / "serve_config.yaml").read_text())
     (llm,) = (each for each in config["applications"] if each["name"] == "llm")
     llm["deployments"] = [{"name": "Ingress", "num_replicas": INGRESSES}]
@@ -57,6 +88,10 @@ def test_all_processes_tell_the_same_also_after_a_replica_has_died() -> None:
         assert all(tokens(server) >= told for _ in range(LOOKS))
         told += generate(5)
         wait_until(lambda: tokens(server) == told, what="both replicas' tokens are counted")
+        assert {tokens(server) for _ in range(LOOKS)} == {told}
+
+        for process_id in ingresses(server):
+            replace_one(server, process_id)
         assert {tokens(server) for _ in range(LOOKS)} == {told}
     finally:
         leftovers = server.interrupt()

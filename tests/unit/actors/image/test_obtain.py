@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +173,8 @@ def test_file_system_that_never_answers_is_waited_for_no_longer_and_blocks_nothi
         monkeypatch.setattr(obtain, "load_from_disk", hang)
     else:
         monkeypatch.setattr(packer, "image_key", hang)
-    load = replace(load_with(None, tiny_checkpoint, []), read_timeout_s=0.2)
+    monkeypatch.setattr(obtain, "LOAD_TIMEOUT_S", 0.2)
+    load = load_with(None, tiny_checkpoint, [])
 
     async def scenario() -> None:
         async with asyncio.timeout(10):

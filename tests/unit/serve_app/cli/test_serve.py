@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from serve_app.cli.main import app
-from serve_app.config.files import check_file
+from serve_app.config.files import ModelConfig, check_file
 from serve_app.process.environment import CHEAP_STREAMS, LOOPBACK, serve_environment
 
 KEY = "user-key-1234567890"
@@ -36,6 +36,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "  - {name: l, route_prefix: /, import_path: 'serve_app.app:build_app', args: "
         "{models: *models, http: {api_keys_file: keys}}}\n"
         "  - {name: theirs, route_prefix: /theirs, import_path: 'somebody:app', args: {models: 3}}\n"
+    )
+    (tmp_path / "same.yaml").write_text("model_id: m\nsource: {id: mine}\n")
+    (tmp_path / "none.yaml").write_text("model_id: x\nsource: {id: absent}\n")
+    (tmp_path / "wrong.yaml").write_text(
+        "model_id: x\nsource: {id: mine}\nengine: {num_blocks: -1}\n"
+    )
+    (tmp_path / "in_place.yaml").write_text(
+        "http_options: {host: 127.0.0.1}\n"
+        "applications: [{name: l, route_prefix: /, import_path: 'serve_app.app:build_app', args: {models: "
+        "[{model_id: x, source: {id: mine}, engine: {num_blocks: -1}}]}}]\n"
     )
     (tmp_path / "keys").write_text(KEY)
     (tmp_path / "keys").chmod(0o600)
@@ -178,7 +188,18 @@ def test_key_is_not_printed() -> None:
         (["nothing.yaml"], "nothing.yaml: no such file"),
         (["."], ".: source.id: no checkpoint in .; name a directory with config.json"),
         (["keys"], "keys: expected a mapping"),
-        (["a/b", "a/b"], "args.models.1.model_id: a/b is the name of models.0 already"),
+        (["a/b", "a/b"], "a/b: model_id: a/b, as in a/b; each needs its own"),
+        (
+            ["mine", "m.yaml", "same.yaml"],
+            "same.yaml: model_id: m, as in m.yaml; each needs its own",
+        ),
+        (
+            ["two.yaml", "--gpu-memory-utilization", "2"],
+            "two.yaml: engine.gpu_memory_utilization: ",
+        ),
+        (["none.yaml", "--max-model-len", "9"], "none.yaml: source.id: no checkpoint in "),
+        (["wrong.yaml"], "wrong.yaml: engine.num_blocks: "),
+        (["in_place.yaml"], "in_place.yaml: applications.l.args.models.0.engine.num_blocks: "),
         (["two.yaml", "a/b"], "two.yaml: names its own models; serve it alone"),
         (["a/b", "a/c", "--served-model-name", "x"], "--served-model-name: is for one model"),
         (["two.yaml", "--served-model-name", "x"], "--served-model-name: is for one model"),
@@ -193,6 +214,22 @@ def test_mistake_is_told_in_one_line(args: list[str], complaint: str) -> None:
     assert result.exit_code == 2
     assert complaint in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_each_model_is_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    validated: list[str] = []
+
+    def note(self: ModelConfig, context: object) -> None:
+        validated.append(self.model_id)
+
+    # Pydantic calls it at the end of each validation, if the class has it when it is made.
+    class Noting(ModelConfig):
+        model_post_init = note
+
+    for module in ("files", "compose"):
+        monkeypatch.setattr(f"serve_app.config.{module}.ModelConfig", Noting)
+    models("m.yaml", "a/b", "mine")
+    assert validated == ["m", "a/b", "mine"]
 
 
 # --- what is started ---

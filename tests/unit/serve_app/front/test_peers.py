@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actors.protocol import ReplicaState
 from serve_app.config.http import HttpSettings
 from serve_app.front import peers
 from serve_app.front.app import build_asgi
-from serve_app.front.peers import Account, Answers, Everybody, News
+from serve_app.front.peers import Account, Alone, Answers, Everybody, News
 from serve_app.metrics import catalogue as metrics
 from serve_app.metrics.tally import Snapshot, Sums
 from tests.fakes import FakeModel
@@ -30,14 +30,17 @@ def snapshot(replica: str, tokens: int) -> Snapshot:
 
 
 class Others:
-    """Peers in the same process; what is said goes through pickle, as between processes."""
+    """Peers in the same process; what is said goes through pickle, as between processes.
 
-    def __init__(self, own: Account, all_of_them: list[Account]) -> None:
-        self._own, self._all = own, all_of_them
+    Serve tells nobody of a process before it has started, nor of one that stops.
+    """
+
+    def __init__(self, own: Account, listed: list[Account]) -> None:
+        self._own, self._listed = own, listed
         self.silent = 0
 
     def _rest(self) -> list[Account]:
-        return [account for account in self._all if account is not self._own]
+        return [account for account in self._listed if account is not self._own]
 
     async def loads(self, within_s: float) -> Answers:
         return Answers([account.in_flight for account in self._rest()], self.silent)
@@ -47,54 +50,186 @@ class Others:
         return Answers([account.answer(heard) for account in self._rest()], self.silent)
 
 
+class Process:
+    """One of the ingress, which the others are not told of yet."""
+
+    def __init__(self, company: list[Account]) -> None:
+        self._company = company
+        self.account = Account(["m"])
+        self.everybody = Everybody(self.account, Others(self.account, company))
+
+    def begins(self) -> None:
+        asyncio.run(self.everybody.join())
+
+    def is_listed(self) -> None:
+        self._company.append(self.account)
+
+    def leaves(self) -> None:
+        self._company.remove(self.account)
+        asyncio.run(self.everybody.leave())
+
+    def dies(self) -> None:
+        self._company.remove(self.account)
+
+    def scraped(self, *snapshots: Snapshot) -> float:
+        return scraped(self.everybody, *snapshots)
+
+
 def joined(company: list[Account]) -> Everybody:
-    company.append(Account(["m"]))
-    return Everybody(company[-1], Others(company[-1], company))
+    process = Process(company)
+    process.begins()
+    process.is_listed()
+    return process.everybody
 
 
 def scraped(process: Everybody, *snapshots: Snapshot) -> float:
     return asyncio.run(process.share({"m": snapshots}))["m"].counters.get(TOKENS, 0)
 
 
+WHAT = ["count", "scrape", "replace a replica", "begin", "is listed", "leave", "die"]
 STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["count", "scrape", "replace a replica", "join", "leave"]),
-        st.integers(0, 5),
-        st.integers(1, 9),
-    ),
-    max_size=40,
+    st.tuples(st.sampled_from(WHAT), st.integers(0, 5), st.integers(1, 9)), max_size=40
 )
+
+
+class World:
+    """Replicas that count, processes that come and go, and what was told of it all.
+
+    As long as one stays that knows what was told last, nothing may be forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.company: list[Account] = []
+        self.starting: list[Process] = []
+        self.listed: list[Process] = []
+        self.knowing: set[Process] = set()  # what was told last
+        self.alive, self.born = {"r0": 0, "r1": 0}, 2
+        self.told: dict[str, int] = {}
+        self.before = 0.0
+        for _ in range(2):
+            self.begin()
+            self.is_listed()
+
+    def count(self, which: int, number: int) -> None:
+        self.alive[sorted(self.alive)[which % len(self.alive)]] += number
+
+    def replace_a_replica(self, which: int) -> None:
+        del self.alive[sorted(self.alive)[which % len(self.alive)]]
+        self.alive[f"r{self.born}"] = 0
+        self.born += 1
+
+    def begin(self) -> None:
+        self.starting.append(Process(self.company))
+        self.starting[-1].begins()
+        self.knowing.add(self.starting[-1])
+
+    def is_listed(self) -> None:
+        if self.starting:
+            self.listed.append(self.starting.pop(0))
+            self.listed[-1].is_listed()
+
+    def leave(self, which: int) -> None:
+        if len(self.listed) > 1:
+            gone = self.listed.pop(which % len(self.listed))
+            gone.leaves()
+            assert gone in self.knowing or self.knowing & {*self.listed}
+            if gone in self.knowing:
+                self.knowing |= {*self.listed}
+            self.knowing.discard(gone)
+
+    def die(self, which: int) -> None:
+        gone = self.listed[which % len(self.listed)]
+        if self.knowing & {*self.listed} - {gone}:
+            self.listed.remove(gone)
+            gone.dies()
+            self.knowing.discard(gone)
+
+    def scrape(self, which: int) -> None:
+        self.told |= self.alive
+        found = [snapshot(each, tokens) for each, tokens in self.alive.items()]
+        now = self.listed[which % len(self.listed)].scraped(*found)
+        self.knowing = {*self.listed}
+        assert now >= self.before
+        assert now == sum(self.told.values())
+        self.before = now
 
 
 @settings(deadline=None)  # other work on the machine
 @given(STEPS)
+@example(  # all that were ever asked leave before the newcomer is asked
+    [
+        ("count", 0, 1),
+        ("scrape", 0, 1),
+        ("replace a replica", 0, 1),
+        ("begin", 0, 1),
+        ("is listed", 0, 1),
+        ("die", 0, 1),
+        ("die", 0, 1),
+        ("scrape", 0, 1),
+    ]
+)
+@example(  # told while a process began: the one that leaves hands it on
+    [
+        ("count", 0, 1),
+        ("begin", 0, 1),
+        ("scrape", 0, 1),
+        ("replace a replica", 0, 1),
+        ("is listed", 0, 1),
+        ("leave", 0, 1),
+        ("leave", 0, 1),
+        ("scrape", 0, 1),
+    ]
+)
 def test_every_process_tells_the_same_and_no_counter_falls(
     steps: list[tuple[str, int, int]],
 ) -> None:
-    company: list[Account] = []
-    processes = [joined(company), joined(company)]
-    alive, born, before = {"r0": 0, "r1": 0}, 2, 0.0
-    last_told: dict[str, int] = {}
+    world = World()
     for what, which, number in steps:
-        replica = sorted(alive)[which % len(alive)]
-        if what == "count":
-            alive[replica] += number
-        elif what == "replace a replica":
-            del alive[replica]
-            alive[f"r{born}"] = 0
-            born += 1
-        elif what == "join":
-            processes.append(joined(company))
-        elif what == "leave" and len(processes) > 1:
-            gone = processes.pop(which % len(processes))
-            company.remove(gone.account)
-        elif what == "scrape":
-            last_told |= alive
-            found = [snapshot(each, tokens) for each, tokens in alive.items()]
-            now = scraped(processes[which % len(processes)], *found)
-            assert now >= before
-            assert now == sum(last_told.values())
-            before = now
+        match what:
+            case "count":
+                world.count(which, number)
+            case "scrape":
+                world.scrape(which)
+            case "replace a replica":
+                world.replace_a_replica(which)
+            case "begin":
+                world.begin()
+            case "is listed":
+                world.is_listed()
+            case "leave":
+                world.leave(which)
+            case "die":
+                world.die(which)
+
+
+class Broken(Alone):
+    async def exchange(self, news: Mapping[str, News], within_s: float) -> Answers:
+        raise RuntimeError("no controller")
+
+
+def test_a_process_starts_and_ends_also_where_nobody_can_be_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    everybody = Everybody(Account(["m"]), Broken())
+    app = build_asgi({"m": FakeModel("m")}, HttpSettings(), everybody=everybody)
+    with client_of(app) as client:
+        assert client.get("/ping").status_code == 200
+    assert caplog.text.count("cannot be asked") == 2
+
+
+def test_the_application_learns_at_its_start_and_tells_at_its_end() -> None:
+    company: list[Account] = []
+    first = joined(company)
+    assert scraped(first, snapshot("dies", 5)) == 5
+    newcomer = Account(["m"])
+    everybody = Everybody(newcomer, Others(newcomer, company))
+    app = build_asgi({"m": FakeModel("m")}, HttpSettings(), everybody=everybody)
+    with client_of(app):
+        assert newcomer.totals["m"].sums().counters == {TOKENS: 5}
+        company.clear()
+        last = joined(company)
+        assert scraped(last) == 0
+    assert scraped(last) == 5
 
 
 def test_a_replica_that_died_is_counted_by_a_process_that_never_saw_it() -> None:
@@ -126,7 +261,10 @@ def test_what_was_folded_is_counted_once_by_all_and_by_newcomers(
 @on_loop
 async def test_load_is_that_of_all_processes_and_while_one_is_silent_unknown() -> None:
     company: list[Account] = []
-    asked, other = joined(company), joined(company)
+    processes = [Process(company), Process(company)]
+    for process in processes:
+        process.is_listed()
+    asked, other = (process.everybody for process in processes)
     model = FakeModel("m")
     model.gate = asyncio.Event()
     fronts = [build_asgi({"m": model}, HttpSettings(), everybody=each) for each in (asked, other)]

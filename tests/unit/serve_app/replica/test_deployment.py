@@ -19,6 +19,7 @@ from actors.errors import (
     EngineDied,
     InvalidRequest,
     ReplicaFailed,
+    ServingError,
     WorkerLost,
 )
 from actors.observer import GuardedObserver, Observer
@@ -136,12 +137,17 @@ TOKEN = TokenEvent(0, "", (5,), 3)
 TEXT = TokenEvent(0, "text", (), 3)
 LOST = WorkerLost("the process that computes for this replica has ended")
 NO_GRAMMAR = WorkerLost("gone before it had compiled the grammar")
-Course = list[TokenEvent | Exception]
+Course = list[TokenEvent | ServingError]
+Answer = list[TokenEvent | Refusal]
+
+
+def refusal(error: ServingError, lost_workers: int) -> Refusal:
+    return Refusal(error, "a", lost_workers)
 
 
 def answered(
     *courses: Course, state: ReplicaState = ReplicaState.RESTARTING, lost_workers: int = 0
-) -> Course:
+) -> Answer:
     """What a request gets whose attempts, one per worker, go like that."""
     left = list(courses)
     steps: list[str] = []
@@ -173,24 +179,20 @@ def answered(
                 raise each
             yield each
 
-    replica: Any = SimpleNamespace(
-        lifecycle=SimpleNamespace(serving=hold_awake, restarted=restarted, state=state),
-        _workers=SimpleNamespace(
-            runtime=SimpleNamespace(generate=generate, check_grammar=check_grammar)
-        ),
+    replica: Any = Replica.__new__(Replica)
+    replica.lifecycle = SimpleNamespace(serving=hold_awake, restarted=restarted, state=state)
+    replica._workers = SimpleNamespace(
+        runtime=SimpleNamespace(
+            generate=generate,
+            check_grammar=check_grammar,
+            prepare=lambda request: SimpleNamespace(request=request),
+        )
     )
-    prepared: Any = SimpleNamespace(
-        request=GenerateRequest("r", "x", SamplingParams()), lost_workers=lost_workers
-    )
+    replica._replica_id, replica._observer = "a", Observer()
 
-    async def scenario() -> Course:
-        got: Course = []
-        try:
-            async for event in Replica.answer(replica, prepared):
-                got.append(event)
-        except ReplicaFailed as failure:
-            got.append(failure)
-        return got
+    async def scenario() -> Answer:
+        request = GenerateRequest("r", "x", lost_workers=lost_workers)
+        return [event async for event in replica.generate(request)]
 
     got = asyncio.run(scenario())
     assert left == []
@@ -205,50 +207,26 @@ def test_request_begins_again_if_nothing_of_its_answer_was_sent(begun: Course) -
 
 @pytest.mark.parametrize("event", [TOKEN, TEXT])
 def test_request_whose_answer_has_begun_fails_with_its_worker(event: TokenEvent) -> None:
-    assert answered([event, LOST]) == [event, LOST]
+    assert answered([event, LOST]) == [event, refusal(LOST, 1)]
 
 
 def test_request_that_fails_with_two_workers_is_not_tried_again() -> None:
     again = EngineDied("again")
-    assert answered([LOST], [BEGUN, again]) == [BEGUN, again]
+    assert answered([LOST], [BEGUN, again]) == [BEGUN, refusal(again, 2)]
 
 
 def test_request_that_has_cost_another_replica_its_worker_costs_one_more_and_no_third() -> None:
-    assert answered([BEGUN, LOST], lost_workers=1) == [BEGUN, LOST]
-
-
-@pytest.mark.parametrize(("lost_before", "costs"), [(0, 2), (1, 1)])
-def test_refusal_tells_how_many_workers_failed_under_the_request(
-    lost_before: int, costs: int
-) -> None:
-    prepared = SimpleNamespace(lost_workers=lost_before)
-
-    async def prepare(request: GenerateRequest) -> Any:
-        return prepared
-
-    async def answer(of: Any) -> AsyncIterator[TokenEvent]:
-        yield BEGUN
-        of.lost_workers += costs
-        raise LOST
-
-    replica: Any = SimpleNamespace(
-        _prepare=prepare, answer=answer, _replica_id="a", _observer=Observer()
-    )
-
-    async def scenario() -> list[TokenEvent | Refusal]:
-        return [each async for each in Replica.generate(replica, GenerateRequest("r", "x"))]
-
-    assert asyncio.run(scenario()) == [BEGUN, Refusal(LOST, "a", 2)]
+    assert answered([BEGUN, LOST], lost_workers=1) == [BEGUN, refusal(LOST, 2)]
 
 
 def test_request_fails_with_the_replica() -> None:
-    assert answered([LOST], state=ReplicaState.FAILED) == [LOST]
+    assert answered([LOST], state=ReplicaState.FAILED) == [refusal(LOST, 0)]
 
 
-@pytest.mark.parametrize("refusal", [DeviceMemoryShort("no room", 1.0), InvalidRequest("no")])
-def test_request_that_is_refused_is_not_tried_again(refusal: Exception) -> None:
-    with pytest.raises(type(refusal)):
-        answered([refusal])
+@pytest.mark.parametrize("error", [DeviceMemoryShort("no room", 1.0), InvalidRequest("no")])
+def test_request_that_is_refused_is_not_tried_again(error: ServingError) -> None:
+    assert answered([error]) == [refusal(error, 0)]
+    assert answered([LOST], [error]) == [refusal(error, 1)]
 
 
 # --- where a worker is placed ---
@@ -444,15 +422,22 @@ def test_driver_that_raises_is_heard_of() -> None:
 class Actor:
     """Of a process that Ray cannot end, because it is stopped or hangs; `start` goes as the test says."""
 
-    def __init__(self, process_id: int, start: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(
+        self, process_id: int, start: Callable[[str], Awaitable[None]], answers: bool = True
+    ) -> None:
         async def ping() -> int:
+            if not answers:
+                await asyncio.Event().wait()
             return process_id
 
+        self.process_id = process_id
         self.ping = SimpleNamespace(remote=ping)
         self.start = SimpleNamespace(remote=start)
 
 
-@pytest.mark.parametrize("how", ["never connects", "connects and is silent", "says that it hangs"])
+@pytest.mark.parametrize(
+    "how", ["never answers", "never connects", "connects and is silent", "says that it hangs"]
+)
 def test_worker_that_hangs_in_its_start_is_noticed_and_ended(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,18 +453,21 @@ def test_worker_that_hangs_in_its_start_is_noticed_and_ended(
 
     limits = WatchdogConfig(
         other_timeout_s=0.1 if how == "never connects" else 60,
-        silence_timeout_s=0.1 if how == "connects and is silent" else 60,
+        silence_timeout_s=0.1 if how in ("never answers", "connects and is silent") else 60,
     )
     settings: Any = SimpleNamespace(watchdog=limits)
     expected = {
+        "never answers": "not answered within 0.1 s",
         "never connects": "not begun within 0.1 s",
         "connects and is silent": "said nothing for 0.1 s",
         "says that it hangs": str(failure),
     }
     monkeypatch.setattr(worker_process, "_KILL_AFTER_S", 0.01)
+    monkeypatch.setattr(worker_process, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(worker_process, "_process_of", lambda actor: actor.process_id)
     monkeypatch.setattr(worker_process.ray, "kill", lambda actor: None)
     with subprocess.Popen(["sleep", "60"]) as process:
-        actor = Actor(process.pid, start)
+        actor = Actor(process.pid, start, answers=how != "never answers")
         monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
 
         async def scenario() -> None:
@@ -489,6 +477,24 @@ def test_worker_that_hangs_in_its_start_is_noticed_and_ended(
 
         asyncio.run(scenario())
         assert process.wait(5) == -signal.SIGKILL
+
+
+def test_worker_without_a_place_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[object] = []
+
+    async def start(socket: str) -> None:
+        pytest.fail("it has no process")
+
+    actor = Actor(0, start, answers=False)
+    monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
+    monkeypatch.setattr(worker_process, "_process_of", lambda actor: actor.process_id)
+    monkeypatch.setattr(worker_process, "_PLACE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(worker_process, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(worker_process.ray, "kill", killed.append)
+    settings: Any = SimpleNamespace(watchdog=WatchdogConfig())
+    with pytest.raises(WorkerLost, match=r"no process .* within 0.05 s"):
+        asyncio.run(WorkerProcess.start(settings, {}, Observer()))
+    assert killed == [actor]
 
 
 def test_worker_that_cannot_start_says_why_and_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
