@@ -90,7 +90,8 @@ class Ingress:
                     max_model_len=model.engine.max_model_len,
                     root=model.source.id,
                     created=started,
-                    tokenizer=LocalTokenizer(model.source),
+                    tokenizer=LocalTokenizer(model.source, model.chat),
+                    aliases=model.aliases,
                 ),
                 self._handles[model.model_id],
                 _scaler_of(model),
@@ -180,7 +181,7 @@ def _model_deployment(model: ModelConfig) -> Application:
     )
     # What Serve changes in running replicas, or does not tell them at all, is no reason to start others.
     of_serve = {"num_replicas", "autoscaling", "max_ongoing_requests", "max_queued_requests"}
-    of_front = {"max_scaleout_replicas"}
+    of_front = {"max_scaleout_replicas", "aliases"}
     made_of = model.model_dump(mode="json", exclude=of_serve | of_front)
     return _versioned(_bind(options(ModelReplica), model), json.dumps([made_of, model.image_ttl_s]))
 

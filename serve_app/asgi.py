@@ -59,7 +59,8 @@ class LocalClient:
             max_model_len=config.engine.max_model_len,
             root=config.source.id,
             created=int(time.time()),
-            tokenizer=LocalTokenizer(config.source),
+            tokenizer=LocalTokenizer(config.source, config.chat),
+            aliases=config.aliases,
         )
         self._patience = patience
         self._open = 0  # requests

@@ -21,6 +21,7 @@ from serve_app.config.files import (
     in_place,
     is_serve_config,
     load_model_config,
+    read_template,
 )
 
 Settings = dict[str, Any]  # what a YAML file says
@@ -42,7 +43,8 @@ class Options:
     num_gpus: int
     host: str | None = None
     port: int | None = None
-    served_model_name: str | None = None
+    served_model_names: tuple[str, ...] = ()  # the first is the model's own
+    chat_template: str | None = None
     dtype: str | None = None
     revision: str | None = None
     max_model_len: int | None = None
@@ -61,7 +63,9 @@ class Options:
         }
         return _given(
             {
-                "model_id": self.served_model_name,
+                "model_id": next(iter(self.served_model_names), None),
+                "aliases": list(self.served_model_names[1:]) or None,
+                "chat": _given({"template": self.chat_template}),
                 "dtype": self.dtype,
                 "source": _given({"revision": self.revision}),
                 "engine": _given(engine),
@@ -132,7 +136,7 @@ def _of_file(file: str, options: Options) -> Settings:
 
 
 def _check_options(models: int, options: Options) -> None:
-    if options.served_model_name is not None and models > 1:
+    if options.served_model_names and models > 1:
         text = "is for one model; give each of several a YAML file with its model_id"
         raise ConfigError([Problem(text, file="--served-model-name")])
 
@@ -161,6 +165,8 @@ def _changed(origin: str, settings: Settings, options: Options) -> Settings:
     for key, value in options.of_models.items():
         changed[key] = {**changed.get(key, {}), **value} if isinstance(value, dict) else value
     try:
+        if options.chat_template is not None:
+            changed["chat"]["template"] = read_template(options.chat_template, Path.cwd())
         model = validate(ModelConfig, changed)
         if options.revision is not None and model.source.hub is Hub.PATH:
             text = f"{model.model_id} is a directory, which has none; --revision is for models of a hub"

@@ -100,6 +100,8 @@ def test_changed_model_leaves_others_and_the_holder_as_they_are() -> None:
         ({"max_ongoing_requests": 3}, False),
         ({"max_queued_requests": 3}, False),
         ({"max_scaleout_replicas": 3}, False),
+        ({"aliases": ["b"]}, False),
+        ({"chat": {"template": "{{ messages }}"}}, True),
         ({"sleep": {"idle_timeout_s": 3}}, True),
         ({"generation_config": "none"}, True),
     ],
