@@ -35,6 +35,7 @@ from serve_app.replica.worker_process import bundles
 from serve_app.routing.rank import CONTROL_ROOM
 from serve_app.scaling.serve_scaler import ServeScaler
 from serve_app.signals.hold import ClusterStore
+from serve_app.tracing.tracer import start_tracer
 from serve_app.weights.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder
 from serve_app.weights.images import held_images
 
@@ -108,6 +109,7 @@ class Ingress:
             read_images=held_images,
             keys=self._keys,
             everybody=Everybody(self._account, ServePeers()),
+            tracer=start_tracer(os.environ),
         )
         set_aside()
         return app

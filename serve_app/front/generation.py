@@ -26,6 +26,7 @@ from serve_app.models.registry import ServedModels
 from serve_app.openai.answers import ChatAnswer, CompletionAnswer
 from serve_app.openai.requests import Ask
 from serve_app.responses.answers import ResponseAnswer
+from serve_app.tracing.tracer import trace_parent
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ class Generation:
         answer = make(ask, model.info.model_id)
         logger.debug("request %s is answered as %s", request.scope["request_id"], answer.answer_id)
         request.scope["admission"].take(self._continuations, len(ask.prompts) * ask.n)
-        return answer, [model.generate(each) for each in ask.requests(answer.answer_id)]
+        requests = ask.requests(answer.answer_id, trace_parent.get())
+        return answer, [model.generate(each) for each in requests]
 
     async def _collect(
         self,
