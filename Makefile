@@ -16,7 +16,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-page test-clients test-oldest gpu check fmt clean
+.PHONY: help serve site test test-all test-page test-clients test-oldest gpu check fmt clean
 
 help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-clients  what other people wrote: OpenAI, Anthropic, schemathesis, evalscope; 1.3 GB in .venv-clients'
 	@echo 'make test-oldest  the unit tests with the oldest versions that pyproject.toml allows, in .venv-oldest'
 	@echo 'make test-page  the status page in a browser; needs chromium'
+	@echo 'make site    the documentation as a site, in site/'
 	@echo 'make gpu     the tests that need one; PY=python3: with that interpreter, installing nothing'
 	@echo 'make check   formatting, lint, types, the direction of imports'
 	@echo 'make fmt     format, and fix what lint can fix'
@@ -32,6 +33,12 @@ help:
 
 serve: $(STAMP)
 	@exec $(VENV)/bin/sleepserve serve serve_config.yaml
+
+# Warnings are errors: a link that leads nowhere, a page that nobody finds.
+site: $(STAMP)
+	@$(PY) -c 'import material' 2>/dev/null || \
+		$(PY) -m pip install --quiet -c constraints.txt -e ".[site]"
+	$(PY) -m mkdocs build --strict --site-dir site
 
 # The unit tests in a process per core; all others need the machine to themselves. With arguments, as one command.
 test: NOT = gpu or slow or browser

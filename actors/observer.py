@@ -64,6 +64,7 @@ class Course:
     first_s: float | None = None  # token
     last_s: float = 0.0
     tokens: int = 0
+    sequence_id: str = ""  # the request's id, a dash and a number
 
 
 class Observer:
@@ -189,7 +190,9 @@ class EngineMeter:
         self._courses: dict[str, Course] = {}
 
     def submitted(self, sequence_id: str, prompt_tokens: int, arrived_s: float) -> None:
-        self._courses[sequence_id] = Course(prompt_tokens, arrived_s, self._now())
+        self._courses[sequence_id] = Course(
+            prompt_tokens, arrived_s, self._now(), sequence_id=sequence_id
+        )
 
     def advanced(self, outputs: "Sequence[EngineOutput]") -> None:
         """Take one step's outputs; those of sequences that are over are left out."""

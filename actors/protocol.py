@@ -118,6 +118,7 @@ class GenerateRequest:
     add_special_tokens: bool | None = None
     avoid: frozenset[str] = frozenset()  # replicas that could not serve it; others are asked first
     lost_workers: int = 0  # that failed while they had it, of whichever replica
+    trace: str | None = None  # the W3C traceparent of whoever asks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,22 @@
 """The two applications of serve_config.yaml: the only place where deployments are made and bound."""
 
+import hashlib
+import json
 import os
 import time
 import warnings
 from typing import Any
 
+from pydantic import PrivateAttr
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve._private.config import DeploymentConfig
 from ray.serve.config import AutoscalingConfig as ServesAutoscaling
 from ray.serve.config import AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from serve_app import __version__
 from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.config.files import AppArgs, ModelConfig, WeightsArgs
 from serve_app.config.http import HttpSettings
@@ -30,6 +35,7 @@ from serve_app.replica.worker_process import bundles
 from serve_app.routing.rank import CONTROL_ROOM
 from serve_app.scaling.serve_scaler import ServeScaler
 from serve_app.signals.hold import ClusterStore
+from serve_app.tracing.tracer import start_tracer
 from serve_app.weights.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder
 from serve_app.weights.images import held_images
 
@@ -85,7 +91,8 @@ class Ingress:
                     max_model_len=model.engine.max_model_len,
                     root=model.source.id,
                     created=started,
-                    tokenizer=LocalTokenizer(model.source),
+                    tokenizer=LocalTokenizer(model.source, model.chat),
+                    aliases=model.aliases,
                 ),
                 self._handles[model.model_id],
                 _scaler_of(model),
@@ -102,6 +109,7 @@ class Ingress:
             read_images=held_images,
             keys=self._keys,
             everybody=Everybody(self._account, ServePeers()),
+            tracer=start_tracer(os.environ),
         )
         set_aside()
         return app
@@ -119,15 +127,16 @@ def _scaler_of(model: ModelConfig) -> ServeScaler:
 
 
 def build_weights(args: WeightsArgs) -> Application:
-    """The application `weights`: one CPU-only holder for all models."""
+    """The application `weights`: one CPU-only holder for all models, which other models do not restart."""
     options = serve.deployment(
         name=HOLDER_DEPLOYMENT,
         num_replicas=1,
         max_ongoing_requests=1000,
         **_LIFE,
         ray_actor_options={"num_cpus": 0, "runtime_env": NO_GPU},
+        user_config=args.model_dump(mode="json", exclude_unset=True),
     )
-    return _bind(options(Holder), args.models, args.preload)
+    return _versioned(_bind(options(Holder)), "")
 
 
 def build_app(args: AppArgs) -> Application:
@@ -172,7 +181,11 @@ def _model_deployment(model: ModelConfig) -> Application:
         **number,
         **_LIFE,
     )
-    return _bind(options(ModelReplica), model)
+    # What Serve changes in running replicas, or does not tell them at all, is no reason to start others.
+    of_serve = {"num_replicas", "autoscaling", "max_ongoing_requests", "max_queued_requests"}
+    of_front = {"max_scaleout_replicas", "aliases"}
+    made_of = model.model_dump(mode="json", exclude=of_serve | of_front)
+    return _versioned(_bind(options(ModelReplica), model), json.dumps([made_of, model.image_ttl_s]))
 
 
 def serves_autoscaling(config: AutoscalingConfig) -> ServesAutoscaling:
@@ -205,6 +218,33 @@ def _bind(deployment: Deployment, *args: object) -> Application:
     application = deployment.bind(*args)
     assert isinstance(application, Application)
     return application
+
+
+def _versioned(application: Application, contents: str) -> Application:
+    """The deployment restarts when these contents change, or this package does, and not with its neighbours."""
+    digest = hashlib.sha256(f"{__version__} {contents}".encode()).hexdigest()
+    deployment = application._bound_deployment
+    settings = _OwnVersion(**dict(deployment._deployment_config))
+    settings._own = digest
+    deployment._deployment_config = settings
+    return application
+
+
+class _OwnVersion(DeploymentConfig):
+    """Serve's settings of a deployment, with a version of its own.
+
+    Serve gives all deployments of an application one version, a digest of the application's `args`, and restarts
+    them all when it changes (`get_app_code_version` in ray/serve/_private/deploy_utils.py, 2.60): one more model
+    would restart all models, and the holder with their images. It stamps that version on the settings just before
+    it sends them to the controller (`get_deploy_args`), so this is where ours goes in its place.
+    """
+
+    _own: str = PrivateAttr("")
+
+    def to_proto_bytes(self) -> bytes:
+        self.version = self._own
+        sent: bytes = super().to_proto_bytes()  # type: ignore[no-untyped-call]
+        return sent
 
 
 def _deployment_name(model_id: str) -> str:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 
@@ -34,6 +35,10 @@ from serve_app.models.tokenizer import LocalTokenizer
 from serve_app.replica.core import Replica
 from serve_app.replica.in_process import replica_in_process
 from serve_app.scaling.manual import Scale
+from serve_app.tracing.tracer import start_tracer
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 
 class OneReplica:
@@ -59,7 +64,8 @@ class LocalClient:
             max_model_len=config.engine.max_model_len,
             root=config.source.id,
             created=int(time.time()),
-            tokenizer=LocalTokenizer(config.source),
+            tokenizer=LocalTokenizer(config.source, config.chat),
+            aliases=config.aliases,
         )
         self._patience = patience
         self._open = 0  # requests
@@ -107,7 +113,11 @@ class LocalClient:
         return Scrape([await self.replica.metrics()])
 
 
-def make_app(configs: Sequence[ModelConfig], environment: Mapping[str, str]) -> Starlette:
+def make_app(
+    configs: Sequence[ModelConfig],
+    environment: Mapping[str, str],
+    tracer: "Tracer | None" = None,
+) -> Starlette:
     """The application, which loads the models when it is started and lets go of them when it is stopped.
 
     Raises:
@@ -118,7 +128,7 @@ def make_app(configs: Sequence[ModelConfig], environment: Mapping[str, str]) -> 
         config.model_id: LocalClient(config, Patience(settings.queue_timeout_s))
         for config in configs
     }
-    app = build_asgi(clients, settings, keys=read_keys(None, None, environment))
+    app = build_asgi(clients, settings, keys=read_keys(None, None, environment), tracer=tracer)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -126,7 +136,7 @@ def make_app(configs: Sequence[ModelConfig], environment: Mapping[str, str]) -> 
             for client in clients.values():
                 checkpoint = await asyncio.to_thread(ensure_checkpoint, client.config.source)
                 client.replica = await open_until_the_end.enter_async_context(
-                    replica_in_process(client.config, checkpoint)
+                    replica_in_process(client.config, checkpoint, tracer)
                 )
             yield
 
@@ -135,4 +145,4 @@ def make_app(configs: Sequence[ModelConfig], environment: Mapping[str, str]) -> 
 
 
 _files = os.environ.get("SLEEPSERVE_MODELS", str(shipped("configs/demo.yaml"))).split(os.pathsep)
-app = make_app([load_model_config(file) for file in _files], os.environ)
+app = make_app([load_model_config(file) for file in _files], os.environ, start_tracer(os.environ))

@@ -34,6 +34,7 @@ class FakeHub:
     """Serves `files` of `model_id`, a model or a dataset as `repo` says.
 
     Attributes:
+        also: other ids that have the same files.
         sizes: path -> size to claim in the listing instead of the true one.
         cut_after: path -> bytes after which the connection closes; each entry acts once.
         corrupt: paths whose content has one flipped byte.
@@ -45,6 +46,7 @@ class FakeHub:
 
     files: Mapping[str, bytes]
     model_id: str = "Owner/Name"
+    also: frozenset[str] = frozenset()
     sizes: dict[str, int] = field(default_factory=dict)
     cut_after: dict[str, int] = field(default_factory=dict)
     corrupt: set[str] = field(default_factory=set)
@@ -125,6 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self) -> None:
         url = urlsplit(self.path)
         path, query = unquote(url.path), parse_qs(url.query)
+        for other in self.hub.also:
+            path = path.replace(f"/{other}", f"/{self.hub.model_id}")
         file = self._file_of(path, query)
         self.hub.record(Request(self.command, path, file, self.headers.get("Range")))
         repo = f"{self.hub.repo}s/{self.hub.model_id}"

@@ -51,6 +51,11 @@ class ImageRequest:
     dtype: str  # torch's name, or "auto"
     ttl_s: float | None = None  # how long the image stays without a lessee; None: for good
 
+    @property
+    def checkpoint(self) -> tuple[ModelSource, str]:
+        """What the image is made of."""
+        return self.source, self.dtype
+
 
 @dataclass(frozen=True, slots=True)
 class ImageGrant:
@@ -73,7 +78,7 @@ class _Held:
     grant: ImageGrant
     segments: list[ReservedSegment]
     origin: Origin
-    ttl_s: float | None
+    request: ImageRequest  # the last one that it was for
     unused_since_s: float  # when it last had a lessee, or was loaded
     lessees: set[str] = field(default_factory=set)  # actor names
 
@@ -104,16 +109,14 @@ class WeightHolder:
 
     def __init__(
         self,
-        preload: Sequence[ImageRequest] = (),
         now: Callable[[], float] = time.monotonic,
         peers: Callable[[], Iterable[Peer]] = nobody,
         on_load: Callable[[Origin, int], None] = ignore_load,
         load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
-        """Load nothing yet, but for what `preload` names, in the background.
+        """Load nothing yet.
 
         Args:
-            preload: what to load without being asked.
             now: seconds by some clock.
             peers: the other nodes' holders as of now. Called before anything is read from disk, on
                 the thread that loads.
@@ -133,8 +136,8 @@ class WeightHolder:
         self._look_ups = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="image-look-up")
         self._one_loads = threading.Lock()  # the store is filled by one at a time
         self._load_timeout_s = load_timeout_s
-        for request in preload:
-            self._look_ups.submit(self._preload, request)
+        self._wanted: tuple[ImageRequest, ...] = ()
+        self._unwanted: set[tuple[ModelSource, str]] = set()  # that were wanted
 
     async def ping(self) -> None:
         """Answers at once, also while an image loads: the caller learns that somebody is here."""
@@ -156,8 +159,24 @@ class WeightHolder:
         if held is None:
             held = await asyncio.shield(asyncio.wrap_future(self._load_once(request, key)))
         held.lessees.add(lessee)
-        held.ttl_s = request.ttl_s
+        held.request = request
         return held.grant
+
+    async def wanted(self) -> tuple[ImageRequest, ...]:
+        """What `keep` was last told."""
+        return self._wanted
+
+    async def keep(self, requests: Sequence[ImageRequest]) -> None:
+        """Know which models there are. Images of those that are no longer among them go with their last lessee."""
+        before = {request.checkpoint for request in self._wanted}
+        self._wanted = tuple(requests)
+        self._unwanted |= before
+        self._unwanted -= {request.checkpoint for request in requests}
+
+    async def preload(self, requests: Sequence[ImageRequest]) -> None:
+        """Load what is not here, in the background."""
+        for request in requests:
+            self._look_ups.submit(self._preload, request)
 
     async def release(self, key: ImageKey, lessee: str) -> bool:
         """End a lease. True when that was the last one and the image is gone from the store."""
@@ -174,17 +193,20 @@ class WeightHolder:
         return True
 
     async def expire(self) -> None:
-        """Let go of the images that have had no lessee for their `ttl_s`. To be called now and then."""
+        """Let go of the images that have had no lessee for their time. To be called now and then."""
         before = {key: frozenset(held.lessees) for key, held in self._snapshot()}
         alive = await asyncio.to_thread(_alive)
         now_s = self._now()
         for key, held in self._snapshot():
             # Not of those that came meanwhile, who may be younger than that list.
             held.lessees -= before.get(key, frozenset()) - alive
+            ttl_s = held.request.ttl_s
             if held.lessees:
                 held.unused_since_s = now_s
-            elif held.ttl_s is not None and now_s - held.unused_since_s >= held.ttl_s:
-                self._drop(key, held, f"unused for {held.ttl_s:g} s")
+            elif held.request.checkpoint in self._unwanted:
+                self._drop(key, held, "its model is no longer served")
+            elif ttl_s is not None and now_s - held.unused_since_s >= ttl_s:
+                self._drop(key, held, f"unused for {ttl_s:g} s")
 
     async def recheck(self, key: ImageKey) -> bool:
         """For who found wrong bytes: compare the image with its digests; drop it if they differ.
@@ -289,6 +311,7 @@ class WeightHolder:
                 with self._lock:
                     self._images[found] = held
                     self._recycled_bytes = max(0, self._recycled_bytes - size)
+            held.request = request
         return held
 
     def _obtain_in_time(self, request: ImageRequest, checkpoint: Path, key: ImageKey) -> _Held:
@@ -312,7 +335,7 @@ class WeightHolder:
             self._counts.pulls += 1
             self._counts.pulled_bytes += size
         self._on_load(origin, size)
-        return _Held(grant, segments, origin, request.ttl_s, self._now())
+        return _Held(grant, segments, origin, request, self._now())
 
     def _from_peers(self, key: ImageKey) -> Published | None:
         """Our own copy of another holder's image; None if nobody has it, or nobody's could be had."""

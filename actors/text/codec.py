@@ -50,6 +50,8 @@ class TextCodec:
         self.vocab_size = vocab_size
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
+        if chat is not None and chat.template is not None:
+            tokenizer.chat_template = chat.template
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters
         self._table: TokenBytes | None = None
         # A subclass with a decode of its own (as CodeGen's) is more than its backend.

@@ -3,11 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from actors.protocol import ChatPrompt, MessageForm
 
 _OPEN, _CLOSE = "<think>", "</think>"
+_JINJA = ("{{", "{%", "{#")
 
 
 class ChatConfig(BaseModel):
@@ -26,6 +30,41 @@ class ChatConfig(BaseModel):
         "`deepseek` (R1, V3, V3.1), `llama` (3.x) as bare JSON; `auto` looks for them in the chat "
         "template. Without a parser they stay text.",
     )
+    template: str | None = Field(
+        default=None,
+        description="Chat template in place of the checkpoint's: Jinja, or the path of a file with it (relative "
+        "ones are looked up from the configuration file's project). The file is read when the configuration is.",
+    )
+
+    @field_validator("template")
+    @classmethod
+    def _is_jinja(cls, template: str | None) -> str | None:
+        if template is not None and not is_template_path(template):
+            check_template(template)
+        return template
+
+
+def is_template_path(template: str) -> bool:
+    """Whether it is no template, but the path of one: there is nothing of Jinja in it."""
+    return not any(mark in template for mark in _JINJA)
+
+
+class _Generation(Extension):
+    """Marks of transformers' around what an assistant says; they change nothing of the text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as its base class has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def check_template(template: str) -> None:
+    """Raises ValueError, with the line, if it is no Jinja. What its names stand for is not looked at."""
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols", _Generation]).parse(template)
+    except TemplateSyntaxError as exc:
+        raise ValueError(f"no chat template: line {exc.lineno}: {exc.message}") from None
 
 
 def form_of(config: ChatConfig, template: str) -> MessageForm:

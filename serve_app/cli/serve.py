@@ -47,7 +47,12 @@ def serve(
         int | None, typer.Option(min=1, max=65535, help="8000 when absent.", show_default=False)
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The `model` that clients ask for.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="The `model` that clients ask for; more: other names."),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="In place of the checkpoint's: a file, or Jinja itself."),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Tokens of prompt and output together.")
@@ -91,7 +96,8 @@ def serve(
         num_gpus=int(has_driver),
         host=host,
         port=port,
-        served_model_name=served_model_name,
+        served_model_names=tuple(served_model_name or ()),
+        chat_template=chat_template,
         dtype=dtype,
         revision=revision,
         max_model_len=max_model_len,

@@ -22,7 +22,7 @@ from serve_app.config.files import (
     is_serve_config,
     load_model_config,
     read_serve_config,
-    with_located_source,
+    with_files,
 )
 
 Settings = dict[str, Any]  # what a YAML file says
@@ -44,7 +44,8 @@ class Options:
     num_gpus: int
     host: str | None = None
     port: int | None = None
-    served_model_name: str | None = None
+    served_model_names: tuple[str, ...] = ()  # the first is the model's own
+    chat_template: str | None = None
     dtype: str | None = None
     revision: str | None = None
     max_model_len: int | None = None
@@ -63,7 +64,9 @@ class Options:
         }
         return _given(
             {
-                "model_id": self.served_model_name,
+                "model_id": next(iter(self.served_model_names), None),
+                "aliases": list(self.served_model_names[1:]) or None,
+                "chat": _given({"template": self.chat_template}),
                 "dtype": self.dtype,
                 "source": _given({"revision": self.revision}),
                 "engine": _given(engine),
@@ -147,7 +150,7 @@ def _of_file(file: str, options: Options) -> ServeConfig:
 
 
 def _check_options(models: int, options: Options) -> None:
-    if options.served_model_name is not None and models > 1:
+    if options.served_model_names and models > 1:
         text = "is for one model; give each of several a YAML file with its model_id"
         raise ConfigError([Problem(text, file="--served-model-name")])
 
@@ -179,7 +182,7 @@ def _merged(origin: str, settings: Settings, options: Options) -> ModelConfig:
     for key, value in options.of_models.items():
         merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
     try:
-        model = with_located_source(validate(ModelConfig, merged), Path.cwd())
+        model = with_files(validate(ModelConfig, merged), Path.cwd())
         if options.revision is not None and model.source.hub is Hub.PATH:
             text = f"{model.model_id} is a directory, which has none; --revision is for models of a hub"
             raise ConfigError([Problem(text, ("source", "revision"))])

@@ -37,7 +37,7 @@ from actors.checkpoints.directory import unsupported_weights
 from actors.checkpoints.source import Hub, ModelSource
 from actors.engine.config import EngineConfig
 from actors.replica.lifecycle import SleepConfig
-from actors.text.message_form import ChatConfig
+from actors.text.message_form import ChatConfig, check_template, is_template_path
 from actors.worker.watchdog import WatchdogConfig
 from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.config.errors import (
@@ -70,15 +70,17 @@ _SHAPES = ("demo", "tiny")  # what `sleepserve make-checkpoint` makes in no time
 # --- what the files may say ---
 
 
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/-]*$", max_length=MAX_NAME_CHARS)]
+
+
 class ModelConfig(BaseModel):
     """One model and the replicas that serve it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model_id: str = Field(
-        pattern=r"^[A-Za-z0-9][\w.:/-]*$",
-        max_length=MAX_NAME_CHARS,
-        description="The `model` that clients ask for.",
+    model_id: _Name = Field(description="The `model` that clients ask for.")
+    aliases: tuple[_Name, ...] = Field(
+        default=(), description="Other names by which clients may ask for it."
     )
     source: ModelSource = Field(description="Where the checkpoint comes from.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -209,8 +211,8 @@ def _load_named(entry: object, info: ValidationInfo) -> object:
     return load_model_config(file)
 
 
-def _find_source(config: ModelConfig, info: ValidationInfo) -> ModelConfig:
-    return with_located_source(config, _project_in(info))
+def _find_files(config: ModelConfig, info: ValidationInfo) -> ModelConfig:
+    return with_files(config, _project_in(info))
 
 
 def _project_in(info: ValidationInfo) -> Path:
@@ -221,7 +223,7 @@ class _ModelList(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     models: tuple[
-        Annotated[ModelConfig, BeforeValidator(_load_named), AfterValidator(_find_source)], ...
+        Annotated[ModelConfig, BeforeValidator(_load_named), AfterValidator(_find_files)], ...
     ] = Field(description="Files in configs/, or what such a file says, in place.")
 
     @classmethod
@@ -236,11 +238,14 @@ class _ModelList(BaseModel):
     def _models_differ(self) -> "_ModelList":
         if not self.models:
             raise ConfigError([Problem("names no model", ("models",))])
-        first: dict[str, int] = {}
+        taken: dict[str, int] = {}
         for index, model in enumerate(self.models):
-            if first.setdefault(model.model_id, index) != index:
-                text = f"{model.model_id} is the name of models.{first[model.model_id]} already"
-                raise ConfigError([Problem(text, ("models", index, "model_id"))])
+            for key, names in {"model_id": (model.model_id,), "aliases": model.aliases}.items():
+                for name in names:
+                    if name in taken:
+                        text = f"{name} is the name of models.{taken[name]} already"
+                        raise ConfigError([Problem(text, ("models", index, key))])
+                    taken[name] = index
         return self
 
 
@@ -312,7 +317,10 @@ def load_model_config(path: str | Path) -> ModelConfig:
         config = validate(ModelConfig, _read_yaml(file))
     except ConfigError as error:
         raise error.inside(file=_shown(file)) from error
-    return with_located_source(config, _project_around(file.absolute().parent))
+    try:
+        return with_files(config, _project_around(file.absolute().parent))
+    except ConfigError as error:
+        raise error.inside(file=_shown(file)) from error
 
 
 def checkpoint_problem(config: ModelConfig) -> Problem | None:
@@ -488,7 +496,34 @@ def _marked(folder: Path) -> Path | None:
     return None
 
 
-def with_located_source(config: ModelConfig, project: Path) -> ModelConfig:
+def with_files(config: ModelConfig, project: Path) -> ModelConfig:
+    """The same with its source located, and its chat template read."""
+    config = _with_located_source(config, project)
+    if config.chat.template is None:
+        return config
+    template = _read_template(config.chat.template, project)
+    return config.model_copy(update={"chat": config.chat.model_copy(update={"template": template})})
+
+
+def _read_template(template: str, project: Path) -> str:
+    """The chat template itself, where its path may be given.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    if not is_template_path(template):
+        return template
+    file = project / Path(template).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+        check_template(text)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError([Problem(f"{_shown(file)}: {why}", ("chat", "template"))]) from error
+    return text
+
+
+def _with_located_source(config: ModelConfig, project: Path) -> ModelConfig:
     """Its checkpoint's path absolute, or the folder named where what comes from a hub is kept."""
     if config.source.hub is not Hub.PATH:
         home = os.environ.get("SLEEPSERVE_HOME")  # where `sleepserve download` puts things, too

@@ -40,11 +40,16 @@ class About:
         ]
 
     async def list_models(self, request: Request, asked: None) -> Response:
-        cards = await asyncio.gather(*(self._card(model) for model in self._models.all.values()))
-        return JSONResponse({"object": "list", "data": cards})
+        cards = {
+            card["id"]: card
+            for card in await asyncio.gather(*map(self._card, self._models.all.values()))
+        }
+        others = [{**cards[name], "id": alias} for alias, name in self._models.aliases.items()]
+        return JSONResponse({"object": "list", "data": [*cards.values(), *others]})
 
     async def show_model(self, request: Request, asked: None) -> Response:
-        return JSONResponse(await self._card(self._models.one(request.path_params["model_id"])))
+        name = request.path_params["model_id"]
+        return JSONResponse({**await self._card(self._models.one(name)), "id": name})
 
     async def _card(self, model: ModelClient) -> dict[str, Any]:
         info, replicas = model.info, await self._models.known_status(model)
@@ -69,7 +74,7 @@ class About:
         return JSONResponse({"server_load": await self._everybody.load()})
 
     async def show_openapi(self, request: Request, asked: None) -> Response:
-        return JSONResponse(openapi.document(__version__, list(self._models.all), self._keys))
+        return JSONResponse(openapi.document(__version__, self._models.names, self._keys))
 
 
 def _status_value(replicas: Sequence[ReplicaStatus] | None) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,6 +32,10 @@ from serve_app.front.tokenize import Tokenizing
 from serve_app.front.work import Budget
 from serve_app.models.model_client import ModelClient
 from serve_app.models.registry import ServedModels
+from serve_app.tracing.front import TracedRequests
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 
 def build_asgi(
@@ -41,6 +46,7 @@ def build_asgi(
     read_images: ReadImages | None = None,
     keys: KeyRing | None = None,
     everybody: Everybody | None = None,
+    tracer: "Tracer | None" = None,
 ) -> Starlette:
     """The HTTP application for `models`.
 
@@ -52,6 +58,7 @@ def build_asgi(
         read_images: asks the weight holder, for the status page.
         keys: what `read_keys` read; None: everything is open.
         everybody: this process and the others that serve the same; None: it is alone.
+        tracer: of what models generate; None: nobody wants to know.
     """
     keys = keys or KeyRing()
     everybody = everybody or Everybody(Account(models), Alone())
@@ -78,7 +85,7 @@ def build_asgi(
         *StatusRoutes(served, shows_names, read_images).handlers(),
     ]
     app = Starlette(
-        routes=_routes(handlers, settings, everybody.account),
+        routes=_routes(handlers, settings, everybody.account, tracer),
         middleware=[
             *_cors(settings),  # outermost: a page of another origin may read errors, too
             Middleware(Edge, dialect_of=_dialect_of, send_request_id=send_request_id),
@@ -111,14 +118,18 @@ def _dialect_of(scope: Scope) -> Dialect:
     )
 
 
-def _routes(handlers: Handlers, settings: HttpSettings, account: Account) -> list[BaseRoute]:
+def _routes(
+    handlers: Handlers, settings: HttpSettings, account: Account, tracer: "Tracer | None"
+) -> list[BaseRoute]:
     answered = [handler.endpoint for handler in handlers]
     assert len(answered) == len(ENDPOINTS)
     assert set(answered) == set(ENDPOINTS), "each endpoint is described, and answered, once"
     body_bytes = Budget.of(settings, "bytes of request bodies", "max_body_bytes_in_flight")
     bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, body_bytes)
-    counted = Middleware(_Counted, account=account)
-    return [handler.route(bodies, settings, counted) for handler in handlers]
+    load = [Middleware(_Counted, account=account)]
+    if tracer is not None:
+        load.append(Middleware(TracedRequests, tracer=tracer))
+    return [handler.route(bodies, settings, load) for handler in handlers]
 
 
 class _Counted:

@@ -49,6 +49,8 @@ def _openai_error(row: Row, message: str, param: str | None) -> dict[str, object
 
 
 OPENAI: Final = Dialect("OpenAI", "Error", _openai_error, frame, DONE)
+# Errors as elsewhere, but events as /v1/responses has them.
+RESPONSES: Final = Dialect("OpenAI", "Error", _openai_error, _named_frame, b"")
 ANTHROPIC: Final = Dialect(
     "Anthropic",
     "AnthropicError",

@@ -1,4 +1,4 @@
-"""What models generate: chat, messages, completions, and the form of the project this one started from.
+"""What models generate: chat, responses, messages, completions, and the form of the project this one started from.
 
 Whether a request waits, wakes a replica or is refused is the replica's to say. Of all endpoints only these and
 `/wake_up` can wake a model; the others never do, nor wait for one.
@@ -25,10 +25,12 @@ from serve_app.front.work import Admission, Budget
 from serve_app.models.registry import ServedModels
 from serve_app.openai.answers import ChatAnswer, CompletionAnswer
 from serve_app.openai.requests import Ask
+from serve_app.responses.answers import ResponseAnswer
+from serve_app.tracing.tracer import trace_parent
 
 logger = logging.getLogger(__name__)
 
-Answer = ChatAnswer | CompletionAnswer | MessageAnswer
+Answer = ChatAnswer | CompletionAnswer | MessageAnswer | ResponseAnswer
 A = TypeVar("A", bound=Answer)
 C = TypeVar("C", ChatAnswer, CompletionAnswer)
 
@@ -54,6 +56,12 @@ class Generation:
             Handler(
                 catalogue.COMPLETION,
                 lambda request, ask: self._answer(request, ask, _openai(CompletionAnswer)),
+            ),
+            Handler(
+                catalogue.RESPONSES,
+                lambda request, ask: self._answer(
+                    request, ask, lambda _, name: ResponseAnswer(ask, name, int(time.time()))
+                ),
             ),
             Handler(
                 catalogue.MESSAGES, lambda request, ask: self._answer(request, ask, MessageAnswer)
@@ -102,7 +110,8 @@ class Generation:
         answer = make(ask, model.info.model_id)
         logger.debug("request %s is answered as %s", request.scope["request_id"], answer.answer_id)
         request.scope["admission"].take(self._continuations, len(ask.prompts) * ask.n)
-        return answer, [model.generate(each) for each in ask.requests(answer.answer_id)]
+        requests = ask.requests(answer.answer_id, trace_parent.get())
+        return answer, [model.generate(each) for each in requests]
 
     async def _collect(
         self,

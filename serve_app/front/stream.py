@@ -35,7 +35,7 @@ _AT_ONCE = 64  # of one request; what one replica takes by default (max_ongoing_
 
 
 class Answer(Protocol):
-    """What `serve_app.openai.answers` and `serve_app.anthropic.answers` make of token events."""
+    """What `serve_app.openai.answers` and those of the other interfaces make of token events."""
 
     @property
     def finished(self) -> bool:
@@ -58,6 +58,9 @@ class Answer(Protocol):
 
     def trailer(self) -> Mapping[str, Any] | None:
         """The chunk with the usage, if the client asked for it."""
+
+    def failed(self, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """The stream's last objects, when it ends with this error."""
 
 
 class EventSource:
@@ -200,7 +203,8 @@ async def event_stream(
     except Exception as exc:
         if not begun:
             raise
-        yield frame(describe(exc, request_id, dialect).body)
+        for chunk in answer.failed(describe(exc, request_id, dialect).body):
+            yield frame(chunk)
     else:
         if (trailer := answer.trailer()) is not None:
             yield frame(trailer)

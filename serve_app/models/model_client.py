@@ -25,6 +25,7 @@ class ModelInfo:
     root: str  # the checkpoint it was loaded from
     created: int  # seconds since the epoch; constant, as OpenAI's is
     tokenizer: Tokenizer
+    aliases: tuple[str, ...] = ()  # other names by which clients may ask for it
 
 
 @dataclass(frozen=True, slots=True)

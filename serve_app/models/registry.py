@@ -21,6 +21,9 @@ class ServedModels:
 
     def __init__(self, models: Mapping[str, ModelClient], status_timeout_s: float) -> None:
         self.all = models
+        self.aliases = {
+            alias: name for name, model in models.items() for alias in model.info.aliases
+        }
         self._status_timeout_s = status_timeout_s
 
     def one(self, model_id: str | None) -> ModelClient:
@@ -34,7 +37,8 @@ class ServedModels:
             if len(self.all) == 1:
                 return next(iter(self.all.values()))
             raise InvalidRequest(f"model is required, one of: {', '.join(self.all)}", "model")
-        return self.chosen(model_id)[model_id]
+        (model,) = self.chosen(model_id).values()
+        return model
 
     def chosen(self, model_id: str | None) -> Mapping[str, ModelClient]:
         """The model of that name; without a name all of them.
@@ -44,12 +48,18 @@ class ServedModels:
         """
         if model_id is None:
             return self.all
-        if model_id not in self.all:
-            served = ", ".join(self.all)
+        name = self.aliases.get(model_id, model_id)
+        if name not in self.all:
+            served = ", ".join(self.names)
             raise ModelNotFound(
                 f"model {shown(model_id)} is not served here; served: {served}", "model"
             )
-        return {model_id: self.all[model_id]}
+        return {name: self.all[name]}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which clients may ask for models."""
+        return (*self.all, *self.aliases)
 
     async def status(self, model: ModelClient) -> Sequence[ReplicaStatus]:
         """What its replicas say.

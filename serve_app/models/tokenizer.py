@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from actors.checkpoints.source import ModelSource
 from actors.errors import Unavailable
 from actors.protocol import Prompt
+from actors.text.message_form import ChatConfig
 
 if TYPE_CHECKING:
     from actors.text.codec import TextCodec
@@ -42,8 +43,9 @@ class Tokenizer(Protocol):
 class LocalTokenizer:
     """Tokenizer over the checkpoint on this machine; works on threads."""
 
-    def __init__(self, source: ModelSource) -> None:
+    def __init__(self, source: ModelSource, chat: ChatConfig | None = None) -> None:
         self._source = source
+        self._chat = chat
         self._codec: TextCodec | None = None
         self._loading = asyncio.Lock()
 
@@ -67,15 +69,15 @@ class LocalTokenizer:
     async def _loaded(self) -> "TextCodec":
         async with self._loading:
             if self._codec is None:
-                self._codec = await asyncio.to_thread(_load, self._source)
+                self._codec = await asyncio.to_thread(_load, self._source, self._chat)
         return self._codec
 
 
-def _load(source: ModelSource) -> "TextCodec":
+def _load(source: ModelSource, chat: ChatConfig | None) -> "TextCodec":
     from actors.checkpoints.download import CheckpointMissing, find_checkpoint
     from actors.text.codec import TextCodec
 
     try:
-        return TextCodec.load(find_checkpoint(source))
+        return TextCodec.load(find_checkpoint(source), chat)
     except CheckpointMissing as exc:
         raise Unavailable("this server has no tokenizer at hand for the model") from exc

@@ -41,12 +41,12 @@ def _to_schema(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-_Schema = Annotated[str, PlainValidator(_to_schema)]
+JsonSchema = Annotated[str, PlainValidator(_to_schema)]
 _Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class _NamedSchema(_Part):
-    schema_text: _Schema = Field(alias="schema")
+    schema_text: JsonSchema = Field(alias="schema")
 
 
 class _ResponseFormat(_Part):
@@ -55,7 +55,7 @@ class _ResponseFormat(_Part):
 
 
 class _StructuredOutputs(_Part):
-    json_schema: _Schema | None = Field(default=None, alias="json")
+    json_schema: JsonSchema | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: _Choices | None = None
     grammar: str | None = None
@@ -67,7 +67,7 @@ class GrammarFields(Part):
 
     response_format: _ResponseFormat | None = None
     structured_outputs: _StructuredOutputs | None = None
-    guided_json: _Schema | None = None
+    guided_json: JsonSchema | None = None
     guided_regex: str | None = None
     guided_choice: _Choices | None = None
     guided_grammar: str | None = None
@@ -106,7 +106,7 @@ class GrammarFields(Part):
         if asked is None or asked.type == "text":
             return []
         if asked.type == "json_object":
-            return [_any_object(param)]
+            return [any_object(param)]
         if asked.json_schema is None:
             raise InvalidRequest("response_format.json_schema is required", f"{param}.json_schema")
         return [Grammar(GrammarKind.JSON_SCHEMA, asked.json_schema.schema_text, param)]
@@ -124,7 +124,7 @@ class GrammarFields(Part):
                 )
         given = _given(f"{param}.", asked.json_schema, asked.regex, asked.choice, asked.grammar)
         if asked.json_object:
-            given.append(_any_object(f"{param}.json_object"))
+            given.append(any_object(f"{param}.json_object"))
         if not given:
             raise InvalidRequest(
                 "structured_outputs must have one of json, regex, choice, grammar and json_object",
@@ -153,5 +153,5 @@ def _given(
     ]
 
 
-def _any_object(param: str) -> Grammar:
+def any_object(param: str) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}', param)

@@ -2,8 +2,9 @@
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.protocol import MessageForm, TokenEvent, TokenLogprob
 from serve_app.openai.message import MessageParser
@@ -71,6 +72,9 @@ class GrowingAnswer:
             sum(map(len, continuation.text)) + _LOGPROB_BYTES * len(continuation.logprobs)
             for continuation in self._continuations
         )
+
+    def failed(self, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        return [body]
 
     def _count(self, prompt_index: int, event: TokenEvent) -> tuple[int, Continuation]:
         index = prompt_index * self._ask.n + event.index

@@ -96,7 +96,7 @@ class Ask:
         (prompt, *_) = self.prompts
         return (prompt.tools or ()) if isinstance(prompt, ChatPrompt) else ()
 
-    def requests(self, answer_id: str) -> list[GenerateRequest]:
+    def requests(self, answer_id: str, trace: str | None = None) -> list[GenerateRequest]:
         """One request per prompt. Their ids are ours: callers may use theirs twice."""
         return [
             GenerateRequest(
@@ -107,6 +107,7 @@ class Ask:
                 echo=self.echo,
                 stream=self.stream,
                 add_special_tokens=self.add_special_tokens,
+                trace=trace,
             )
             for index, prompt in enumerate(self.prompts)
         ]

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -92,6 +93,7 @@ class Replica:
         observer: Observer,
         on_change: Callable[[], None] = lambda: None,
         held: bool = False,
+        traced: Callable[[GenerateRequest], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Make one that nobody may ask before `begin`.
 
@@ -101,6 +103,7 @@ class Replica:
             observer: told what happens; it has the instruments know.
             on_change: called after each change of the state; it must not take long.
             held: an operator holds it asleep.
+            traced: is around the answer to each request.
         """
         self._config = config
         self._replica_id = replica_id
@@ -109,6 +112,7 @@ class Replica:
         self._instruments = instruments
         self._observer = observer
         self._on_change = on_change
+        self._traced = traced
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
         self.lifecycle = Lifecycle(
             workers,
@@ -143,13 +147,14 @@ class Replica:
         A refusal comes as the last item instead of being raised: Serve logs what a replica raises
         with a traceback, so that anybody could flood the log with bad requests.
         """
-        try:
-            prepared = await self._prepare(request)
-        except (InvalidRequest, Unavailable, ReplicaFailed) as error:
-            yield self._refusal(error, request, request.lost_workers)
-            return
-        async for event in self.answer(prepared):
-            yield event
+        with self._traced(request):
+            try:
+                prepared = await self._prepare(request)
+            except (InvalidRequest, Unavailable, ReplicaFailed) as error:
+                yield self._refusal(error, request, request.lost_workers)
+                return
+            async for event in self.answer(prepared):
+                yield event
 
     async def answer(self, prepared: "Prepared") -> AsyncIterator[TokenEvent | Refusal]:
         """See `generate`. By the next worker, if one fails before anything was sent."""

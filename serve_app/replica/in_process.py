@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from actors.engine.model.cards import has_nvidia_driver
 from actors.errors import ReplicaFailed
-from actors.observer import GuardedObserver, Observer
+from actors.observer import Observer
 from actors.replica.runtime import ModelRuntime
 from actors.replica.supervisor import ByRuntime
 from serve_app.config.files import ModelConfig
@@ -20,12 +20,17 @@ from serve_app.metrics.instruments import Instruments
 from serve_app.metrics.tally import Tally
 from serve_app.process.ending import end_despite
 from serve_app.replica.core import Replica, kept_running, sampling_defaults_of
+from serve_app.tracing.replica import observed
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
     from actors.replica.in_process import InProcessModel
 
 
 logger = logging.getLogger(__name__)
+
+_NAME = "in-process"  # of the replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,9 @@ class _OneWorker(ByRuntime):
 
 
 @asynccontextmanager
-async def replica_in_process(config: ModelConfig, checkpoint: Path) -> AsyncIterator[Replica]:
+async def replica_in_process(
+    config: ModelConfig, checkpoint: Path, tracer: "Tracer | None" = None
+) -> AsyncIterator[Replica]:
     """A replica of a configured model, which sleeps and wakes as Serve's do; closed at the end.
 
     Raises:
@@ -108,10 +115,12 @@ async def replica_in_process(config: ModelConfig, checkpoint: Path) -> AsyncIter
         logger.warning("%s", note)
     config = config.model_copy(update={"engine": config.engine_of_replica})
     instruments = Instruments(Tally(), time.monotonic)
-    observer = GuardedObserver(instruments)
+    observer, traced = observed(instruments, tracer, config.model_id, _NAME)
     loaded = await load_model(config, checkpoint, observer=observer)
     workers = _OneWorker(loaded.halves.runtime)
-    replica = Replica(config, "in-process", socket.gethostname(), workers, instruments, observer)
+    replica = Replica(
+        config, _NAME, socket.gethostname(), workers, instruments, observer, traced=traced
+    )
     workers.replica = replica
 
     def restart(failed: "asyncio.Future[ReplicaFailed]") -> None:

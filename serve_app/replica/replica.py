@@ -21,7 +21,7 @@ from ray.serve.context import _get_global_client
 
 from actors.engine.model.cards import has_nvidia_driver
 from actors.errors import ReplicaFailed
-from actors.observer import GuardedObserver, Observer
+from actors.observer import Observer
 from actors.protocol import (
     GenerateRequest,
     Refusal,
@@ -45,6 +45,8 @@ from serve_app.replica.worker_actor import WorkerSettings
 from serve_app.replica.worker_process import WorkerProcess, bundles
 from serve_app.signals.hold import ClusterStore, Follower, Wanted
 from serve_app.signals.news import RoutingNews, ScalingSample
+from serve_app.tracing.replica import observed
+from serve_app.tracing.tracer import start_tracer
 
 if TYPE_CHECKING:
     from actors.text.codec import TextCodec
@@ -111,7 +113,8 @@ class ModelReplica:
         self._announcer = await asyncio.to_thread(_Announcer)
         self._mirror = RayMirror(config.model_id)
         instruments = Instruments(Tally(self._mirror), time.monotonic)
-        observer = GuardedObserver(instruments)
+        tracer = start_tracer(os.environ)
+        observer, traced = observed(instruments, tracer, config.model_id, self._replica_id)
         self._node = ray.get_runtime_context().get_node_id()
         self._supervisor = await self._make_supervisor(config, observer)
         follower = Follower(ClusterStore(context.app_name, config.model_id))
@@ -125,6 +128,7 @@ class ModelReplica:
             observer,
             self._announce,
             held=wanted is not None and wanted.held,
+            traced=traced,
         )
         self._lifecycle = self._replica.lifecycle
         await self._supervisor.start()

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.image.layout import PACKER_VERSION
 from actors.protocol import HeldImage
-from serve_app.config.files import ModelConfig
+from serve_app.config.files import ModelConfig, WeightsArgs
 from serve_app.metrics import catalogue as metrics
 from serve_app.process.logs import adopt_serve_handlers, log_to_stderr
 
@@ -58,17 +58,28 @@ class Holder:
     that start at the same time do not wait long for a `ping`, and would load from disk for good.
     """
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, models: tuple[ModelConfig, ...], preload: bool
-    ) -> None:
+    async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
         adopt_serve_handlers()
-        self._start(models if preload else (), _node_peers)
+        self._start(_node_peers)
 
-    def _start(
-        self, preload: tuple[ModelConfig, ...], peers: "Callable[[], Iterable[Peer]]"
-    ) -> None:
-        self._made = asyncio.create_task(asyncio.to_thread(_make_holder, preload, peers))
+    async def reconfigure(self, models: dict[str, Any]) -> None:
+        """Serve calls it behind the constructor, and when other models are deployed: then the images stay.
+
+        Args:
+            models: `WeightsArgs`, as JSON.
+        """
+        self._told = asyncio.create_task(self._keep(WeightsArgs.model_validate(models)))
+
+    def _start(self, peers: "Callable[[], Iterable[Peer]]") -> None:
+        self._made = asyncio.create_task(asyncio.to_thread(_make_holder, peers))
         self._upkeep = asyncio.create_task(self._keep_up())
+
+    async def _keep(self, args: WeightsArgs) -> None:
+        holder = await self._holder()
+        requests = [_request_for(model) for model in args.models]
+        await holder.keep(requests)
+        if args.preload:
+            await holder.preload(requests)
 
     async def ping(self) -> str:
         """The id of this node. Answers at once: the caller learns that somebody is here, and where."""
@@ -94,6 +105,9 @@ class Holder:
 
     async def counts(self) -> "HolderCounts":
         return await (await self._holder()).counts()
+
+    async def wanted(self) -> "tuple[ImageRequest, ...]":
+        return await (await self._holder()).wanted()
 
     async def check_health(self) -> None:
         """Serve calls it; raising makes Serve start another holder."""
@@ -123,31 +137,35 @@ class NodeHolder(Holder):
 
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         log_to_stderr()
-        self._start((), _all_peers)
+        self._start(_all_peers)
 
     async def _look_around(self) -> None:
         status = await asyncio.to_thread(serve.status)
         if HOLDER_APP not in status.applications:
             logger.info("the application %s is gone: so is this node's holder", HOLDER_APP)
             ray.kill(ray.get_runtime_context().current_actor)
+        deployment = serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
+        async with asyncio.timeout(_LEND_TIMEOUT_S):
+            wanted = await deployment.wanted.remote()
+        await (await self._holder()).keep(wanted)
 
 
-def _make_holder(
-    preload: tuple[ModelConfig, ...], peers: "Callable[[], Iterable[Peer]]"
-) -> "WeightHolder":
-    from actors.image.holder import ImageRequest, WeightHolder  # torch stays out of the module
+def _request_for(model: ModelConfig) -> "ImageRequest":
+    from actors.image.holder import ImageRequest
 
-    requests = [
-        ImageRequest(model.model_id, model.source, model.dtype, model.image_ttl_s)
-        for model in preload
-    ]
+    return ImageRequest(model.model_id, model.source, model.dtype, model.image_ttl_s)
+
+
+def _make_holder(peers: "Callable[[], Iterable[Peer]]") -> "WeightHolder":
+    from actors.image.holder import WeightHolder  # torch stays out of the module
+
     loads, loaded = metrics.image_loads(), metrics.image_loaded_bytes()
 
     def count(origin: str, size: int) -> None:
         loads.inc(tags={"origin": origin})
         loaded.inc(size, tags={"origin": origin})
 
-    return WeightHolder(requests, peers=peers, on_load=count)
+    return WeightHolder(peers=peers, on_load=count)
 
 
 # --- the replicas' side ---

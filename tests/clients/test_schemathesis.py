@@ -21,6 +21,7 @@ BEARER = "Authorization: Bearer"
 PHASES = "examples,coverage,fuzzing"
 # Among all routes there is little time for these.
 ANTHROPIC_S = ("--include-path-regex", "^/v1/messages", "--phases", PHASES)
+RESPONSES = ("--include-path-regex", "^/v1/responses", "--phases", PHASES)
 # From the answers of others, too. Not orders to sleep: a model that is held asleep rightly answers 503.
 ALL = ("--exclude-path-regex", "^/(sleep|scale)", "--phases", f"{PHASES},stateful")
 
@@ -69,6 +70,10 @@ def test_no_request_breaks_a_server_with_keys(
 def test_no_message_breaks_the_server(server: str, tmp_path: Path) -> None:
     """Errors have Anthropic's form, whatever is wrong."""
     schemathesis(server, tmp_path, *ANTHROPIC_S, "--checks", ",".join(CHECKS))
+
+
+def test_no_response_breaks_the_server(server: str, tmp_path: Path) -> None:
+    schemathesis(server, tmp_path, *RESPONSES, "--checks", ",".join(CHECKS))
 
 
 def test_no_message_breaks_a_server_with_keys(guarded_server: str, tmp_path: Path) -> None:

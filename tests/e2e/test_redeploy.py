@@ -1,10 +1,12 @@
-"""`serve deploy` with a changed setting, while clients ask."""
+"""`serve deploy` with a changed setting, or other models, while clients ask."""
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import openai
 import pytest
 import yaml
 
+from actors.checkpoints.making import write_checkpoint
 from tests.e2e.puzzles import Puzzle
 from tests.e2e.serve_process import ServeProcess, wait_until, wait_until_gone
 
@@ -22,24 +25,14 @@ CLIENTS = 4
 HOLDER = "weights:WeightHolder"
 REPLICA = f"llm:model:{MODEL}"
 
-# What `serve deploy` has the dashboard do; no port of the dashboard has to be known.
-_DEPLOY = """
-import yaml
-from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
-
-_get_global_client().deploy_apps(ServeDeploySchema(**yaml.safe_load(sys.argv[1])), _blocking=False)
-"""
+_DASHBOARD = re.compile(r"dashboard at \S*?(http://[\d.]+:\d+)")
 
 
 def deploy(server: ServeProcess, config: str) -> None:
-    operator = server.driver(_DEPLOY, config)
-    try:
-        told, _ = operator.communicate(timeout=60)
-        assert operator.returncode == 0, told
-    finally:
-        operator.kill()
-        operator.wait()
+    """`serve deploy`, which has Ray's dashboard do it."""
+    dashboard = _DASHBOARD.search(server.log())
+    assert dashboard is not None
+    server.serve_command("deploy", "--address", dashboard[1], config=config)
 
 
 def changed(config: str, **engine: Any) -> str:
@@ -50,6 +43,10 @@ def changed(config: str, **engine: Any) -> str:
     llm["args"] = llm["args"] | {"models": [model | {"engine": model["engine"] | engine}]}
     text: str = yaml.safe_dump(parsed)
     return text
+
+
+# Of Serve's controller, about replicas that need no restart.
+_UPDATED = "Updating 1 replicas of Deployment(name='model:second', app='llm')"
 
 
 class Clients:
@@ -99,6 +96,54 @@ def _answer(client: openai.OpenAI, puzzle: Puzzle, stream: bool) -> str:
     if stream:
         return "".join(c.choices[0].text for c in client.completions.create(**asked, stream=True))
     return str(client.completions.create(**asked).choices[0].text)
+
+
+def models_of(config: str, *models: dict[str, Any]) -> str:
+    """With these models, in both applications."""
+    parsed = yaml.safe_load(config)
+    for application in parsed["applications"]:
+        application["args"] |= {"models": list(models)}
+    text: str = yaml.safe_dump(parsed)
+    return text
+
+
+def test_models_come_change_and_go_while_another_streams(
+    servers: Any, tiny: ServeProcess, tmp_path: Path, puzzles: tuple[Puzzle, ...]
+) -> None:
+    """A model list as it is edited: `tiny` stays, `second` comes, changes, and goes."""
+    stays = tiny.wake_up()["process_id"]
+    holder, loads = tiny.actor_pid(HOLDER), tiny.log().count(": published ")
+    ((kept, *_), *_) = (a["args"]["models"] for a in yaml.safe_load(tiny.config)["applications"])
+    checkpoint = write_checkpoint(tmp_path / "second", "tiny")
+    second = kept | {"model_id": "second", "source": {"id": str(checkpoint)}}
+    clients = Clients(tiny, puzzles)
+
+    def states() -> dict[str, str]:
+        try:
+            return tiny.model_states()
+        except (httpx.HTTPError, KeyError):
+            return {}
+
+    with clients.asking():
+        deploy(tiny, models_of(tiny.config, kept, second))
+        wait_until(lambda: states() == {MODEL: "loaded", "second": "loaded"}, 120, "it has come")
+        assert tiny.log().count(": published ") == loads + 1
+        came = tiny.actor_pid("llm:model:second")
+        assert came is not None
+        deploy(tiny, models_of(tiny.config, kept, second | {"max_ongoing_requests": 3}))
+        wait_until(lambda: _UPDATED in tiny.log(), what="it was changed as it runs")
+        deploy(tiny, models_of(tiny.config, kept, second | {"generation_config": "none"}))
+        wait_until_gone(came, deadline_s=120)
+        wait_until(lambda: states() == {MODEL: "loaded", "second": "loaded"}, 120, "it changed")
+        assert tiny.log().count(": published ") == loads + 1
+        deploy(tiny, models_of(tiny.config, kept))
+        wait_until(lambda: states() == {MODEL: "loaded"}, 120, "it is gone")
+        wait_until(lambda: "its model is no longer served" in tiny.log(), 60, "its image is gone")
+        answered = clients.answered
+        wait_until(lambda: clients.answered >= answered + 2 * CLIENTS, what="they ask on")
+    assert not clients.wrong
+    assert (tiny.actor_pid(REPLICA), tiny.actor_pid(HOLDER)) == (stays, holder)
+    assert tiny.log().count(": published ") == loads + 1
 
 
 def test_redeploy_under_load_loses_no_request_and_loads_nothing_from_disk(

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
 
 from serve_app.asgi import make_app
 from serve_app.config.files import ModelConfig, load_model_config
+from serve_app.tracing.tracer import tracer_to
 from tests.unit.asgi_client import client_of
 
 KEY = "a-key-of-more-than-16-characters"
@@ -33,11 +37,15 @@ def client(tiny: ModelConfig) -> Iterator[TestClient]:
     """Of two models in one process."""
     threads, switch_interval_s = torch.get_num_threads(), sys.getswitchinterval()
     other = tiny.model_copy(update={"model_id": "other"})
-    with client_of(make_app([tiny, other], {})) as client:
+    tracer = tracer_to(SimpleSpanProcessor(EXPORTER), {})
+    with client_of(make_app([tiny, other], {}, tracer)) as client:
         yield client
     # A worker sets these for its process.
     torch.set_num_threads(threads)
     sys.setswitchinterval(switch_interval_s)
+
+
+EXPORTER = InMemorySpanExporter()
 
 
 def answer(client: TestClient, model: str = "tiny") -> str:
@@ -62,6 +70,44 @@ def test_models_sleep_and_wake_by_the_usual_routes(client: TestClient) -> None:
     assert client.post("/wake_up").status_code == 200
     assert sleeping(client) == {"tiny": False, "other": False}
     assert answer(client) == before
+
+
+def test_spans_lead_from_the_ingress_to_the_wake_and_the_worker(client: TestClient) -> None:
+    assert client.post("/sleep?model=tiny").status_code == 200
+    EXPORTER.clear()
+    asked = {**HI, "model": "tiny"}
+    parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    response = client.post("/v1/chat/completions", json=asked, headers={"traceparent": parent})
+    assert response.status_code == 200
+    while not any(span.name == "wake.copy" for span in EXPORTER.get_finished_spans()):
+        pass  # it ends by itself, a moment later
+    spans = {span.name: span for span in EXPORTER.get_finished_spans()}
+    above = {name: span.parent.span_id for name, span in spans.items() if span.parent is not None}
+    ids = {name: span.context.span_id for name, span in spans.items()}
+    assert {span.context.trace_id for span in spans.values()} == {int("ab" * 16, 16)}
+    http = "POST /v1/chat/completions"
+    assert above == {
+        http: int("cd" * 8, 16),
+        "replica": ids[http],
+        "wake": ids["replica"],
+        "wake.map": ids["wake"],
+        "wake.copy": ids["wake"],
+        "worker": ids["replica"],
+    }
+    assert spans["wake"].attributes["sleepserve.wake.cause"] == "request"
+    assert spans["worker"].attributes["gen_ai.usage.output_tokens"] == 5
+    assert [event.name for event in spans["worker"].events] == ["started", "first token"]
+    assert spans[http].attributes["http.response.status_code"] == 200
+    within(spans["replica"], spans[http])
+    within(spans["wake"], spans["replica"])
+    within(spans["worker"], spans["replica"])
+    assert spans["wake"].end_time <= spans["worker"].events[-1].timestamp
+
+
+def within(inner: ReadableSpan, outer: ReadableSpan) -> None:
+    """Give or take a millisecond: times of the past come from another clock."""
+    assert outer.start_time - 10**6 <= inner.start_time
+    assert inner.end_time <= outer.end_time + 10**6
 
 
 def test_operators_find_what_they_know(client: TestClient) -> None:

@@ -51,7 +51,8 @@ def test_preload_that_downloads_keeps_nobody_from_loading(
     far = ImageRequest("far", ModelSource(hub=Hub.MODELSCOPE, id="far/away"), "auto")
 
     async def scenario() -> None:
-        holder = WeightHolder(preload=[far])
+        holder = WeightHolder()
+        await holder.preload([far])
         assert await asyncio.to_thread(downloading.wait, WAIT_S)
         request, key = image_request(tiny_checkpoint), image_key(tiny_checkpoint)
         try:

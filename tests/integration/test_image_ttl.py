@@ -75,3 +75,29 @@ def test_image_goes_when_it_was_unused_for_its_time(
         assert len(await holder.stats()) == 1
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ray_store", [160 * MIB], indirect=True)
+@pytest.mark.usefixtures("ray_store")
+def test_image_of_a_model_that_is_gone_goes_with_its_last_lessee(tiny_checkpoint: Path) -> None:
+    request = ImageRequest("tiny", ModelSource(id=str(tiny_checkpoint)), "auto")
+    same = ImageRequest("other name", request.source, request.dtype)
+    key = packer.image_key(tiny_checkpoint, packer.checkpoint_dtype(tiny_checkpoint, "auto"))
+
+    async def scenario() -> None:
+        holder = WeightHolder()
+        await holder.keep([request])
+        actor = lessee("the last")
+        await holder.acquire(request, key, "the last")
+
+        async def images_after(*requests: ImageRequest) -> int:
+            await holder.keep(requests)
+            await holder.expire()
+            return len(await holder.stats())
+
+        assert await images_after() == 1, "it is in use"
+        kill(actor, "the last")
+        assert await images_after(same) == 1, "another model is made of it"
+        assert await images_after() == 0
+
+    asyncio.run(scenario())

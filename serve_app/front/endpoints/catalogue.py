@@ -15,11 +15,14 @@ from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access
 from serve_app.front.bodies import check_travels
 from serve_app.front.dialects import ANTHROPIC
+from serve_app.front.dialects import RESPONSES as RESPONSES_DIALECT
 from serve_app.front.endpoints.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
 from serve_app.openai import requests, schemas
 from serve_app.openai.fields import parse_form
 from serve_app.openai.schemas import Schema, an_object, const, ref
+from serve_app.responses import requests as responses
 
+A = TypeVar("A", bound=requests.Ask)
 Model = TypeVar("Model", bound=BaseModel)
 
 GET, POST = ("GET",), ("POST",)
@@ -28,7 +31,7 @@ PUBLIC, USERS, ADMINS = Access.PUBLIC, Access.INFERENCE, Access.ADMIN
 _MAX_TOKENIZED_BYTES = 2**20  # of a text; its tokens are made in this process, in a second
 
 
-def _sendable(ask: requests.Ask) -> requests.Ask:
+def _sendable(ask: A) -> A:
     for prompt in ask.prompts:
         check_travels(prompt)
     return ask
@@ -70,6 +73,11 @@ _COMPLETION = Form(
     ),
     in_body=True,
 )
+_RESPONSES = Form(
+    (responses.ResponsesBody,),
+    lambda fields, _: _sendable(responses.parse_responses(fields)),
+    in_body=True,
+)
 _MESSAGES = Form(
     (anthropic.MessagesBody,),
     lambda fields, _: _sendable(anthropic.parse_messages(fields)),
@@ -106,6 +114,8 @@ CHAT = Endpoint(POST, "/v1/chat/completions", USERS, _CHAT, _json("ChatCompletio
     "OpenAI's chat.", is_load=True)
 COMPLETION = Endpoint(POST, "/v1/completions", USERS, _COMPLETION, _json("Completion", EVENTS),
     "OpenAI's completions.", is_load=True)
+RESPONSES = Endpoint(POST, "/v1/responses", USERS, _RESPONSES, _json("Response", EVENTS),
+    "OpenAI's responses, none of which is kept.", is_load=True, dialect=RESPONSES_DIALECT)
 MESSAGES = Endpoint(POST, "/v1/messages", USERS, _MESSAGES, _json("AnthropicMessage", EVENTS),
     "Anthropic's messages.", is_load=True, dialect=ANTHROPIC)
 SEED_COMPLETION = Endpoint(POST, "/completions", USERS, _SEED, _json("Output", TEXT),

@@ -1,7 +1,7 @@
 """What an endpoint is: what it reads, what it answers, and the route made of it and of what answers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -109,8 +109,10 @@ class Answered(ABC):
     endpoint: Endpoint[Any]
 
     @abstractmethod
-    def route(self, bodies: Bodies, settings: HttpSettings, counted: Middleware) -> BaseRoute:
-        """What Starlette knows of it; `counted` counts requests that are being answered."""
+    def route(
+        self, bodies: Bodies, settings: HttpSettings, load: Sequence[Middleware]
+    ) -> BaseRoute:
+        """What Starlette knows of it; `load` is around requests that count as load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ class Handler(Answered, Generic[T]):
     endpoint: Endpoint[T]
     answer: Callable[[Request, T], Awaitable[Response]]
 
-    def route(self, bodies: Bodies, settings: HttpSettings, counted: Middleware) -> BaseRoute:
+    def route(
+        self, bodies: Bodies, settings: HttpSettings, load: Sequence[Middleware]
+    ) -> BaseRoute:
         async def respond(request: Request) -> Response:
             asked = await self.endpoint.form.read(request, bodies, settings)
             return await self.answer(request, asked)
@@ -129,7 +133,7 @@ class Handler(Answered, Generic[T]):
             self.endpoint.path,
             respond,
             methods=self.endpoint.methods,
-            middleware=[counted] if self.endpoint.is_load else [],
+            middleware=load if self.endpoint.is_load else [],
         )
 
 

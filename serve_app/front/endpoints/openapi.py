@@ -24,11 +24,16 @@ from serve_app.front.endpoints.catalogue import (
 from serve_app.front.endpoints.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
 from serve_app.openai import schemas
 from serve_app.openai.schemas import COUNT, Schema, const, ref
+from serve_app.responses import schemas as responses_schemas
 
 _DOCUMENTED = [endpoint for endpoint in ENDPOINTS if endpoint.is_documented]
 
 # Of all that endpoints answer, by name.
-ANSWERS: Schema = {**schemas.ANSWERS, **anthropic_schemas.ANSWERS}
+ANSWERS: Schema = {
+    **schemas.ANSWERS,
+    **responses_schemas.ANSWERS,
+    **anthropic_schemas.ANSWERS,
+}
 
 
 def document(version: str, models: Sequence[str], keys: KeyRing | None = None) -> Schema:

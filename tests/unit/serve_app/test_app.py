@@ -1,11 +1,15 @@
 """What the deployments of the two applications promise."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from ray.serve import Application
+from ray.serve._private import deploy_utils
+from ray.serve._private.build_app import build_app as build_application
+from ray.serve.generated.serve_pb2 import DeploymentConfig as DeploymentConfigProto
 
 from serve_app.app import build_app, build_weights
 from serve_app.config.files import AppArgs, WeightsArgs
@@ -50,3 +54,59 @@ def test_router_knows_whether_replicas_remember_prompts(project: Path, remembers
     models = deployments(build_app(AppArgs.model_validate({"models": [model]})))
     config = models["model:demo"]._deployment_config.request_router_config
     assert config.request_router_kwargs["prefix_caching"] is remembers
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`get_deploy_args` asks Ray for the job, and would start one."""
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    monkeypatch.setattr(deploy_utils.ray, "get_runtime_context", lambda: context)
+
+
+def versions(models: list[dict[str, Any]]) -> dict[str, str]:
+    """Deployment -> the version that Serve's controller gets, as an application with these models is deployed."""
+    found = {}
+    for builder, args in ((build_app, AppArgs), (build_weights, WeightsArgs)):
+        app = build_application(builder(args.model_validate({"models": models})), name="app")  # type: ignore[operator]
+        for deployment in app.deployments:
+            sent = deploy_utils.get_deploy_args(
+                deployment.name,
+                replica_config=deployment._replica_config,
+                deployment_config=deployment._deployment_config,
+                version=f"of the application with {models}",
+            )
+            settings = DeploymentConfigProto.FromString(sent["deployment_config_proto_bytes"])
+            found[deployment.name] = settings.version
+    return found
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_changed_model_leaves_others_and_the_holder_as_they_are() -> None:
+    source = {"id": "checkpoints/tiny"}
+    a = {"model_id": "a", "source": source}
+    b = {"model_id": "b", "source": source}
+    before = versions([a, b])
+    assert len(set(before.values())) == len(before) == 4
+    after = versions([a, b | {"engine": {"page_size": 16}}, b | {"model_id": "c"}])
+    assert {name for name in before if before[name] != after[name]} == {"Ingress", "model:b"}
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize(
+    ("change", "restarts"),
+    [
+        ({"num_replicas": 2}, False),
+        ({"autoscaling": {"max_replicas": 3}}, True),  # for the time that an image stays
+        ({"max_ongoing_requests": 3}, False),
+        ({"max_queued_requests": 3}, False),
+        ({"max_scaleout_replicas": 3}, False),
+        ({"aliases": ["b"]}, False),
+        ({"chat": {"template": "{{ messages }}"}}, True),
+        ({"sleep": {"idle_timeout_s": 3}}, True),
+        ({"generation_config": "none"}, True),
+    ],
+)
+def test_settings_that_restart_a_model(change: dict[str, Any], restarts: bool) -> None:
+    model = {"model_id": "a", "source": {"id": "checkpoints/tiny"}}
+    changed = versions([model | change])["model:a"] != versions([model])["model:a"]
+    assert changed == restarts

@@ -178,6 +178,14 @@ def test_key_is_not_printed() -> None:
     assert KEY not in run("--api-key", KEY, "--print-config").stdout
 
 
+def test_chat_template_and_other_names(folder: Path) -> None:
+    (folder / "chat.jinja").write_text("{{ messages }}")
+    names = ("--served-model-name", "gpt", "--served-model-name", "gpt-mini")
+    (model,) = models("a/b", "--chat-template", "chat.jinja", *names)
+    assert model["chat"] == {"template": "{{ messages }}"}
+    assert (model["model_id"], model["aliases"]) == ("gpt", ["gpt-mini"])
+
+
 # --- mistakes ---
 
 
@@ -206,6 +214,8 @@ def test_key_is_not_printed() -> None:
         (["a/b", "--served-model-name", "?"], "a/b: model_id: "),
         (["m.yaml", "--revision", "v1"], "m.yaml: source.revision: m is a directory"),
         (["a/b", "--gpu-memory-utilization", "2"], "a/b: engine.gpu_memory_utilization: should"),
+        (["a/b", "--chat-template", "no.jinja"], "a/b: chat.template: no.jinja: No such file"),
+        (["a/b", "--chat-template", "{{ a }"], "a/b: chat.template: no chat template: line 1"),
         (["--api-key", "short"], "a key has 16 characters or more"),
     ],
 )

@@ -245,6 +245,44 @@ def test_mistake_in_a_model_file(folder: Path, text: str, complaint: str) -> Non
         assert _complaint("configs/demo.yaml") == f"configs/demo.yaml: {complaint}"
 
 
+@pytest.mark.parametrize("template", ["{{ messages }}", "{% generation %}x{% endgeneration %}"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_chat_template_in_place_or_from_a_file_of_the_project(
+    folder: Path, template: str, is_file: bool
+) -> None:
+    _write(folder / "chats" / "mine.jinja", template)
+    named = "chats/mine.jinja" if is_file else template
+    _write(folder / "configs" / "demo.yaml", f"{MODEL}chat: {{template: {json.dumps(named)}}}\n")
+    (model,) = check_file("serve_config.yaml")
+    assert model.chat.template == template
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("a\n{% if x %}", "no chat template: line 2: Unexpected end of template."),
+        ("{{ messages }", "no chat template: line 1: unexpected '}'"),
+        ("nowhere.jinja", "nowhere.jinja: No such file or directory"),
+        ("wrong.jinja", "wrong.jinja: no chat template: line 2: unexpected '}'"),
+    ],
+)
+def test_wrong_chat_template_is_told_in_one_line(
+    folder: Path, template: str, complaint: str
+) -> None:
+    _write(folder / "wrong.jinja", "\n{{ messages }")
+    text = f"{MODEL}chat: {{template: {json.dumps(template)}}}\n"
+    _write(folder / "configs" / "demo.yaml", text)
+    found = _complaint("serve_config.yaml").splitlines()[0]
+    assert found.startswith(f"configs/demo.yaml: chat.template: {complaint}")
+
+
+def test_name_is_taken_once(folder: Path) -> None:
+    alias = {"model_id": "b", "source": {"id": "checkpoints/demo"}, "aliases": ["c", "a"]}
+    with pytest.raises(ConfigError) as caught:
+        AppArgs.model_validate({"models": [alias | {"model_id": "a", "aliases": []}, alias]})
+    assert str(caught.value) == "models.1.aliases: a is the name of models.0 already"
+
+
 def test_default_target_is_no_higher_than_what_a_replica_takes(folder: Path) -> None:
     file = folder / "configs" / "demo.yaml"
     _write(file, MODEL + "max_ongoing_requests: 8\nautoscaling: {max_replicas: 2}")

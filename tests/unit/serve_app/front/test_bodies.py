@@ -191,6 +191,7 @@ def unbounded(schema: Any, path: str = "") -> Iterator[str]:
 
 # A JSON schema is a tree of any shape; what is compiled of it has a limit of characters.
 ANY_SHAPE = {
+    ".FunctionTool.properties.parameters.anyOf[0]",
     "._Function.properties.parameters",
     ".ToolParam.properties.input_schema",
     ".ToolUseBlock.properties.input",

@@ -82,6 +82,20 @@ async def not_deployed():
     raise Unavailable("model:fake is not deployed")
 
 
+def test_model_answers_to_its_other_names():
+    model, other = FakeModel(), FakeModel("other")
+    model.info = replace(model.info, aliases=("gpt", "gpt-mini"))
+    with serving(model, other) as client:
+        cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
+        assert list(cards) == ["fake", "other", "gpt", "gpt-mini"]
+        assert client.get("/v1/models/gpt").json() == cards["gpt"]
+        answer = client.post(CHAT, json={**CHAT_BODY, "model": "gpt-mini"}).json()
+        assert answer["model"] == "fake"
+        assert list(client.post("/sleep?model=gpt").json()["models"]) == ["fake"]
+        refused = client.post(CHAT, json={**CHAT_BODY, "model": "gpt-4"})
+        assert "served: fake, other, gpt, gpt-mini" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("how", ["hangs", "fails"])
 def test_silent_replicas_do_not_block(how):
     model, other = FakeModel("a"), FakeModel("b")

@@ -32,6 +32,7 @@ TEXT = {"model": "fake", "prompt": "hi"}
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": TEXT,
+    "/v1/responses": {"model": "fake", "input": "hi"},
     "/v1/messages": {
         "model": "fake",
         "max_tokens": 9,

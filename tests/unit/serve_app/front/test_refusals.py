@@ -93,7 +93,7 @@ def test_wrong_method_is_405_with_allow(client, method, path, allow):
 
 
 @pytest.mark.parametrize(
-    "path", ["/nowhere", "/v1", "/v1/responses", "/v1/models/", "/v1/completions/"]
+    "path", ["/nowhere", "/v1", "/v1/embeddings", "/v1/models/", "/v1/completions/"]
 )
 def test_unknown_path_is_404(client, path):
     response = client.post(path, json={}) if "completions" in path else client.get(path)

@@ -13,6 +13,7 @@ from actors.checkpoints.source import Hub, ModelSource
 from actors.errors import InvalidRequest, Unavailable
 from actors.protocol import ChatPrompt, ReplicaState
 from actors.text.codec import TextCodec
+from actors.text.message_form import ChatConfig
 from serve_app.config.http import HttpSettings
 from serve_app.front import tokenize as tokenizing
 from serve_app.front.app import build_asgi
@@ -131,6 +132,11 @@ def test_local_tokenizer_is_the_replica_s(tiny_checkpoint: Path) -> None:
         assert "<|im_start|>user" in await tokenizer.decode(chat)  # special tokens, too
         assert "".join(await tokenizer.texts(await tokenizer.encode("a b", None))) == "a b"
         assert await tokenizer.encode("", None) == ()
+        own = LocalTokenizer(
+            ModelSource(id=str(tiny_checkpoint)),
+            ChatConfig(template="{% for m in messages %}{{ m.content }}!{% endfor %}"),
+        )
+        assert await own.decode(await own.encode(prompt, None)) == "hi!"
         info = await tokenizer.describe()
         assert (info["eos_token"], info["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
         assert "<|im_start|>" in str(info["chat_template"])

@@ -7,7 +7,7 @@ import subprocess
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +189,7 @@ def answered(
         )
     )
     replica._replica_id, replica._observer = "a", Observer()
+    replica._traced = nullcontext
 
     async def scenario() -> Answer:
         request = GenerateRequest("r", "x", lost_workers=lost_workers)

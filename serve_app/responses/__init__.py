@@ -1,0 +1,1 @@
+"""OpenAI's Responses, without a store: requests, answers."""

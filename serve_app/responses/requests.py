@@ -1,0 +1,371 @@
+"""Bodies of /v1/responses -> `Ask`, as chats have it: items become the messages that chat templates read.
+
+Nothing is kept here, so what asks for an earlier response is refused. Fields that ask for nothing we could refuse
+are ignored (`user`, `service_tier`, `prompt_cache_key`, `reasoning.summary`, ...), and `null` means absent, as in
+chats. Of `reasoning.effort` only whether there is to be any reaches the chat template.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag
+
+from actors.errors import InvalidRequest, UnsupportedParameter
+from actors.protocol import ChatPrompt, Grammar, GrammarKind, SamplingParams
+from actors.text.validation import check_grammar
+from serve_app.openai.chat import Part, must_call
+from serve_app.openai.fields import (
+    MAX_COUNT,
+    MAX_INSIDE,
+    MAX_MESSAGES,
+    MAX_OPTIONS,
+    MAX_PARTS,
+    MAX_TOOLS,
+    bounded,
+    bounded_inside,
+    parse_form,
+    parsed,
+    shown,
+    small_inside,
+    unsupported,
+    wrong,
+)
+from serve_app.openai.grammar import JsonSchema, any_object
+from serve_app.openai.requests import Ask, ModelName, SamplingFields
+
+# Fields that we know and cannot honour -> the values that ask for nothing, and why.
+_UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "previous_response_id": ((), "nothing is kept here; send the whole conversation as input"),
+    "conversation": ((), "nothing is kept here; send the whole conversation as input"),
+    "store": ((False,), "nothing is kept here; leave it out, or say false"),
+    "background": ((False,), "nothing is kept here; wait for the answer, or stream it"),
+    "prompt": ((), "there are no prompts with names here"),
+    "truncation": (("disabled",), "too long a prompt is refused"),
+    "context_management": (([],), "nothing is left out of a prompt"),
+    "top_logprobs": ((0,), "chats have them"),
+}
+_LOGPROBS = (
+    "message.output_text.logprobs"  # of `include`; what else can be included is of tools not here
+)
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class _TextPart(Part):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+def _to_text(value: object) -> object:
+    """The text of parts, joined by newlines, as in chats."""
+    if not isinstance(value, list):
+        return value
+    bounded(value, MAX_PARTS)
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise wrong("must be a string or an array of text parts")
+        text = part.get("refusal") if kind == "refusal" else part.get("text")
+        if kind not in (*_TEXT_PARTS, "refusal"):
+            raise unsupported(f"may only have parts of text, found {shown(kind)}")
+        if not isinstance(text, str):
+            raise wrong('must have a string as "text" in every part')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+_Texts = Annotated[
+    str,
+    BeforeValidator(
+        _to_text,
+        json_schema_input_type=str | Annotated[list[_TextPart], Field(max_length=MAX_PARTS)],
+    ),
+]
+
+
+def _to_arguments(value: object) -> dict[str, Any]:
+    """What a function was called with, parsed: so most chat templates want it."""
+    try:
+        found = parsed(value.encode(), "arguments") if isinstance(value, str) else None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise wrong("must be a JSON object, as text")
+    return found
+
+
+class MessageItem(Part):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Texts
+
+
+class FunctionCallItem(Part):
+    type: Literal["function_call"]
+    call_id: str
+    name: str = Field(min_length=1)
+    arguments: Annotated[dict[str, Any], PlainValidator(_to_arguments, json_schema_input_type=str)]
+
+
+class FunctionCallOutputItem(Part):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Texts
+
+
+class ReasoningItem(Part):
+    """Of an earlier answer; the template decides what becomes of it. Somebody else's is encrypted, and dropped."""
+
+    type: Literal["reasoning"]
+    content: _Texts | None = None
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _kind_of(item: object) -> str | None:
+    """The tag of an item; a message may do without."""
+    if not isinstance(item, dict):
+        raise wrong("must be an object")
+    kind = item.get("type") or "message"
+    if kind == "item_reference":
+        raise unsupported("nothing is kept here, so send the item itself, found item_reference")
+    if isinstance(kind, str) and kind not in _KINDS:
+        raise unsupported(f"may only be of type {', '.join(_KINDS)}, found {shown(kind)}")
+    if not isinstance(kind, str):
+        raise wrong("must have a string as type")
+    return kind
+
+
+_Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind_of),
+]
+
+
+def _known(item: object) -> object:
+    """Refuses what is no text and no tool, before pydantic looks for it."""
+    _kind_of(item)
+    return item
+
+
+Item = Annotated[_Item, BeforeValidator(_known)]
+_Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def _as_items(value: object) -> object:
+    """A string is short for one message of the user."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _few_arguments(items: list[Any]) -> list[Any]:
+    calls = [item.arguments for item in items if isinstance(item, FunctionCallItem)]
+    bounded_inside(calls, MAX_INSIDE)
+    return items
+
+
+def _is_function(kind: object) -> object:
+    if isinstance(kind, str) and kind != "function":
+        raise unsupported(f'must be "function", found {shown(kind)}')
+    return kind
+
+
+class FunctionTool(Part):
+    type: Annotated[Literal["function"], BeforeValidator(_is_function)]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """As chats have it, and their templates read it."""
+        given = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": {"parameters": {}, **given}}
+
+
+class NamedTool(Part):
+    type: Annotated[Literal["function"], BeforeValidator(_is_function)]
+    name: str = Field(min_length=1)
+
+
+class TextFormat(Part):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_text: JsonSchema | None = Field(default=None, alias="schema")
+
+
+class TextOptions(Part):
+    format: TextFormat = TextFormat(type="text")
+
+
+class ReasoningOptions(Part):
+    effort: str | None = None
+
+
+def _few_inside(tools: list[FunctionTool]) -> list[FunctionTool]:
+    bounded_inside([tool.parameters for tool in tools], MAX_INSIDE)
+    return tools
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseAsk(Ask):
+    """With what the answer repeats of its request."""
+
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ResponsesBody(SamplingFields):
+    model: ModelName | None = None
+    input: Annotated[
+        _Items,
+        BeforeValidator(_as_items, json_schema_input_type=str | _Items),
+        AfterValidator(_few_arguments),
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    stream: bool = False
+    tools: Annotated[
+        list[FunctionTool],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+        AfterValidator(_few_inside),
+    ] = Field(default=[])
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    include: list[str] = Field(default=[], max_length=MAX_OPTIONS)
+    metadata: Annotated[dict[str, Any], AfterValidator(small_inside)] = Field(
+        default={}, max_length=MAX_OPTIONS
+    )
+
+    def prompt(self) -> ChatPrompt:
+        """What the chat template reads."""
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        tools = tuple(tool.function for tool in self.tools)
+        options: dict[str, Any] = {}
+        if self.reasoning.effort is not None:  # as Qwen's templates call it, and as DeepSeek's do
+            wanted = self.reasoning.effort != "none"
+            options = dict.fromkeys(("enable_thinking", "thinking"), wanted)
+        return ChatPrompt(
+            messages=(*system, *_messages(self.input)),
+            # "none" keeps the tools from the model: it cannot call what it does not know.
+            tools=(tools if self.tool_choice != "none" else None) or None,
+            template_kwargs=options,
+            must_call=self._must_call(tools),
+        )
+
+    def _must_call(self, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        choice = self.tool_choice
+        if choice in ("none", "auto"):
+            return ()
+        if self.grammar() is not None:
+            raise InvalidRequest("tool_choice and text.format exclude each other", "text.format")
+        return must_call(tools, choice.name if isinstance(choice, NamedTool) else None)
+
+    def grammar(self) -> Grammar | None:
+        """The form that the text must have.
+
+        Raises:
+            InvalidRequest: there is no schema.
+            UnsupportedParameter: the schema is longer than those that this server compiles.
+        """
+        asked, param = self.text.format, "text.format"
+        if asked.type == "text":
+            return None
+        if asked.type == "json_object":
+            return any_object(param)
+        if asked.schema_text is None:
+            raise InvalidRequest("text.format.schema is required", "text.format.schema")
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, asked.schema_text, param)
+        check_grammar(grammar)
+        return grammar
+
+    def ask(self, fields: Mapping[str, Any]) -> ResponseAsk:
+        """For a replica.
+
+        Args:
+            fields: the body as it came; what of it is in the answer, is there as it came.
+        """
+        return ResponseAsk(
+            model=self.model,
+            prompts=(self.prompt(),),
+            sampling=SamplingParams(
+                max_tokens=self.max_output_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.num_candidates,
+                grammar=self.grammar(),
+            ),
+            n=1,
+            echo=False,
+            stream=self.stream,
+            include_usage=False,
+            parallel_tool_calls=self.parallel_tool_calls,
+            told={
+                "instructions": self.instructions,
+                "max_output_tokens": self.max_output_tokens,
+                "metadata": self.metadata,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning": {"effort": self.reasoning.effort, "summary": None},
+                "temperature": self.temperature,
+                "text": {"format": (fields.get("text") or {}).get("format") or {"type": "text"}},
+                "tool_choice": fields.get("tool_choice") or "auto",
+                # OpenAI's types want these two of every tool.
+                "tools": [
+                    {"strict": False, "parameters": None, **tool}
+                    for tool in fields.get("tools") or ()
+                ],
+                "top_p": self.top_p,
+            },
+        )
+
+
+def parse_responses(fields: Mapping[str, Any]) -> ResponseAsk:
+    """POST /v1/responses."""
+    for name, (harmless, why) in _UNSUPPORTED.items():
+        if (value := fields.get(name)) is not None and value not in harmless:
+            text = f"{name} is not supported, found {shown(value)}: {why}"
+            raise UnsupportedParameter(text, name)
+    body = parse_form(ResponsesBody, fields)
+    if _LOGPROBS in body.include:
+        raise UnsupportedParameter(
+            f"include {_LOGPROBS} is not supported: chats have them", "include"
+        )
+    return body.ask(fields)
+
+
+def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """As chat templates read them: what an assistant thought, said and called is one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if isinstance(item, ReasoningItem):
+            if item.content:
+                thought = {"reasoning_content": item.content}
+                messages.append({"role": "assistant", "content": "", **thought})
+        elif isinstance(item, FunctionCallOutputItem):
+            result = {"tool_call_id": item.call_id, "content": item.output}
+            messages.append({"role": "tool", **result})
+        elif isinstance(item, FunctionCallItem):
+            if last is None:
+                last = {"role": "assistant", "content": ""}
+                messages.append(last)
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            last.setdefault("tool_calls", []).append(call)
+        elif item.role == "assistant" and last is not None and _only_thought(last):
+            last["content"] = item.content
+        else:
+            # Most templates do not know `developer`.
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": item.content})
+    return messages
+
+
+def _only_thought(message: Mapping[str, Any]) -> bool:
+    return not message["content"] and "tool_calls" not in message

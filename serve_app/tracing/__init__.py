@@ -1,0 +1,1 @@
+"""OpenTelemetry's spans, from the ingress to the worker; off unless its variables ask for them."""
