@@ -270,6 +270,29 @@ class DeviceNow:
 
 
 @dataclass(frozen=True, slots=True)
+class CardTenant:
+    """What a worker has of the card that it shares, in bytes."""
+
+    model_id: str
+    replica_id: str
+    held: int  # mapped, or granted and about to be
+    residue: int  # what its process has besides
+    awake: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CardStatus:
+    """A shared card, by its keeper's account; bytes."""
+
+    id: str
+    budget: int  # for all tenants together
+    held: int  # by them
+    drift: int  # by how much the driver's figure was more, when nothing moved
+    tenants: tuple[CardTenant, ...]
+    waiting: tuple[str, ...]  # who waits for what, and what ends it; the next first
+
+
+@dataclass(frozen=True, slots=True)
 class WakeReport:
     """What a wake moved, and what the device computed of the bytes where they landed."""
 
@@ -310,6 +333,7 @@ class ReplicaStatus:
     device: DeviceNow
     device_memory: DeviceMemoryStatus
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
+    card: CardStatus | None = None  # None: it shares none, or the keeper does not answer
 
 
 Origin = Literal[

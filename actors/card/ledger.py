@@ -1,0 +1,231 @@
+"""One card's account: who has what, who waits, who must make room. No clock, no wire: both come from outside."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from actors.card.config import Terms, in_words
+from actors.card.messages import Account
+from actors.card.plan import Ask, Card, Evict, Grant, Refuse, Tenant, Wait, in_order, plan
+from actors.protocol import CardStatus, CardTenant
+
+# Between a tenant that could not make room and another order to it.
+_SPARED_S = 0.2
+_LEAST_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Granting:
+    tenant: str
+    number: int
+    at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusing:
+    tenant: str
+    number: int
+    refuse: Refuse
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    tenant: str
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ordering:
+    tenant: str
+    number: int
+    evict: Evict
+
+
+Decision: TypeAlias = Granting | Refusing | Waiting | Ordering
+
+
+class CardLedger:
+    """The one owner of a card's account. `decide` follows whatever was told."""
+
+    def __init__(self, budget: int, max_awake: int | None) -> None:
+        """An empty one."""
+        self.budget = budget
+        self.max_awake = max_awake
+        self._tenants: dict[str, Tenant] = {}
+        self._asks: dict[tuple[str, int], Ask] = {}
+        self._reasons: dict[tuple[str, int], str] = {}  # told to who waits
+        self._granted: dict[
+            str, tuple[int, int]
+        ] = {}  # tenant -> number and size, not in its account
+        self._orders: dict[str, int] = {}  # tenant -> number of the order that it has not answered
+        self._last_order = -1
+        self._foreign = 0
+        self._drift = 0
+        self._waits_s = 0.0  # how long the last one waited that got something
+        self.next_s = math.inf
+
+    # --- what is told ---
+
+    def join(self, name: str, model: str, terms: Terms, account: Account, now_s: float) -> None:
+        """A tenant begins, or comes back."""
+        self.forget_asks(name)
+        self._granted.pop(name, None)
+        self._orders.pop(name, None)
+        self._tenants[name] = Tenant(name, model, terms, awake_since_s=now_s, quiet_since_s=now_s)
+        self.account(name, account, now_s)
+
+    def account(self, name: str, account: Account, now_s: float) -> None:
+        """What a tenant says of itself."""
+        before = self._tenants[name]
+        number, granted = self._granted.get(name, (-1, 0))
+        if account.read_ask >= number:
+            self._granted.pop(name, None)
+            granted = 0
+        leaving, spared_until_s = before.leaving, before.spared_until_s
+        order = self._orders.get(name)
+        if order is not None and account.answered_order >= order:
+            del self._orders[name]
+            leaving = False
+            if account.awake:
+                spared_until_s = now_s + _SPARED_S
+        self._tenants[name] = replace(
+            before,
+            held=account.held + granted,
+            kept=account.kept if account.awake else account.held,
+            residue=account.residue,
+            copies=account.copies,
+            awake=account.awake or granted > 0,
+            busy=account.busy,
+            moving=account.moving or granted > 0,
+            reached=account.reached and not granted,
+            awake_since_s=now_s - account.awake_s,
+            quiet_since_s=now_s - account.quiet_s,
+            leaving=leaving,
+            spared_until_s=spared_until_s,
+        )
+
+    def lose(self, name: str) -> None:
+        """A tenant's replica is lost; what its worker has comes back when that has ended."""
+        self.forget_asks(name)
+        self._orders.pop(name, None)
+        self._tenants[name] = replace(self._tenants[name], gone=True)
+
+    def end(self, name: str) -> None:
+        """Nothing is left of a tenant."""
+        self.forget_asks(name)
+        for book in (self._tenants, self._granted, self._orders):
+            book.pop(name, None)
+
+    def ask(
+        self, name: str, number: int, size: int, waits: bool, now_s: float, limit_s: float
+    ) -> None:
+        """A tenant wants memory; answered by a decision, in `limit_s` seconds at most."""
+        self._asks[name, number] = Ask(name, number, size, waits, now_s, now_s + limit_s)
+
+    def withdraw(self, name: str, number: int) -> None:
+        """Nobody wants that any more; of no effect on what has been granted."""
+        self._asks.pop((name, number), None)
+        self._reasons.pop((name, number), None)
+
+    def forget_asks(self, name: str) -> None:
+        for tenant, number in [key for key in self._asks if key[0] == name]:
+            self.withdraw(tenant, number)
+
+    def read_device(self, total: int, free: int, short: bool) -> int | None:
+        """Compare with the driver's figure, while nothing is on its way.
+
+        Args:
+            short: what was granted was not there. Otherwise one figure alone, which may be older than what it
+                is compared with, makes no room smaller.
+
+        Returns:
+            By how many bytes the device holds more than the ledger knows; None: not now.
+        """
+        if not short and (
+            self._granted or self._orders or any(t.comes_free for t in self._tenants.values())
+        ):
+            return None
+        known = sum(t.held + t.residue for t in self._tenants.values())
+        before, self._drift = self._drift, total - free - known
+        sure = self._drift if short else min(before, self._drift)
+        self._foreign = max(0, self.budget - (total - sure))
+        return self._drift
+
+    # --- what follows ---
+
+    def card(self) -> Card:
+        return Card(self.budget, self.max_awake, tuple(self._tenants.values()), self._foreign)
+
+    def decide(self, now_s: float) -> Iterator[Decision]:
+        """Take the asks in their order, as far as there is anything to decide; sets `next_s`.
+
+        Each decision is part of the account when it comes out.
+        """
+        self.next_s = math.inf
+        claimed, slots = 0, 0
+        for ask in in_order(tuple(self._asks.values()), self.card(), now_s):
+            card = replace(self.card(), claimed=claimed, claimed_slots=slots)
+            key = ask.tenant, ask.number
+            outcome = plan(card, ask, now_s)
+            if isinstance(outcome, Grant):
+                at_once = key not in self._reasons
+                self._waits_s = now_s - ask.asked_s
+                self._take(ask)
+                yield Granting(*key, at_once)
+            elif isinstance(outcome, Refuse):
+                self.withdraw(*key)
+                yield Refusing(*key, outcome, self._retry_after_s(now_s))
+            else:
+                claimed += ask.size
+                slots += not card.tenant(ask.tenant).awake
+                yield from self._wait(ask, outcome, now_s)
+
+    def _take(self, ask: Ask) -> None:
+        who = self._tenants[ask.tenant]
+        assert ask.tenant not in self._granted, "one ask at a time"
+        self._granted[ask.tenant] = ask.number, ask.size
+        self._tenants[ask.tenant] = replace(
+            who, held=who.held + ask.size, kept=who.held, awake=True, moving=True
+        )
+        self.withdraw(ask.tenant, ask.number)
+
+    def _wait(self, ask: Ask, wait: Wait, now_s: float) -> Iterator[Decision]:
+        for evict in wait.evict:
+            self._last_order += 1
+            self._orders[evict.tenant] = self._last_order
+            self._tenants[evict.tenant] = replace(self._tenants[evict.tenant], leaving=True)
+            yield Ordering(evict.tenant, self._last_order, evict)
+        self.next_s = min(self.next_s, wait.until_s)
+        if now_s < ask.first_from_s:
+            self.next_s = min(self.next_s, ask.first_from_s)
+        key = ask.tenant, ask.number
+        if self._reasons.get(key) != wait.reason:
+            self._reasons[key] = wait.reason
+            yield Waiting(*key, wait.reason)
+
+    def _retry_after_s(self, now_s: float) -> float:
+        """When the queue may have moved on: as long as the last one waited, once for each who waits."""
+        longest_s = max((now_s - ask.asked_s for ask in self._asks.values()), default=0.0)
+        return max(_LEAST_RETRY_S, self._waits_s * (len(self._asks) + 1), longest_s)
+
+    def status(self, card_id: str, now_s: float) -> CardStatus:
+        """For people."""
+        asks = in_order(tuple(self._asks.values()), self.card(), now_s)
+        return CardStatus(
+            card_id,
+            self.budget,
+            sum(t.held + t.residue for t in self._tenants.values()),
+            self._drift,
+            tuple(
+                CardTenant(t.model, t.name, t.held, t.residue, t.awake)
+                for t in self._tenants.values()
+            ),
+            tuple(
+                f"{self._tenants[a.tenant].model} for {in_words(a.size)}: "
+                f"{self._reasons.get((a.tenant, a.number), '')}"
+                for a in asks
+            ),
+        )

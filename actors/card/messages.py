@@ -1,0 +1,113 @@
+"""What a replica and the keeper of its worker's card say to each other. No torch, no Ray.
+
+Up go accounts, whole ones, so that a keeper that has just begun knows as much as the one before; and asks. Down
+come answers to asks, in what order so ever, and orders to make room.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from actors.card.config import Terms
+from actors.protocol import CardStatus, SleepMode
+
+# --- up ---
+
+
+class Account(msgspec.Struct, frozen=True, array_like=True):
+    """What a tenant is now; bytes unless said otherwise.
+
+    What the keeper has decided and the tenant has not read yet is newer: see `read_ask` and `answered_order`.
+    """
+
+    process_id: int = 0  # of the worker; 0 while there is none
+    held: int = 0  # mapped, or granted and about to be
+    kept: int = 0  # of it, what a sleep leaves
+    residue: int = 0  # what the process has besides
+    copies: int = 1  # that a wake copies
+    awake: bool = False
+    busy: bool = False
+    moving: bool = False  # between awake and asleep: it can make no room until it has settled
+    reached: bool = True  # by the request that it was woken for, if there was one
+    awake_s: float = 0.0  # for how long, in seconds
+    quiet_s: float = 0.0  # likewise
+    read_ask: int = -1  # the newest ask whose grant is part of `held`, or was not used
+    answered_order: int = -1  # the newest order that is done, or could not be
+    device_free: int | None = None  # by the driver, a moment ago
+    short: bool = False  # what was granted was not there
+
+
+class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The first message of every connection."""
+
+    tenant: str
+    model: str
+    card: str
+    budget: int
+    max_awake: int | None
+    device_total: int
+    terms: Terms
+    account: Account
+    again: bool  # it had a keeper before, and so may others
+
+
+class Changed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    account: Account
+
+
+class Want(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered by `Granted` or `Refused`."""
+
+    number: int  # rising
+    size: int
+    waits: bool
+    limit_s: float  # from now
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nobody wants that any more. A grant may be under way."""
+
+    number: int
+
+
+class Look(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered by `Seen`."""
+
+
+ToKeeper: TypeAlias = Join | Changed | Want | Withdraw | Look
+
+# --- down ---
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    number: int
+    at_once: bool  # nobody had to make room
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    number: int
+    reason: str
+    ever: bool  # it may be granted at another time
+    retry_after_s: float
+
+
+class Waits(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What ends the wait of an ask; told when that changes."""
+
+    number: int
+    reason: str
+
+
+class MakeRoom(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Sleep, if you can; the account says what came of it."""
+
+    number: int  # rising
+    mode: SleepMode | None  # None: only if nothing is in flight
+    reason: str
+
+
+class Seen(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    card: CardStatus
+
+
+ToTenant: TypeAlias = Granted | Refused | Waits | MakeRoom | Seen

@@ -1,0 +1,128 @@
+"""Six models, one card and its ledger, in every order that hypothesis thinks of."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from tests.unit.actors.card.world import (
+    BUDGET,
+    MAX_AWAKE,
+    MAX_WAIT_S,
+    World,
+    everybody_is_served_in_turn,
+    everything_settles,
+)
+
+MODELS = st.integers(0, 5)
+ANSWER_S = 2.4  # of the longest; a drain takes as long
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Requests, sleeps, deaths and messages; what is read when is the machine's to choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    @rule(model=MODELS)
+    def request(self, model: int) -> None:
+        self.world.request(model)
+
+    @rule(model=MODELS)
+    def finish(self, model: int) -> None:
+        self.world.finish(model)
+
+    @rule(model=MODELS)
+    def woken(self, model: int) -> None:
+        self.world.woken(model)
+
+    @rule(model=MODELS)
+    def leave(self, model: int) -> None:
+        self.world.leave(model)
+
+    @rule(model=MODELS)
+    def sleep(self, model: int) -> None:
+        self.world.idle_sleep(model)
+
+    @rule()
+    def read_up(self) -> None:
+        self.world.deliver_up()
+
+    @rule(model=MODELS)
+    def read_down(self, model: int) -> None:
+        self.world.deliver_down(model)
+
+    @rule(seconds=st.sampled_from([0.05, 0.3, 1.0, 3.0]))
+    def tick(self, seconds: float) -> None:
+        self.world.tick(seconds)
+
+    @rule(model=MODELS)
+    def kill_or_start(self, model: int) -> None:
+        if self.world.models[model].state == "dead":
+            self.world.start_again(model)
+        else:
+            self.world.kill(model)
+
+    @rule()
+    def kill_keeper(self) -> None:
+        self.world.kill_keeper()
+
+    @invariant()
+    def no_byte_is_given_twice(self) -> None:
+        world = self.world
+        assert sum(model.mapped for model in world.models) <= BUDGET
+        if not world.lost_keepers:  # otherwise some went by the driver's word
+            assert not world.short, "a grant that was not there"
+            assert sum(model.mapped > 0 for model in world.models) <= MAX_AWAKE
+
+    @invariant()
+    def nobody_waits_beyond_the_limit(self) -> None:
+        for ask in self.world.ledger._asks.values():
+            late_s = self.world.now_s - ask.limit_s
+            assert late_s <= 0 or self.world.now_s < self.world.gathers_until_s
+
+    def teardown(self) -> None:
+        everything_settles(self.world)
+        everybody_is_served_in_turn(self.world)
+
+
+def _run(examples: int) -> None:
+    run_state_machine_as_test(
+        Interleavings,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_a_thousand_interleavings() -> None:
+    _run(1000)
+
+
+@pytest.mark.slow
+def test_ten_thousand_interleavings() -> None:
+    _run(10_000)
+
+
+def test_waits_of_a_quiet_server_are_within_the_limit() -> None:
+    """Where messages are read at once, whoever waits knows within `max_wait_s`, and the drain he came into."""
+    world = World()
+    for round_ in range(60):
+        world.request((round_ * 5) % 6)
+        for _ in range(3):
+            world.deliver_all_up()
+            for index in range(6):
+                while world.models[index].inbox:
+                    world.deliver_down(index)
+                world.woken(index)
+        world.deliver_all_up()
+        world.tick(0.4)
+        world.finish(round_ % 6)
+    everything_settles(world)
+    assert max(world.answered + world.refused) <= MAX_WAIT_S + ANSWER_S
+    assert len(world.answered) >= 20  # of 60, on a card for two at a time

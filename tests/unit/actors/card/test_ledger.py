@@ -1,0 +1,134 @@
+"""A card's account over time: what messages that cross do to it, and what it says."""
+
+from actors.card.config import Terms
+from actors.card.ledger import CardLedger, Decision, Granting, Ordering, Refusing, Waiting
+from actors.card.messages import Account
+
+ASLEEP = Account(process_id=1)
+AWAKE = Account(process_id=1, held=60, awake=True, read_ask=1, awake_s=10.0, quiet_s=10.0)
+
+
+def ledger(*names: str, budget: int = 100) -> CardLedger:
+    book = CardLedger(budget, None)
+    for name in names:
+        book.join(name, name, Terms(), ASLEEP, 0.0)
+    return book
+
+
+def wants(book: CardLedger, name: str, size: int = 60, number: int = 1, at_s: float = 20.0) -> None:
+    book.ask(name, number, size, True, at_s, 10.0)
+
+
+def decide(book: CardLedger, at_s: float = 20.0) -> list[Decision]:
+    return list(book.decide(at_s))
+
+
+def test_two_first_requests_at_once_get_one_grant_each() -> None:
+    """LM Studio #1751: parallel first requests loaded several copies."""
+    book = ledger("a", "b")
+    wants(book, "a")
+    wants(book, "b")
+    assert decide(book) == [
+        Granting("a", 1, at_once=True),
+        Waiting("b", 1, "a must end first"),
+    ]
+    assert decide(book) == []
+    assert book.card().free == 40
+
+
+def test_account_that_crosses_a_grant_does_not_undo_it() -> None:
+    book = ledger("a", "b")
+    wants(book, "a")
+    decide(book)
+    book.account("a", ASLEEP, 20.0)  # sent before the grant was read
+    assert book.card().free == 40
+    book.account("a", AWAKE, 20.1)
+    assert book.card().free == 40
+    book.account("a", Account(process_id=1, read_ask=1), 20.2)  # the wake was refused by the driver
+    assert book.card().free == 100
+
+
+def test_grant_that_nobody_wanted_any_more_comes_back() -> None:
+    book = ledger("a")
+    wants(book, "a")
+    decide(book)
+    book.withdraw("a", 1)
+    book.account("a", Account(process_id=1, read_ask=1), 20.0)
+    assert book.card().free == 100
+
+
+def test_order_that_could_not_be_followed_goes_to_somebody_else() -> None:
+    """Ollama #17408: a request revived the victim while another model waited for it, for ever."""
+    book = ledger("a", "b", "c")
+    book.account("a", AWAKE, 20.0)
+    book.account("b", Account(process_id=1, held=40, awake=True, awake_s=9.0, quiet_s=1.0), 20.0)
+    wants(book, "c", 40)
+    order, waiting = decide(book)
+    assert isinstance(order, Ordering)
+    assert order.tenant == "a"
+    assert isinstance(waiting, Waiting)
+    revived = Account(
+        process_id=1, held=60, awake=True, busy=True, awake_s=10.0, answered_order=order.number
+    )
+    book.account("a", revived, 20.1)
+    again, _ = decide(book, 20.1)
+    assert isinstance(again, Ordering)
+    assert again.tenant == "b"
+
+
+def test_nobody_small_overtakes_who_waits_for_more() -> None:
+    book = ledger("a", "b", "c")
+    book.account("a", AWAKE, 20.0)
+    wants(book, "b", 90, at_s=20.0)
+    wants(book, "c", 10, at_s=20.1)
+    told = decide(book, 20.1)
+    assert [d.tenant for d in told if isinstance(d, Ordering)] == ["a"]
+    assert not [d for d in told if isinstance(d, Granting)]
+    book.account("a", Account(process_id=1, read_ask=1, answered_order=0), 20.2)
+    assert decide(book, 20.2) == [Granting("b", 1, at_once=False), Granting("c", 1, at_once=False)]
+
+
+def test_memory_of_a_lost_replica_is_back_when_its_process_has_ended() -> None:
+    book = ledger("a", "b")
+    book.account("a", AWAKE, 20.0)
+    book.lose("a")
+    wants(book, "b")
+    assert not [d for d in decide(book) if isinstance(d, Granting)]
+    book.end("a")
+    assert decide(book) == [Granting("b", 1, at_once=False)]
+
+
+def test_refusal_says_when_to_come_back() -> None:
+    book = ledger("a", "b")
+    book.account("a", Account(process_id=1, held=100, awake=True, busy=True, moving=True), 20.0)
+    wants(book, "b")
+    decide(book)
+    assert book.next_s == 25.0  # half of the wait: it may come before others then
+    decide(book, 25.0)
+    assert book.next_s == 30.0
+    (refusing,) = decide(book, 30.0)
+    assert isinstance(refusing, Refusing)
+    assert refusing.refuse.ever
+    assert refusing.retry_after_s >= 1
+
+
+def test_drift_is_believed_when_it_is_seen_twice() -> None:
+    book = ledger("a")
+    assert book.read_device(100, 70, short=False) == 30
+    assert book.card().free == 100
+    assert book.read_device(100, 70, short=False) == 30
+    assert book.card().free == 70
+    assert book.read_device(100, 100, short=False) == 0
+    assert book.card().free == 100
+
+
+def test_grant_that_was_not_there_is_drift_at_once() -> None:
+    book = ledger("a")
+    book.read_device(100, 30, short=True)
+    assert book.card().free == 30
+
+
+def test_others_may_have_what_the_budget_leaves() -> None:
+    book = ledger("a")
+    book.read_device(150, 110, short=True)
+    assert book.card().free == 100

@@ -1,0 +1,292 @@
+"""Who gets a card's memory, who makes room, who is refused: one card, one ask, one answer."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from actors.card.config import Preempt, Terms
+from actors.card.plan import (
+    UNREACHED_S,
+    Ask,
+    Card,
+    Cause,
+    Evict,
+    Grant,
+    Refuse,
+    Tenant,
+    Wait,
+    in_order,
+    plan,
+)
+from actors.protocol import SleepMode
+
+GIB = 2**30
+NOW_S = 100.0
+
+
+def sleeper(name: str = "new", **terms: object) -> Tenant:
+    return Tenant(name, name, Terms(**terms))  # type: ignore[arg-type]
+
+
+def awake(name: str, size: int = 30, idle_s: float = 10.0, **fields: object) -> Tenant:
+    """Awake for 50 s."""
+    terms = fields.pop("terms", Terms())
+    tenant = Tenant(name, name, terms, held=size * GIB, copies=size * GIB, awake=True)  # type: ignore[arg-type]
+    tenant = replace(tenant, awake_since_s=NOW_S - 50, quiet_since_s=NOW_S - idle_s)
+    return replace(tenant, **fields)  # type: ignore[arg-type]
+
+
+def ask(size: int = 30, tenant: str = "new", waited_s: float = 0.0, **fields: object) -> Ask:
+    asked_s = NOW_S - waited_s
+    return replace(Ask(tenant, 1, size * GIB, True, asked_s, asked_s + 20), **fields)  # type: ignore[arg-type]
+
+
+def card(*tenants: Tenant, budget: int = 100, **fields: object) -> Card:
+    return Card(budget * GIB, fields.pop("max_awake", None), (sleeper(), *tenants), **fields)  # type: ignore[arg-type]
+
+
+def evicted(outcome: object) -> list[str]:
+    assert isinstance(outcome, Wait), outcome
+    return [evict.tenant for evict in outcome.evict]
+
+
+def test_what_fits_is_granted() -> None:
+    assert plan(card(awake("a"), awake("b")), ask(40), NOW_S) == Grant()
+
+
+def test_one_byte_too_much_is_not() -> None:
+    tight = replace(ask(40), size=40 * GIB + 1)
+    assert evicted(plan(card(awake("a"), awake("b")), tight, NOW_S)) == ["a"]
+
+
+# --- who makes room ---
+
+
+def test_the_longest_idle_sleeps_first() -> None:
+    full = card(awake("a", idle_s=5), awake("b", idle_s=9), awake("c", idle_s=7))
+    assert evicted(plan(full, ask(), NOW_S)) == ["b"]
+
+
+def test_idle_time_is_weighed_by_what_the_wake_costs() -> None:
+    small, large = awake("small", 30, idle_s=8), awake("large", 60, idle_s=10)
+    assert evicted(plan(card(small, large), ask(), NOW_S)) == ["small"]
+
+
+def test_nobody_sleeps_who_need_not() -> None:
+    """The one that is idle longest is too small, so a larger one sleeps as well: then that alone is enough."""
+    full = card(awake("small", 20, idle_s=20), awake("large", 80, idle_s=1))
+    assert evicted(plan(full, ask(60), NOW_S)) == ["large"]
+
+
+def test_several_sleep_where_one_is_not_enough() -> None:
+    full = card(awake("a", 30, idle_s=3), awake("b", 30, idle_s=2), awake("c", 40, idle_s=1))
+    assert evicted(plan(full, ask(60), NOW_S)) == ["a", "b"]
+
+
+def test_nobody_sleeps_in_vain() -> None:
+    """All that may sleep do not make enough room."""
+    full = card(awake("a", 30), awake("b", 70, busy=True))
+    outcome = plan(full, ask(50), NOW_S)
+    assert evicted(outcome) == []
+    assert isinstance(outcome, Wait)
+    assert "b may have to make room in 5.0 s" in outcome.reason
+    assert outcome.until_s == NOW_S + 5
+
+
+def test_lower_priority_sleeps_first() -> None:
+    high = awake("high", idle_s=40, terms=Terms(priority=1))
+    full = card(high, awake("low", idle_s=1), awake("c", 40, idle_s=0, busy=True))
+    assert evicted(plan(full, ask(), NOW_S)) == ["low"]
+
+
+def test_pinned_never_sleeps() -> None:
+    full = card(awake("pinned", 60, terms=Terms(pin=True)), awake("b", 40, busy=True))
+    assert evicted(plan(full, ask(), NOW_S)) == []
+
+
+def test_nobody_sleeps_before_min_awake_s() -> None:
+    young = awake("young", 100, awake_since_s=NOW_S - 0.4, terms=Terms(min_awake_s=1.0))
+    outcome = plan(card(young), ask(), NOW_S)
+    assert evicted(outcome) == []
+    assert isinstance(outcome, Wait)
+    assert outcome.until_s == pytest.approx(NOW_S + 0.6)
+    assert evicted(plan(card(young), ask(), NOW_S + 0.6)) == ["young"]
+
+
+def test_evicted_before_its_first_request() -> None:
+    """llama.cpp #28698: a model that was just loaded went before its own request had reached it."""
+    new = awake("woken", 100, idle_s=0, awake_since_s=NOW_S - 2, reached=False)
+    outcome = plan(card(new), ask(), NOW_S)
+    assert evicted(outcome) == []
+    assert isinstance(outcome, Wait)
+    # Its client may have left, so not for ever.
+    assert outcome.until_s == NOW_S - 2 + UNREACHED_S
+
+
+def test_who_moves_makes_no_room() -> None:
+    assert evicted(plan(card(awake("a", 100, moving=True)), ask(waited_s=15), NOW_S)) == []
+
+
+# --- busy models ---
+
+
+def test_busy_models_make_room_after_a_quarter_of_the_wait() -> None:
+    full = card(awake("a", 50, busy=True), awake("b", 50, busy=True))
+    assert evicted(plan(full, ask(waited_s=4.9), NOW_S)) == []
+    outcome = plan(full, ask(waited_s=5), NOW_S)
+    assert isinstance(outcome, Wait)
+    (evict,) = outcome.evict
+    assert (evict.tenant, evict.mode, evict.cause) == ("a", SleepMode.WAIT, Cause.BUSY)
+
+
+@pytest.mark.parametrize(
+    ("preempt", "mode"), [(Preempt.DRAIN, SleepMode.WAIT), (Preempt.FREEZE, SleepMode.KEEP)]
+)
+def test_a_busy_model_suffers_what_its_configuration_says(
+    preempt: Preempt, mode: SleepMode
+) -> None:
+    busy = awake("a", 100, busy=True, terms=Terms(preempt=preempt))
+    outcome = plan(card(busy), ask(waited_s=6), NOW_S)
+    assert isinstance(outcome, Wait)
+    assert [e.mode for e in outcome.evict] == [mode]
+
+
+def test_never_means_never() -> None:
+    busy = awake("a", 100, busy=True, terms=Terms(preempt=Preempt.NEVER))
+    outcome = plan(card(busy), ask(waited_s=6), NOW_S)
+    assert evicted(outcome) == []
+    assert isinstance(outcome, Wait)
+    assert outcome.reason == "a must end first"
+
+
+def test_a_busy_model_gives_way_to_none_of_a_lower_priority() -> None:
+    busy = awake("a", 100, busy=True, terms=Terms(priority=1))
+    assert evicted(plan(card(busy), ask(waited_s=6), NOW_S)) == []
+
+
+def test_idle_models_go_before_busy_ones() -> None:
+    full = card(awake("busy", 50, busy=True), awake("idle", 50, idle_s=0.1))
+    assert evicted(plan(full, ask(waited_s=6), NOW_S)) == ["idle"]
+
+
+# --- who waits ---
+
+
+def test_victim_on_its_way_is_waited_for() -> None:
+    """Ollama #17408: nobody else is asked, and a victim that lives again is seen at the next look."""
+    full = card(awake("a", 50, leaving=True), awake("b", 50))
+    outcome = plan(full, ask(40), NOW_S)
+    assert evicted(outcome) == []
+    assert isinstance(outcome, Wait)
+    assert "a on the way" in outcome.reason
+    revived = card(awake("a", 50, busy=True, spared_until_s=NOW_S + 0.2), awake("b", 50))
+    assert evicted(plan(revived, ask(40), NOW_S)) == ["b"]
+
+
+def test_memory_that_is_not_back_yet_is_not_given() -> None:
+    """llama.cpp #23668: the next one was loaded before the last one's memory was free."""
+    ending = awake("ending", 80, gone=True, residue=5 * GIB)
+    outcome = plan(card(ending), ask(40), NOW_S)
+    assert isinstance(outcome, Wait)
+    assert not outcome.evict
+
+
+def test_claims_of_those_before_come_first() -> None:
+    """Nobody small overtakes for ever who is large."""
+    free = card(awake("a", 50, busy=True), claimed=60 * GIB)
+    assert isinstance(plan(free, ask(30), NOW_S), Wait)
+
+
+def test_limit_of_the_wait_ends_it_with_the_reason() -> None:
+    outcome = plan(
+        card(awake("a", 100, busy=True, terms=Terms(pin=False, preempt=Preempt.NEVER))),
+        ask(waited_s=20),
+        NOW_S,
+    )
+    assert isinstance(outcome, Refuse)
+    assert outcome.ever
+    assert outcome.reason == (
+        "no room for 30.00 GiB within 20 s (sharing.max_wait_s): a must end first"
+    )
+
+
+def test_who_does_not_wait_is_refused_at_once() -> None:
+    outcome = plan(card(awake("a", 100)), ask(waits=False), NOW_S)
+    assert outcome == Refuse("30.00 GiB do not fit beside who is awake: 0.00 MiB are free", True)
+
+
+# --- what never fits ---
+
+
+def test_model_that_never_fits_is_refused_at_once() -> None:
+    """Ollama #18282: one that could not fit had all others evicted, in a loop."""
+    outcome = plan(card(awake("a", 50)), ask(101), NOW_S)
+    assert outcome == Refuse(
+        "new takes 101.00 GiB, which never fit: the card has 100.00 GiB for models (card.memory_budget)",
+        ever=False,
+    )
+
+
+def test_sleepers_that_keep_memory_count() -> None:
+    """vLLM #47654: a neighbour that slept badly kept its memory, and the others' wakes failed with an OOM."""
+    bad = Tenant("bad", "bad", Terms(), held=30 * GIB, kept=30 * GIB, residue=5 * GIB)
+    assert isinstance(plan(card(bad), ask(65), NOW_S), Grant)
+    outcome = plan(card(bad), ask(66), NOW_S)
+    assert isinstance(outcome, Refuse)
+    assert "65.00 GiB of which sleepers and pinned models leave" in outcome.reason
+
+
+def test_what_pinned_models_leave_is_all_there_is() -> None:
+    outcome = plan(card(awake("p", 60, terms=Terms(pin=True))), ask(41), NOW_S)
+    assert isinstance(outcome, Refuse)
+    assert not outcome.ever
+    assert "beside p (sharing.pin)" in outcome.reason
+
+
+# --- how many ---
+
+
+def test_no_more_are_awake_than_may_be() -> None:
+    two = card(awake("a", 1, idle_s=3), awake("b", 1, idle_s=8), max_awake=2)
+    assert evicted(plan(two, ask(1), NOW_S)) == ["b"]
+    assert plan(replace(two, max_awake=3), ask(1), NOW_S) == Grant()
+
+
+def test_pinned_models_that_are_all_that_may_be_awake() -> None:
+    outcome = plan(card(awake("p", 1, terms=Terms(pin=True)), max_awake=1), ask(1), NOW_S)
+    assert isinstance(outcome, Refuse)
+    assert "card.max_awake_models is 1" in outcome.reason
+
+
+# --- the order ---
+
+
+def test_first_come_first_served_among_equals() -> None:
+    tenants = card(sleeper("a"), sleeper("b"))
+    asks = [ask(tenant="b", waited_s=1), ask(tenant="a", waited_s=2)]
+    assert [a.tenant for a in in_order(asks, tenants, NOW_S)] == ["a", "b"]
+
+
+def test_priority_comes_first_until_somebody_has_waited_for_half_of_the_limit() -> None:
+    tenants = card(sleeper("high", priority=5), sleeper("low"))
+    high, low = ask(tenant="high"), ask(tenant="low", waited_s=9.9)
+    assert [a.tenant for a in in_order([low, high], tenants, NOW_S)] == ["high", "low"]
+    assert [a.tenant for a in in_order([low, high], tenants, NOW_S + 0.1)] == ["low", "high"]
+
+
+def test_every_wait_ends() -> None:
+    for outcome in (
+        plan(card(awake("a", 100, busy=True)), ask(), NOW_S),
+        plan(card(awake("a", 100, leaving=True)), ask(), NOW_S),
+        plan(card(awake("a", 100, terms=Terms(preempt=Preempt.NEVER), busy=True)), ask(), NOW_S),
+    ):
+        assert isinstance(outcome, Wait)
+        assert outcome.until_s < math.inf
+        assert outcome.reason
+
+
+def test_reason_names_who_and_what_for() -> None:
+    outcome = plan(card(awake("a", 100, idle_s=12.34)), ask(), NOW_S)
+    assert isinstance(outcome, Wait)
+    assert outcome.evict == (Evict("a", None, Cause.IDLE, "30.00 GiB for new; idle 12.3 s"),)

@@ -1,0 +1,336 @@
+"""A card, six models and the ledger, with every message and its delay in the hands of a test."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from actors.card.config import Preempt, Terms
+from actors.card.ledger import CardLedger, Granting, Ordering, Refusing
+from actors.card.messages import Account
+from actors.protocol import SleepMode
+
+BUDGET = 100
+MAX_WAIT_S = 8.0
+SIZES = (20, 34, 33, 50, 51, 100)  # one byte too many for two of them, and for three
+MAX_AWAKE = 2
+TERMS = (
+    Terms(min_awake_s=0.5, max_wait_s=MAX_WAIT_S),
+    Terms(min_awake_s=0.0, max_wait_s=MAX_WAIT_S, preempt=Preempt.FREEZE),
+    Terms(min_awake_s=0.5, max_wait_s=MAX_WAIT_S, preempt=Preempt.NEVER),
+    Terms(min_awake_s=1.0, max_wait_s=MAX_WAIT_S, priority=1),
+    Terms(min_awake_s=0.5, max_wait_s=MAX_WAIT_S),
+    Terms(min_awake_s=0.0, max_wait_s=MAX_WAIT_S),
+)
+
+
+@dataclass
+class Model:
+    """A replica as far as the card goes: one worker, requests that wait or run."""
+
+    name: str
+    size: int
+    terms: Terms
+    state: str = "asleep"  # "asking", "waking", "awake", "draining", "dead"
+    mapped: int = 0
+    in_flight: int = 0
+    waiting: list[float] = field(default_factory=list)  # since when
+    awake_since_s: float = 0.0
+    quiet_since_s: float = 0.0
+    reached: bool = True
+    number: int = -1
+    read_ask: int = -1
+    answered: int = -1
+    draining_for: int | None = None
+    inbox: deque[object] = field(default_factory=deque)  # from the keeper
+
+
+class World:
+    """Nothing moves by itself.
+
+    Attributes:
+        answered, refused: how long each request waited that got a worker, or a refusal.
+        short: grants that the driver could not honour.
+        lost_keepers: how many have died.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.models = [Model(f"m{i}", SIZES[i], TERMS[i]) for i in range(len(SIZES))]
+        self.answered: list[float] = []
+        self.refused: list[float] = []
+        self.short = 0
+        self.lost_keepers = 0
+        self.outbox: deque[tuple[int, Callable[[CardLedger], None]]] = deque()  # to which keeper
+        self.keeper = 0  # which one there is
+        self.ledger = CardLedger(BUDGET, MAX_AWAKE)
+        self.gathers_until_s = 0.0
+        for model in self.models:
+            self._join(model)
+        self.deliver_all_up()
+
+    # --- what happens ---
+
+    def request(self, index: int) -> None:
+        model = self.models[index]
+        if model.state == "dead":
+            return
+        if model.state == "awake":
+            self._begin(model, [self.now_s])
+            return
+        model.waiting.append(self.now_s)
+        if model.state == "asleep":
+            self._ask(model)
+
+    def finish(self, index: int) -> None:
+        model = self.models[index]
+        if not model.in_flight or model.state not in ("awake", "draining"):
+            return
+        model.in_flight -= 1
+        if not model.in_flight:
+            model.quiet_since_s = self.now_s
+            self._tell(model)
+            if model.state == "draining":
+                self._sleep(model)
+
+    def leave(self, index: int) -> None:
+        """Everybody who waits for the model gives up."""
+        model = self.models[index]
+        if model.state == "asking" and not model.in_flight:
+            model.waiting.clear()
+            number = model.number
+            model.state, model.read_ask = "asleep", number
+            self._up(lambda ledger: ledger.withdraw(model.name, number))
+            self._tell(model)
+
+    def woken(self, index: int) -> None:
+        """A wake is over."""
+        model = self.models[index]
+        if model.state != "waking":
+            return
+        model.state, model.awake_since_s, model.quiet_since_s = "awake", self.now_s, self.now_s
+        model.reached = False
+        self._tell(model)
+        self._begin(model, model.waiting)
+        model.waiting = []
+
+    def idle_sleep(self, index: int) -> None:
+        model = self.models[index]
+        if model.state == "awake" and not model.in_flight:
+            self._sleep(model)
+
+    def kill(self, index: int) -> None:
+        """The worker's process, and its replica with it: the keeper sees the process end."""
+        model = self.models[index]
+        self.refused += [self.now_s - since_s for since_s in model.waiting]
+        self.models[index] = Model(model.name, model.size, model.terms, "dead")
+        self._up(lambda ledger: ledger.end(model.name) if model.name in ledger._tenants else None)
+
+    def start_again(self, index: int) -> None:
+        model = self.models[index]
+        if model.state == "dead":
+            model.state = "asleep"
+            self._join(model)
+
+    def kill_keeper(self) -> None:
+        """The next one knows nothing; what is under way to the last one is lost."""
+        self.lost_keepers += 1
+        self.keeper += 1
+        self.ledger = CardLedger(BUDGET, MAX_AWAKE)
+        self.gathers_until_s = self.now_s + 0.5
+        for model in self.models:
+            model.inbox.clear()
+            model.answered = -1
+            if model.state == "asking":  # by the driver's word
+                model.read_ask = model.number
+                if not self._map(model):
+                    model.state = "asleep"
+            if model.state != "dead":
+                self._join(model)
+            if model.state == "asleep" and (model.waiting or model.in_flight):
+                self._ask(model)
+
+    def deliver_up(self) -> None:
+        """The oldest message to the keeper."""
+        if self.outbox:
+            keeper, message = self.outbox.popleft()
+            if keeper == self.keeper:
+                message(self.ledger)
+                self.decide()
+
+    def deliver_all_up(self) -> None:
+        while self.outbox:
+            self.deliver_up()
+
+    def deliver_down(self, index: int) -> None:
+        """The oldest message to a model."""
+        model = self.models[index]
+        if not model.inbox:
+            return
+        message = model.inbox.popleft()
+        if isinstance(message, Granting | Refusing) and (
+            model.state != "asking" or message.number != model.number
+        ):
+            return  # it was withdrawn
+        if isinstance(message, Granting):
+            model.read_ask = message.number
+            if not self._map(model):
+                self.short += 1
+                self._tell(model, short=True)
+                self._ask(model)
+        elif isinstance(message, Refusing):
+            model.state = "asleep"
+            if model.in_flight:  # frozen ones try again
+                self._ask(model)
+            self.refused += [self.now_s - since_s for since_s in model.waiting]
+            model.waiting = []
+        elif isinstance(message, Ordering):
+            self._make_room(model, message)
+
+    def tick(self, seconds: float) -> None:
+        """Time passes, no further than the ledger wants to be asked again."""
+        until_s = self.now_s + seconds
+        while self.ledger.next_s < until_s and self.now_s >= self.gathers_until_s:
+            self.now_s = max(self.now_s, self.ledger.next_s) + 1e-3
+            self.decide()
+        self.now_s = max(self.now_s, until_s)
+        self.decide()
+
+    def decide(self) -> None:
+        if self.now_s < self.gathers_until_s:
+            return
+        for decision in self.ledger.decide(self.now_s):
+            if isinstance(decision, Granting | Refusing | Ordering):
+                model = next(m for m in self.models if m.name == decision.tenant)
+                model.inbox.append(decision)
+
+    # --- how a replica behaves ---
+
+    def _begin(self, model: Model, since: list[float]) -> None:
+        self.answered += [self.now_s - since_s for since_s in since]
+        if since:
+            model.in_flight += len(since)
+            model.reached = True
+            self._tell(model)
+        elif model.in_flight:  # what was frozen goes on
+            self._tell(model)
+
+    def _ask(self, model: Model) -> None:
+        model.state = "asking"
+        model.number += 1
+        number, waited_s = model.number, model.terms.max_wait_s
+        self._up(
+            lambda ledger: (
+                ledger.ask(
+                    model.name, number, model.size - model.mapped, True, self.now_s, waited_s
+                )
+                if model.name in ledger._tenants
+                else None
+            )
+        )
+
+    def _map(self, model: Model) -> bool:
+        """The driver's word."""
+        if sum(m.mapped for m in self.models) + model.size > BUDGET:
+            return False
+        model.mapped, model.state = model.size, "waking"
+        self._tell(model)
+        return True
+
+    def _sleep(self, model: Model) -> None:
+        model.mapped, model.state = 0, "asleep"
+        if model.draining_for is not None:
+            model.answered, model.draining_for = model.draining_for, None
+        self._tell(model)
+        if model.waiting or model.in_flight:
+            self._ask(model)
+
+    def _make_room(self, model: Model, order: Ordering) -> None:
+        busy = model.in_flight or model.waiting
+        if model.state != "awake" or (order.evict.mode is None and busy):
+            model.answered = order.number
+            self._tell(model)
+            return
+        model.draining_for = order.number
+        if order.evict.mode is SleepMode.WAIT and model.in_flight:
+            model.state = "draining"
+            return
+        self._sleep(model)
+
+    # --- the wire ---
+
+    def _account(self, model: Model, short: bool = False) -> Account:
+        return Account(
+            process_id=1,
+            held=model.mapped,
+            kept=0,
+            awake=model.state in ("waking", "awake", "draining"),
+            busy=bool(model.in_flight),
+            moving=model.state == "waking",
+            reached=model.reached,
+            awake_s=self.now_s - model.awake_since_s,
+            quiet_s=self.now_s - model.quiet_since_s,
+            read_ask=model.read_ask,
+            answered_order=model.answered,
+            short=short,
+        )
+
+    def _tell(self, model: Model, short: bool = False) -> None:
+        account, since_s = self._account(model, short), self.now_s
+        free = BUDGET - sum(m.mapped for m in self.models)
+
+        def tell(ledger: CardLedger) -> None:
+            if model.name not in ledger._tenants:
+                return
+            ledger.account(model.name, account, since_s)
+            ledger.read_device(BUDGET, free, short)
+
+        self._up(tell)
+
+    def _join(self, model: Model) -> None:
+        account = self._account(model)
+
+        def join(ledger: CardLedger) -> None:
+            model.inbox.clear()  # what was for the one before is lost with its connection
+            ledger.join(model.name, model.name, model.terms, account, self.now_s)
+
+        self._up(join)
+
+    def _up(self, message: Callable[[CardLedger], None]) -> None:
+        self.outbox.append((self.keeper, message))
+
+
+def everybody_is_served_in_turn(world: World) -> None:
+    """On a quiet card nothing that went before keeps anybody out."""
+    for index, model in enumerate(world.models):
+        if model.state == "dead":
+            continue
+        world.tick(1.5)  # the one before may have to sleep
+        refused = len(world.refused)
+        world.request(index)
+        everything_settles(world)
+        assert len(world.refused) == refused, f"{model.name}: {world.ledger.status('', 0)}"
+
+
+def everything_settles(world: World, limit_s: float = 6 * MAX_WAIT_S) -> None:
+    """Once nobody asks for more and answers end, all who wait are served or refused."""
+    ends_s = world.now_s + limit_s
+    while world.now_s < ends_s:
+        for _ in range(4):
+            world.deliver_all_up()
+            for index in range(len(world.models)):
+                while world.models[index].inbox:
+                    world.deliver_down(index)
+                world.woken(index)
+                while world.models[index].in_flight and world.models[index].state in (
+                    "awake",
+                    "draining",
+                ):
+                    world.finish(index)
+        world.deliver_all_up()
+        if not any(m.waiting or m.in_flight for m in world.models):
+            return
+        world.tick(0.25)
+    stuck = [replace(m, inbox=deque()) for m in world.models if m.waiting or m.in_flight]
+    raise AssertionError(
+        f"still waiting after {limit_s:g} s: {stuck}; {world.ledger.status('', 0)}"
+    )
