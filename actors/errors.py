@@ -13,6 +13,8 @@ ServingError
     HeldAsleep              an operator put the model to sleep with `hold`
     FrozenTooLong           a sleep froze the request, and no wake came in time
     DeviceMemoryShort       the card has not enough memory free; the replica stays asleep
+      NoRoom                  its keeper found no room on the card in time
+      NeverFits               it is more than the card ever has for it
     ShuttingDown            the replica is going away
   ReplicaFailed           ours; the worker or the replica is replaced: 500
     DeviceMemoryError       mapping or copying device memory failed
@@ -94,6 +96,14 @@ class FrozenTooLong(Unavailable):
 
 class DeviceMemoryShort(Unavailable):
     """The device has not as much free memory as was asked for; what was mapped is given back."""
+
+
+class NoRoom(DeviceMemoryShort):
+    """The keeper of the card found no room in time; `retry_after_s` is from its queue."""
+
+
+class NeverFits(DeviceMemoryShort):
+    """It would not fit if all others slept; the configuration has to change."""
 
 
 class ShuttingDown(Unavailable):

@@ -33,6 +33,17 @@ class WakeResult(StrEnum):
 class SleepCause(StrEnum):
     IDLE = "idle"
     COMMAND = "command"
+    ROOM = "room"  # idle, and another model wanted its card's memory
+    PREEMPTED = "preempted"  # the same, while it was busy
+
+
+class GrantOutcome(StrEnum):
+    """What came of asking the keeper of a card for memory."""
+
+    AT_ONCE = "at_once"
+    AFTER_ROOM = "after_room"  # others slept for it, or ended
+    REFUSED = "refused"
+    ALONE = "alone"  # there was no keeper; the driver decides
 
 
 class WakePhase(StrEnum):
@@ -86,6 +97,9 @@ class Observer:
 
     def restarted(self) -> None:
         """Another worker has taken the place of one that failed."""
+
+    def granted(self, outcome: GrantOutcome, seconds: float) -> None:
+        """The keeper of the card was asked for memory, and answered after so long."""
 
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         """One part of a wake is over: IMAGE or MAP. The others come with `restored`."""
@@ -146,6 +160,9 @@ class GuardedObserver(Observer):
 
     def restarted(self) -> None:
         self._tell(self._inner.restarted)
+
+    def granted(self, outcome: GrantOutcome, seconds: float) -> None:
+        self._tell(self._inner.granted, outcome, seconds)
 
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         self._tell(self._inner.wake_phase, phase, seconds)

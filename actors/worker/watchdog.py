@@ -13,6 +13,10 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
 
 
+# How long a worker that starts waits for room on its card.
+ROOM_LIMIT_S = 600.0
+
+
 class WatchdogConfig(BaseModel):
     """How long the device may take before the replica's worker counts as failed and is replaced."""
 
@@ -119,9 +123,11 @@ class Watchdog:
         self.unpin = Watch("unpinning the image", memory_s, control)
         self.collect = Watch("taking back what the device has cleared", memory_s, control)
         self.capture = Watch("capturing the engine's graphs", other_s, control)
+        # Who grants it has a limit of its own, and says what it waits for.
+        self.room = Watch("waiting for room on its card", ROOM_LIMIT_S + memory_s, control)
         parts = self.pause, self.prompt, self.copy, self.map, self.unmap, self.unpin
         alone = self.step, self.open, self.compile
-        self._watches = (*alone, control, *parts, self.collect, self.capture)
+        self._watches = (*alone, control, *parts, self.collect, self.capture, self.room)
         self._bark = bark
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()

@@ -84,6 +84,8 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.HeldAsleep: Row(503, _SERVER, "model_asleep"),
     errors.FrozenTooLong: Row(503, _SERVER, "frozen_too_long"),
     errors.DeviceMemoryShort: Row(503, _SERVER, "device_memory_short"),
+    errors.NoRoom: Row(503, _SERVER, "no_room"),
+    errors.NeverFits: Row(503, _SERVER, "never_fits"),
     errors.ShuttingDown: Row(503, _SERVER, "shutting_down"),
     errors.ReplicaFailed: Row(500, _SERVER, "replica_failed"),
     errors.DeviceMemoryError: Row(500, _SERVER, "device_memory_error"),

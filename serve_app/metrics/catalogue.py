@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from ray.util.metrics import Counter
 
-from actors.observer import Ending, SleepCause, WakeCause, WakePhase, WakeResult
+from actors.observer import Ending, GrantOutcome, SleepCause, WakeCause, WakePhase, WakeResult
 from actors.protocol import ReplicaState
 
 
@@ -164,7 +164,8 @@ REQUEST_GENERATION_TOKENS = _histogram(
 
 SLEEPS = _counter(
     "sleepserve_sleeps_total",
-    "Sleeps, by what asked for them and how deep they are.",
+    "Sleeps, by what asked for them and how deep they are. `room`: an idle model's, for another one; "
+    "`preempted`: a busy one's.",
     cause=tuple(SleepCause),
     level=("1", "2"),
 )
@@ -201,6 +202,17 @@ WAKE_WAIT_SECONDS = _histogram(
     "sleepserve_wake_wait_seconds",
     "What requests waited that did not find the replica awake, also those that gave up.",
     _WAKE,
+)
+GRANTS = _counter(
+    "sleepserve_card_grants_total",
+    "Times that the keeper of a shared card was asked for memory, by what came of it. `after_room`: others "
+    "slept for it. `alone`: no keeper was there, and the driver decided.",
+    outcome=tuple(GrantOutcome),
+)
+GRANT_SECONDS = _histogram(
+    "sleepserve_card_grant_seconds",
+    "From asking the keeper of a shared card for memory to its answer.",
+    (0.0005, 0.001, 0.002, *_WAKE),
 )
 RESTORED_BYTES = _counter(
     "sleepserve_restored_bytes_total", "Bytes that wakes copied to the device."
@@ -268,7 +280,16 @@ OF_REPLICAS = (
     *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS),
     *(SLEEPS, SLEEP_SECONDS, RELEASED_BYTES),
     *(WAKES, WAKE_SECONDS, WAKE_PHASE_SECONDS, WAKE_CHECKS, WAKE_WAIT_SECONDS),
-    *(RESTORED_BYTES, RESTORE_RATE, REFUSED, WORKER_RESTARTS, FASTLOAD, IMAGES_OBTAINED),
+    *(
+        GRANTS,
+        GRANT_SECONDS,
+        RESTORED_BYTES,
+        RESTORE_RATE,
+        REFUSED,
+        WORKER_RESTARTS,
+        FASTLOAD,
+        IMAGES_OBTAINED,
+    ),
     *(DEVICE_MEMORY, DEVICE_SAVED, DEVICE_SAVED_TIME, IMAGE_BYTES),
 )
 EXPORTED = (*OF_REPLICAS, REPLICAS, SILENT_REPLICAS)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from actors.observer import (
     Course,
     Ending,
+    GrantOutcome,
     Observer,
     SleepCause,
     WakeCause,
@@ -57,6 +58,10 @@ class Instruments(Observer):
         self._tally.observe(metrics.SLEEP_SECONDS, seconds)
         # The resident set of a CPU's process, or a card that others use, may have grown meanwhile.
         self._tally.add(metrics.RELEASED_BYTES, by=max(0, released_bytes or 0))
+
+    def granted(self, outcome: GrantOutcome, seconds: float) -> None:
+        self._tally.add(metrics.GRANTS, outcome)
+        self._tally.observe(metrics.GRANT_SECONDS, seconds)
 
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         self._tally.observe(metrics.WAKE_PHASE_SECONDS, seconds, phase)

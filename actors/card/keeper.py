@@ -1,0 +1,200 @@
+"""The keeper of a node's cards: ledgers behind a socket. Lives on one event loop; no torch, no Ray.
+
+Tenants connect, say what they are, and ask before their workers map. A tenant whose connection ends leaves only
+when its worker's process has ended: until then what that has is not free.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+import msgspec
+
+from actors.card.ledger import CardLedger, Granting, Ordering, Refusing, Waiting
+from actors.card.messages import (
+    Changed,
+    Granted,
+    Join,
+    Look,
+    MakeRoom,
+    Refused,
+    Seen,
+    ToKeeper,
+    Waits,
+    Want,
+    Withdraw,
+)
+from actors.worker.connection import Connection
+
+logger = logging.getLogger(__name__)
+
+# A keeper that takes another's place grants nothing for so long: tenants that have not come back yet have memory.
+GATHER_S = 0.5
+_DRIFT_TOLD = 256 * 2**20  # bytes
+
+
+class _Member:
+    """One tenant's connection."""
+
+    def __init__(self, connection: Connection[ToKeeper]) -> None:
+        self.connection = connection
+        self.name = ""
+        self.card = ""  # "": it has not joined
+        self.total = 0
+        self.process_id = 0
+
+
+class CardKeeper:
+    """Ledgers of all cards of a node, and who has to be told what."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """One that nobody has joined. Its protocols are made by `accept`."""
+        self._now = now
+        self._ledgers: dict[str, CardLedger] = {}
+        self._members: dict[str, _Member] = {}  # by tenant
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # by card
+        self._gathers_until_s: float | None = None
+        self._pidfds: dict[str, int] = {}  # of those whose process is about to end
+
+    @property
+    def has_members(self) -> bool:
+        return bool(self._members or self._pidfds)
+
+    def accept(self) -> asyncio.Protocol:
+        """For a tenant that connects."""
+        connection: Connection[ToKeeper] = Connection(
+            ToKeeper, lambda message: self._receive(member, message), lambda: self._lost(member)
+        )
+        member = _Member(connection)
+        return connection
+
+    def close(self) -> None:
+        """Forget everything. Tenants look for the next one."""
+        for timer in self._timers.values():
+            timer.cancel()
+        for name in list(self._pidfds):
+            self._forget_process(name)
+        members, self._members = self._members, {}
+        for member in members.values():
+            member.connection.close()
+
+    def _receive(self, member: _Member, message: ToKeeper) -> None:
+        now_s = self._now()
+        if isinstance(message, Join):
+            self._join(member, message, now_s)
+        elif self._members.get(member.name) is not member:
+            return  # a newer connection of the same tenant is there
+        else:
+            ledger = self._ledgers[member.card]
+            match message:
+                case Changed(account):
+                    ledger.account(member.name, account, now_s)
+                    member.process_id = account.process_id
+                    if account.device_free is not None:
+                        drift = ledger.read_device(member.total, account.device_free, account.short)
+                        if drift is not None and abs(drift) > _DRIFT_TOLD:
+                            logger.warning(
+                                "%s: the device holds %d bytes more than is known",
+                                member.card,
+                                drift,
+                            )
+                case Want():
+                    ledger.ask(
+                        member.name,
+                        message.number,
+                        message.size,
+                        message.waits,
+                        now_s,
+                        message.limit_s,
+                    )
+                case Withdraw(number):
+                    ledger.withdraw(member.name, number)
+                case Look():
+                    member.connection.send(Seen(ledger.status(member.card, now_s)))
+                    return
+                case _:
+                    assert_never(message)
+        self._decide(member.card)
+
+    def _join(self, member: _Member, join: Join, now_s: float) -> None:
+        member.name, member.card, member.total = join.tenant, join.card, join.device_total
+        member.process_id = join.account.process_id
+        if join.again and self._gathers_until_s is None:
+            self._gathers_until_s = now_s + GATHER_S
+            logger.info("a new keeper: the tenants of the last one come back")
+        ledger = self._ledgers.setdefault(join.card, CardLedger(join.budget, join.max_awake))
+        ledger.budget, ledger.max_awake = join.budget, join.max_awake
+        self._forget_process(join.tenant)
+        before, self._members[join.tenant] = self._members.get(join.tenant), member
+        if before is not None:
+            before.connection.close()
+        ledger.join(join.tenant, join.model, join.terms, join.account, now_s)
+        logger.info("%s of %s joins %s", join.tenant, join.model, join.card)
+
+    def _lost(self, member: _Member) -> None:
+        if self._members.get(member.name) is not member:
+            return
+        del self._members[member.name]
+        ledger = self._ledgers[member.card]
+        try:
+            # A process that has ended is no process.
+            pidfd = os.pidfd_open(member.process_id) if member.process_id else None
+        except OSError:
+            pidfd = None
+        if pidfd is None:
+            ledger.end(member.name)
+        else:
+            ledger.lose(member.name)
+            self._pidfds[member.name] = pidfd
+            asyncio.get_running_loop().add_reader(pidfd, self._process_ended, member)
+        self._decide(member.card)
+
+    def _process_ended(self, member: _Member) -> None:
+        self._forget_process(member.name)
+        self._ledgers[member.card].end(member.name)
+        self._decide(member.card)
+
+    def _forget_process(self, name: str) -> None:
+        pidfd = self._pidfds.pop(name, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _decide(self, card: str) -> None:
+        """Do what follows from what a card's ledger has been told, and look again when it says so."""
+        timer = self._timers.pop(card, None)
+        if timer is not None:
+            timer.cancel()
+        now_s, loop = self._now(), asyncio.get_running_loop()
+        if self._gathers_until_s is not None and now_s < self._gathers_until_s:
+            self._timers[card] = loop.call_later(self._gathers_until_s - now_s, self._decide, card)
+            return
+        ledger = self._ledgers[card]
+        for decision in ledger.decide(now_s):
+            answer: msgspec.Struct
+            match decision:
+                case Granting(tenant, number, at_once):
+                    answer = Granted(number, at_once)
+                case Refusing(tenant, number, refuse, retry_after_s):
+                    logger.info("%s: %s is refused: %s", card, tenant, refuse.reason)
+                    answer = Refused(number, refuse.reason, refuse.ever, retry_after_s)
+                case Waiting(tenant, number, reason):
+                    logger.info("%s: %s waits: %s", card, tenant, reason)
+                    answer = Waits(number, reason)
+                case Ordering(tenant, number, evict):
+                    logger.info(
+                        "%s: %s is to make room (%s): %s", card, tenant, evict.cause, evict.reason
+                    )
+                    answer = MakeRoom(number, evict.mode, evict.reason)
+                case _:
+                    assert_never(decision)
+            member = self._members.get(tenant)
+            if member is not None:
+                member.connection.send(answer)
+        if ledger.next_s != float("inf"):
+            # A hair later, so that it is the time by then.
+            delay_s = max(0.0, ledger.next_s - now_s) + 1e-3
+            self._timers[card] = loop.call_later(delay_s, self._decide, card)

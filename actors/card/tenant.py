@@ -1,0 +1,360 @@
+"""A replica's side of the connection to the keeper of its worker's card. Lives on one event loop."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias, assert_never
+
+import msgspec
+
+from actors.card.config import SharingConfig, Terms
+from actors.card.messages import (
+    Account,
+    Changed,
+    Granted,
+    Join,
+    Look,
+    MakeRoom,
+    Refused,
+    Seen,
+    ToTenant,
+    Waits,
+    Want,
+    Withdraw,
+)
+from actors.errors import NeverFits, NoRoom, Unavailable
+from actors.observer import GrantOutcome, Observer
+from actors.protocol import CardStatus, SleepMode
+from actors.worker.connection import Connection
+from actors.worker.watchdog import ROOM_LIMIT_S
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.2  # between two tries to find a keeper
+_LOOK_LIMIT_S = 0.5
+_FIND_LIMIT_S = 30.0  # a process that begins; without a keeper the driver decides
+
+# Connects a protocol to the keeper of this node, which is made if there is none.
+Connect: TypeAlias = Callable[[asyncio.Protocol], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class CardOfWorker:
+    """Where a worker computes; bytes."""
+
+    id: str
+    total: int
+    budget: int  # for all tenants
+
+
+class CardClient:
+    """Speaks for one replica with the keeper of its card, for as long as the replica lives.
+
+    Without a keeper everything is granted: what does not fit is the driver's to refuse. A lost one is found
+    again, or the next one, which is told everything once more.
+
+    Attributes:
+        make_room: called with an order; returns when the replica sleeps, or cannot.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        max_awake: int | None,
+        sharing: SharingConfig,
+        connect: Connect,
+        observer: Observer,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make one that is on no card yet; `place` comes next.
+
+        Args:
+            name: the replica's, unique.
+            max_awake: models on one card.
+        """
+        self.make_room: Callable[[SleepMode | None, str], Awaitable[None]] = _nobody
+        self._name = name
+        self._model = model
+        self._max_awake = max_awake
+        self._sharing = sharing
+        self._connect = connect
+        self._observer = observer
+        self._now = now
+        self._card: CardOfWorker | None = None
+        self._connection: Connection[ToTenant] | None = None
+        self._connected = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._account = Account()
+        self._device_free: int | None = None  # when it last settled
+        self._awake_since_s = self._quiet_since_s = now()
+        self._numbers = itertools.count()
+        self._wants: dict[int, asyncio.Future[Granted | Refused | None]] = {}
+        self._looks: list[asyncio.Future[CardStatus]] = []
+        self._orders: set[asyncio.Task[None]] = set()
+        self._keeping: asyncio.Task[None] | None = None
+
+    # --- memory ---
+
+    async def place(self, card: CardOfWorker, process_id: int) -> None:
+        """Say where the next worker is. Returns once there is a keeper, or none is found for a while."""
+        self._card = card
+        self._account = msgspec.structs.replace(self._account, process_id=process_id)
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep_connected())
+            await self._until_connected(_FIND_LIMIT_S)
+        else:
+            self._tell()
+
+    async def build(self, size: int) -> None:
+        """Return when a worker may map so much, to make itself ready.
+
+        Raises:
+            NeverFits, NoRoom: it may not.
+        """
+        await self._acquire(size, waits=True, limit_s=ROOM_LIMIT_S)
+
+    async def wake(self, size: int, waits: bool) -> bool:
+        """Return when a wake may map so much: whether a keeper said so, or there was none.
+
+        Args:
+            waits: for room. Otherwise there has to be some.
+
+        Raises:
+            NeverFits, NoRoom: it may not. `retry_after_s` is from the keeper's queue.
+            Unavailable: withdrawn.
+        """
+        return await self._acquire(size, waits, self._sharing.max_wait_s)
+
+    async def until_there_is_a_keeper(self) -> bool:
+        """Wait for as long as for room; whether there is one."""
+        return await self._until_connected(self._sharing.max_wait_s)
+
+    def withdraw(self, reason: str) -> None:
+        """Nobody wants any more what was asked for; who waits for it gets Unavailable."""
+        for want in self._wants.values():
+            if not want.done():
+                want.set_exception(Unavailable(reason))
+
+    def settled(
+        self,
+        held: int,
+        residue: int = 0,
+        copies: int = 1,
+        awake: bool = False,
+        reached: bool = True,
+        device_free: int | None = None,
+        short: bool = False,
+    ) -> None:
+        """It is awake, or asleep; see Account."""
+        if awake != self._account.awake or self._account.moving:
+            self._awake_since_s = self._now()
+        kept = self._account.kept if awake else held
+        self._device_free = device_free
+        self._change(
+            held=held,
+            kept=kept,
+            residue=residue,
+            copies=copies,
+            awake=awake,
+            moving=False,
+            reached=reached,
+            device_free=device_free,
+            short=short,
+        )
+
+    def moves(self) -> None:
+        """It is on its way to sleep or to wake."""
+        self._change(moving=True)
+
+    def busy(self, busy: bool) -> None:
+        """Requests are in flight, or no more."""
+        self._quiet_since_s = self._now()
+        self._change(busy=busy, reached=True)
+
+    def worker_ended(self) -> None:
+        """Nothing is left of the worker's process."""
+        self._account = Account(
+            read_ask=self._account.read_ask,
+            answered_order=self._account.answered_order,
+            moving=True,
+            busy=self._account.busy,
+        )
+        self._tell()
+
+    async def look(self) -> CardStatus | None:
+        """What the keeper says of the card; None: it says nothing."""
+        if self._connection is None:
+            return None
+        seen: asyncio.Future[CardStatus] = asyncio.get_running_loop().create_future()
+        self._looks.append(seen)
+        self._send(Look())
+        await asyncio.wait({seen}, timeout=_LOOK_LIMIT_S)
+        return seen.result() if seen.done() and not seen.cancelled() else None
+
+    async def close(self) -> None:
+        """Leave: who is connected no more has nothing."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
+        for order in self._orders:
+            order.cancel()
+
+    async def _acquire(self, size: int, waits: bool, limit_s: float) -> bool:
+        started_s = self._now()
+        if self._connection is None:
+            self._take(size, next(self._numbers))
+            self._observer.granted(GrantOutcome.ALONE, 0.0)
+            return False
+        number = next(self._numbers)
+        want = self._wants[number] = asyncio.get_running_loop().create_future()
+        self._send(Want(number, size, waits, limit_s))
+        try:
+            answer = await want
+        except BaseException:
+            self._send(Withdraw(number))
+            self._change(read_ask=number)  # it may have been granted by now
+            raise
+        finally:
+            del self._wants[number]
+        seconds = self._now() - started_s
+        if isinstance(answer, Refused):
+            self._observer.granted(GrantOutcome.REFUSED, seconds)
+            kind = NoRoom if answer.ever else NeverFits
+            raise kind(answer.reason, answer.retry_after_s)
+        self._take(size, number)
+        outcome = GrantOutcome.ALONE
+        if answer is not None:
+            outcome = GrantOutcome.AT_ONCE if answer.at_once else GrantOutcome.AFTER_ROOM
+        self._observer.granted(outcome, seconds)
+        return answer is not None
+
+    def _take(self, size: int, number: int) -> None:
+        before = self._account
+        self._awake_since_s = self._now()
+        self._change(
+            held=before.held + size, kept=before.held, awake=True, moving=True, read_ask=number
+        )
+
+    # --- the wire ---
+
+    def _change(self, **fields: object) -> None:
+        """Tell what is new. What the driver said is true of one moment only."""
+        fields = {"device_free": None, "short": False} | fields
+        self._account = msgspec.structs.replace(self._account, **fields)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._send(Changed(self._timed()))
+
+    def _timed(self) -> Account:
+        now_s = self._now()
+        return msgspec.structs.replace(
+            self._account, awake_s=now_s - self._awake_since_s, quiet_s=now_s - self._quiet_since_s
+        )
+
+    def _send(self, message: object) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    async def _until_connected(self, limit_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._connected.wait(), limit_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _keep_connected(self) -> None:
+        again = False
+        try:
+            while True:
+                self._lost.clear()
+                connection: Connection[ToTenant] = Connection(
+                    ToTenant, self._receive, self._lost.set
+                )
+                try:
+                    await self._connect(connection)
+                except Exception:
+                    logger.warning(
+                        "%s: no keeper of its card is found", self._name, exc_info=not again
+                    )
+                    again = True
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                self._connection = connection
+                connection.send(self._join(again))
+                self._connected.set()
+                again = True
+                try:
+                    await self._lost.wait()
+                finally:
+                    self._disconnected()
+                    connection.close()
+                logger.warning(
+                    "%s: the keeper of its card is lost; looking for the next", self._name
+                )
+        finally:
+            self._disconnected()
+
+    def _disconnected(self) -> None:
+        self._connection = None
+        self._connected.clear()
+        for want in self._wants.values():
+            if not want.done():
+                want.set_result(None)  # the driver will say
+        for look in self._looks:
+            look.cancel()
+        self._looks.clear()
+
+    def _join(self, again: bool) -> Join:
+        assert self._card is not None
+        # Orders are numbered by each keeper anew, and this one has given none.
+        self._account = msgspec.structs.replace(
+            self._account, answered_order=-1, device_free=None, short=False
+        )
+        return Join(
+            self._name,
+            self._model,
+            self._card.id,
+            self._card.budget,
+            self._max_awake,
+            self._card.total,
+            Terms.of(self._sharing),
+            self._timed(),
+            again,
+        )
+
+    def _receive(self, message: ToTenant) -> None:
+        match message:
+            case Granted() | Refused():
+                want = self._wants.get(message.number)
+                if want is not None and not want.done():
+                    want.set_result(message)
+            case Waits():
+                logger.info("%s waits for room: %s", self._name, message.reason)
+            case MakeRoom():
+                order = asyncio.create_task(self._obey(message, self._connection))
+                self._orders.add(order)
+                order.add_done_callback(self._orders.discard)
+            case Seen():
+                if self._looks:
+                    look = self._looks.pop(0)
+                    if not look.done():
+                        look.set_result(message.card)
+            case _:
+                assert_never(message)
+
+    async def _obey(self, order: MakeRoom, keeper: Connection[ToTenant] | None) -> None:
+        try:
+            await self.make_room(order.mode, order.reason)
+        except Exception:
+            logger.exception("%s: could not make room", self._name)
+        if self._connection is keeper:
+            self._change(answered_order=order.number, device_free=self._device_free)
+
+
+async def _nobody(mode: SleepMode | None, reason: str) -> None:
+    """Makes no room."""

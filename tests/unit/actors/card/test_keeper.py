@@ -1,0 +1,305 @@
+"""The keeper and its tenants over a real socket: asking, making room, and either side's death."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.card.tenant import CardClient
+from actors.errors import NeverFits, NoRoom, Unavailable
+from actors.observer import GrantOutcome
+from actors.protocol import CardStatus, SleepMode
+from tests.card_site import CardSite, card_site, run, until
+
+BUDGET = 100
+
+
+class Tenant:
+    """A replica as far as the card goes: it sleeps when it is told to, unless it is busy."""
+
+    def __init__(self, site: CardSite, name: str, process_id: int = 0, **sharing: object) -> None:
+        self.client: CardClient = site.client(name, **sharing)
+        self.client.make_room = self._make_room
+        self.outcomes = site.grants.outcomes
+        self.orders: list[tuple[SleepMode | None, str]] = []
+        self.gate = asyncio.Event()  # a sleep waits for it
+        self.gate.set()
+        self.busy = False
+        self.awake = False
+        self.answers = True
+        self._site = site
+        self._process_id = process_id or os.getpid()
+
+    async def place(self) -> "Tenant":
+        await self.client.place(self._site.card, self._process_id)
+        self.client.settled(held=0)
+        return self
+
+    async def wake(self, size: int, waits: bool = True) -> bool:
+        by_grant = await self.client.wake(size, waits)
+        self.awake = True
+        self.client.settled(held=size, awake=True)
+        return by_grant
+
+    def work(self, busy: bool) -> None:
+        self.busy = busy
+        self.client.busy(busy)
+
+    async def _make_room(self, mode: SleepMode | None, reason: str) -> None:
+        self.orders.append((mode, reason))
+        if mode is None and self.busy:
+            return
+        await self.gate.wait()
+        self.awake = False
+        self.client.settled(held=0)
+
+
+async def seen(tenant: Tenant) -> CardStatus:
+    status = await tenant.client.look()
+    assert status is not None
+    return status
+
+
+def test_grant_where_there_is_room(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a").place()
+            assert await a.wake(60)
+            assert a.outcomes == [GrantOutcome.AT_ONCE]
+            assert (await seen(a)).held == 60
+
+    run(scenario)
+
+
+def test_idle_neighbour_makes_room(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            await a.wake(60)
+            await b.wake(60)
+            assert not a.awake
+            assert a.orders[0][0] is None
+            assert b.outcomes == [GrantOutcome.AFTER_ROOM]
+            assert (await seen(b)).held == 60
+
+    run(scenario)
+
+
+def test_two_first_requests_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            tenants = [await Tenant(site, name).place() for name in "abcd"]
+            await asyncio.gather(*(tenant.wake(60) for tenant in tenants))
+            assert sum(tenant.awake for tenant in tenants) == 1
+            assert (await seen(tenants[0])).held == 60
+
+    run(scenario)
+
+
+def test_busy_neighbour_is_drained_after_a_while(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name, max_wait_s=0.4).place() for name in "ab"]
+            await a.wake(60)
+            a.work(True)
+            await b.wake(60)
+            assert [mode for mode, _ in a.orders] == [SleepMode.WAIT]
+
+    run(scenario)
+
+
+def test_wait_ends_with_a_refusal_that_says_why_and_when_to_come_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a", preempt="never").place()
+            b = await Tenant(site, "b", max_wait_s=0.05).place()
+            await a.wake(60)
+            a.work(True)
+            await until(lambda: bool(site.keeper))
+            with pytest.raises(NoRoom, match="a must end first") as caught:
+                await b.wake(60)
+            assert caught.value.retry_after_s >= 1
+            assert b.outcomes == [GrantOutcome.REFUSED]
+
+    run(scenario)
+
+
+def test_what_never_fits_has_nobody_sleep(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            await a.wake(60)
+            with pytest.raises(NeverFits, match="never fit"):
+                await b.wake(101)
+            assert a.awake
+            assert not a.orders
+
+    run(scenario)
+
+
+def test_withdrawn_wake_takes_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            await a.wake(60)
+            a.work(True)
+            wake = asyncio.create_task(b.wake(60))
+            await asyncio.sleep(0.01)
+            assert len((await seen(a)).waiting) == 1
+            b.client.withdraw("nobody waits for the wake any more")
+            with pytest.raises(Unavailable, match="nobody waits"):
+                await wake
+            assert (await seen(a)).waiting == ()
+            a.work(False)
+            assert (await seen(a)).held == 60
+            assert not a.orders
+
+    run(scenario)
+
+
+def test_cancelled_wake_gives_its_grant_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a").place()
+            wake = asyncio.create_task(a.wake(60))
+            await asyncio.sleep(0)  # the keeper may grant it by now
+            wake.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await wake
+            assert (await seen(a)).held == 0
+
+    run(scenario)
+
+
+# --- deaths ---
+
+
+def test_without_a_keeper_the_driver_decides(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a").place()
+            await site.kill()
+            await until(lambda: a.client._connection is None)
+            assert not await a.wake(60)
+            assert a.outcomes == [GrantOutcome.ALONE]
+
+    run(scenario)
+
+
+def test_next_keeper_knows_what_the_last_one_knew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b, c = [await Tenant(site, name).place() for name in "abc"]
+            await a.wake(60)
+            await b.wake(30)
+            a.work(True)
+            await site.kill()
+            await site.begin()
+            for tenant in (a, b, c):
+                assert await tenant.client.until_there_is_a_keeper()
+            status = await seen(c)
+            assert status.held == 90
+            assert {t.model_id for t in status.tenants if t.awake} == {"a", "b"}
+            await c.wake(40)  # it knows that a is busy, too
+            assert not b.awake
+            assert a.awake
+
+    run(scenario)
+
+
+def test_keeper_that_dies_while_somebody_waits(tmp_path: Path) -> None:
+    """Who waits goes on by the driver's word; here it has no room, so the next keeper is asked."""
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            await a.wake(60)
+            a.work(True)
+            wait = asyncio.create_task(b.client.wake(60, waits=True))
+            await asyncio.sleep(0.01)
+            await site.kill()
+            assert await wait is False
+            b.client.settled(held=0)  # what the driver said
+            await site.begin()
+            assert await b.client.until_there_is_a_keeper()
+            wait = asyncio.create_task(b.client.wake(60, waits=True))
+            await asyncio.sleep(0.01)
+            a.work(False)
+            assert await wait is True
+            assert not a.awake
+
+    run(scenario)
+
+
+def test_keeper_that_dies_while_somebody_makes_room(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            await a.wake(60)
+            a.gate.clear()
+            wait = asyncio.create_task(b.client.wake(60, waits=True))
+            await until(lambda: bool(a.orders))
+            await site.kill()
+            assert await wait is False
+            b.client.settled(held=0)
+            await site.begin()
+            for tenant in (a, b):
+                assert await tenant.client.until_there_is_a_keeper()
+            assert (await seen(b)).held == 60  # it has not slept yet
+            a.gate.set()
+            await until(lambda: not a.awake)
+            await b.wake(60)
+            assert (await seen(b)).held == 60
+
+    run(scenario)
+
+
+def test_memory_of_a_lost_tenant_is_back_when_its_worker_has_ended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            worker = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
+            )
+            a = await Tenant(site, "a", worker.pid).place()
+            b = await Tenant(site, "b").place()
+            await a.wake(60)
+            await a.client.close()
+            wake = asyncio.create_task(b.wake(60))
+            await asyncio.sleep(0.05)
+            assert not wake.done()
+            assert "a on the way" in (await seen(b)).waiting[0]
+            await worker.communicate(b"\n")
+            await wake
+
+    run(scenario)
+
+
+def test_worker_that_dies_while_it_owes_memory(tmp_path: Path) -> None:
+    """Its replica says that nothing is left of it."""
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            await a.wake(60)
+            a.gate.clear()
+            wake = asyncio.create_task(b.wake(60))
+            await until(lambda: bool(a.orders))
+            a.client.worker_ended()
+            await wake
+            a.gate.set()
+
+    run(scenario)
+
+
+def test_tenant_that_comes_again_takes_the_place_of_its_old_connection(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a").place()
+            await a.wake(60)
+            again = await Tenant(site, "a").place()
+            status = await seen(again)
+            assert [tenant.replica_id for tenant in status.tenants] == ["a"]
+
+    run(scenario)
