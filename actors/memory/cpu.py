@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from actors.errors import DeviceMemoryError
+from actors.memory.cpu_card import CpuCard
 from actors.memory.driver import DeviceMemory, MemoryHolder
 
 
@@ -59,7 +60,13 @@ class CpuDriver:
     device = torch.device("cpu")
     granularity = mmap.PAGESIZE
 
-    def __init__(self) -> None:
+    def __init__(self, card: CpuCard | None = None) -> None:
+        """One that nothing is mapped by.
+
+        Args:
+            card: what is mapped counts there; None: the machine's memory is the limit.
+        """
+        self._card = card
         self._ranges: dict[int, mmap.mmap] = {}  # address -> the mapping that owns it
         self.context_bytes = _resident_bytes()
 
@@ -73,7 +80,9 @@ class CpuDriver:
         return address
 
     def map(self, address: int, size: int) -> None:
-        """Nothing to do: pages come with the first write."""
+        """Only counted: pages come with the first write."""
+        if self._card is not None:
+            self._card.take(size)
 
     def unmap(self, address: int, size: int) -> None:
         base, mapping = self._owner(address)
@@ -81,6 +90,8 @@ class CpuDriver:
             mapping.madvise(mmap.MADV_DONTNEED, address - base, size)
         except OSError as exc:
             raise DeviceMemoryError(f"madvise of {size} bytes failed: {exc}") from exc
+        if self._card is not None:
+            self._card.give(size)
 
     def collect_cleared(self) -> None:
         """Nothing to do: Linux clears a page when it is first written."""
@@ -104,13 +115,16 @@ class CpuDriver:
         """Nothing to do: torch keeps no host memory back."""
 
     def memory(self) -> DeviceMemory:
-        """The machine's memory (proc(5)), and the resident set of this process."""
+        """The machine's memory (proc(5)), or the card's, and the resident set of this process."""
         lines = Path("/proc/meminfo").read_text().splitlines()
         kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
         own = _resident_bytes()
+        total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+        if self._card is not None:
+            total, free = self._card.total, self._card.free()
         return DeviceMemory(
-            total=kib["MemTotal"] * 1024,
-            free=kib["MemAvailable"] * 1024,
+            total=total,
+            free=free,
             used=own,
             held=own,
             own=own,
