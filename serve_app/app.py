@@ -16,6 +16,7 @@ from ray.serve.config import AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from actors.card.config import CardConfig
 from serve_app import __version__
 from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.config.files import AppArgs, ModelConfig, WeightsArgs
@@ -141,7 +142,7 @@ def build_weights(args: WeightsArgs) -> Application:
 
 def build_app(args: AppArgs) -> Application:
     """The application `llm`: the ingress and one deployment per model."""
-    handles = {model.model_id: _model_deployment(model) for model in args.models}
+    handles = {model.model_id: _model_deployment(model, args.card) for model in args.models}
     options = serve.deployment(
         name="Ingress",
         max_ongoing_requests=_MAX_HTTP_REQUESTS,
@@ -151,7 +152,7 @@ def build_app(args: AppArgs) -> Application:
     return _bind(options(Ingress), args.models, handles, args.http)
 
 
-def _model_deployment(model: ModelConfig) -> Application:
+def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
     scaling = model.scaling
     number: dict[str, Any] = (
         {"num_replicas": model.num_replicas}
@@ -185,7 +186,8 @@ def _model_deployment(model: ModelConfig) -> Application:
     of_serve = {"num_replicas", "autoscaling", "max_ongoing_requests", "max_queued_requests"}
     of_front = {"max_scaleout_replicas", "aliases"}
     made_of = model.model_dump(mode="json", exclude=of_serve | of_front)
-    return _versioned(_bind(options(ModelReplica), model), json.dumps([made_of, model.image_ttl_s]))
+    contents = json.dumps([made_of, model.image_ttl_s, card.model_dump(mode="json")])
+    return _versioned(_bind(options(ModelReplica), model, card), contents)
 
 
 def serves_autoscaling(config: AutoscalingConfig) -> ServesAutoscaling:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from actors.engine.config import EngineConfig
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
+from actors.memory.cpu_card import CpuCard
 from actors.observer import Observer
 from actors.replica.runtime import ModelRuntime
 from actors.replica.worker_client import WorkerClient
@@ -18,9 +20,9 @@ from actors.text.codec import TextCodec
 from actors.text.message_form import ChatConfig
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.connection import Connection
-from actors.worker.messages import ToWorker
+from actors.worker.messages import Sized, ToWorker
 from actors.worker.model_worker import ModelWorker
-from actors.worker.service import WorkerService, signs_of_life
+from actors.worker.service import Permission, WorkerService, signs_of_life
 from actors.worker.watchdog import WatchdogConfig
 
 
@@ -61,11 +63,14 @@ async def build_in_process(
     observer: Observer | None = None,
     defaults: ResolvedSampling | None = None,
     watchdog: WatchdogConfig | None = None,
+    cpu_card: CpuCard | None = None,
+    may_begin: Callable[[Sized], Awaitable[None]] | None = None,
 ) -> InProcessModel:
     """Build one; off the event loop, because it takes seconds. Other arguments as of ModelWorker and ModelRuntime.
 
     Args:
         load: where `image` came from.
+        may_begin: as of WorkerClient.
 
     Raises:
         ValueError, LayoutMismatch: as ModelWorker.
@@ -74,8 +79,9 @@ async def build_in_process(
     observer = observer or Observer()
     watchdog = watchdog or WatchdogConfig()
     codec = await asyncio.to_thread(TextCodec.load, load.checkpoint, chat)
-    client = WorkerClient(observer, watchdog)
+    client = WorkerClient(observer, watchdog, may_begin)
     connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, lambda: None)
+    permission = Permission(connection)
     upper, lower = socket.socketpair()
     await loop.create_connection(lambda: client.protocol, sock=upper)
     await loop.create_connection(lambda: connection, sock=lower)
@@ -91,6 +97,8 @@ async def build_in_process(
             keep_layers,
             connection.send,
             watchdog,
+            cpu_card,
+            permission.ask,
         )
     )
     try:

@@ -85,8 +85,8 @@ class SleepConfig(BaseModel):
 class Effects(Protocol):
     """What a transition does. The lifecycle never runs two of them at once."""
 
-    async def wake(self) -> MemoryChange:
-        """Bring the weights back.
+    async def wake(self, cause: WakeCause) -> MemoryChange:
+        """Bring the weights back; on a card that others use, it may wait for room.
 
         Raises:
             Unavailable: not possible now, nothing changed; the replica stays asleep.
@@ -101,6 +101,12 @@ class Effects(Protocol):
         Raises:
             ReplicaFailed: none lives.
         """
+
+    def give_up_waiting(self, reason: str) -> None:
+        """Let a wake that still waits for room raise Unavailable; of no effect on one that has its room."""
+
+    def has_requests(self, busy: bool) -> None:
+        """The first request is in flight now, or none any more."""
 
     def abort_in_flight(self) -> None:
         """End every request in flight now, with finish reason "abort"."""
@@ -146,6 +152,8 @@ class Lifecycle:
         self._drained.set()
         self._drains = False  # waits for requests, or is about to
         self._wakes_asked = 0  # by operators
+        self._commands_waiting = 0  # of theirs, to wake
+        self._going_on: asyncio.Task[None] | None = None  # wakes it for what `make_room` has frozen
         self._deep: SleepCause | None = None  # of the sleep at level 2 that it is in, or goes to
         self._transition: asyncio.Task[bool] | None = None
         self._work: asyncio.Task[None] | None = None  # of the transition
@@ -168,12 +176,15 @@ class Lifecycle:
         await self._await_awake(request_id)
         self.idle.begin()  # no await since AWAKE was seen: the state cannot have moved
         self._drained.clear()
+        if self.idle.in_flight == 1:
+            self._effects.has_requests(True)
         try:
             yield
         finally:
             self.idle.end()
             if self.idle.in_flight == 0:
                 self._drained.set()
+                self._effects.has_requests(False)
 
     async def sleep(
         self,
@@ -195,6 +206,8 @@ class Lifecycle:
         self.held = self.held or command.hold  # at once: later requests must not queue for a wake
         if self._state is ReplicaState.DRAINING:
             self._cut_drain_short(command.mode)
+        if command.hold and self._state is ReplicaState.WAKING:
+            self._effects.give_up_waiting("an operator put the model to sleep")
         await self._until_settled()
         # Once more: a drain that took too long has ended all holds.
         self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
@@ -223,10 +236,46 @@ class Lifecycle:
         self.held = False
         self._wakes_asked += 1
         self._deep = None  # also in a restart, which would have to load the image again for this
-        while self._state is not ReplicaState.AWAKE:
-            if await self._step_to_awake(reason, cause):
-                break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
+        self._commands_waiting += 1
+        try:
+            while self._state is not ReplicaState.AWAKE:
+                if await self._step_to_awake(reason, cause):
+                    break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
+        finally:
+            self._commands_waiting -= 1
         self.idle.touch()
+
+    async def make_room(self, mode: SleepMode | None, reason: str) -> None:
+        """Sleep, because another model wants the memory of the card; return when that is settled.
+
+        Whoever asks goes by the past. What has been asked of this replica since comes first, so it may stay awake.
+
+        Args:
+            mode: what requests in flight have to suffer; None: where there are any, the replica stays awake.
+                Those that are frozen go on by themselves, as soon as there is room again.
+        """
+        if self._state is ReplicaState.DRAINING:
+            await self._until_settled()
+        is_wanted = bool(self.idle.in_flight or self.waiting_for_wake)
+        if self._state is not ReplicaState.AWAKE or (mode is None and is_wanted):
+            return
+        cause = SleepCause.ROOM if mode is None else SleepCause.PREEMPTED
+        try:
+            await self.sleep(SleepCommand(mode=mode or SleepMode.WAIT), reason, cause)
+        except DrainTimeout:
+            return  # it is logged, and awake
+        if self.idle.in_flight and not self.held:
+            self._going_on = asyncio.create_task(self._wake_for_frozen())
+
+    async def _wake_for_frozen(self) -> None:
+        """Those whose patience ends meanwhile are ended by `frozen_timeout_s`."""
+        while self.idle.in_flight and self._state is ReplicaState.ASLEEP and not self.held:
+            try:
+                await self._step_to_awake("frozen requests go on", WakeCause.REQUEST)
+            except Unavailable as exc:
+                await asyncio.sleep(exc.retry_after_s)
+            except ReplicaFailed:
+                return
 
     def restart(self, failure: ReplicaFailed) -> None:
         """Enter RESTARTING: what computes has failed, and another worker takes its place.
@@ -312,6 +361,13 @@ class Lifecycle:
             ) from None
         finally:
             self.waiting_for_wake -= 1
+            self._give_up_unwanted_wake()
+
+    def _give_up_unwanted_wake(self) -> None:
+        """Nobody sleeps to make room for a wake that nobody waits for."""
+        is_wanted = self.waiting_for_wake or self._commands_waiting or self.idle.in_flight
+        if self._state is ReplicaState.WAKING and not is_wanted:
+            self._effects.give_up_waiting("nobody waits for the wake any more")
 
     def _check_not_held(self) -> None:
         if self.held:
@@ -404,7 +460,7 @@ class Lifecycle:
         self._deep = None
         result = WakeResult.FAILED
         try:
-            change = await self._effects.wake()
+            change = await self._effects.wake(cause)
             result = WakeResult.OK
         except Unavailable as exc:
             result = WakeResult.REFUSED

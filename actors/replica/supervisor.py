@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Protocol
 
 from actors.errors import ReplicaFailed, ServingError
+from actors.observer import WakeCause
 from actors.protocol import MemoryChange
 from actors.replica.runtime import ModelRuntime
 from actors.replica.worker_client import WorkerClient
@@ -39,13 +40,19 @@ class ByRuntime:
 
     runtime: ModelRuntime
 
-    async def wake(self) -> MemoryChange:
-        """See Effects."""
+    async def wake(self, cause: WakeCause = WakeCause.COMMAND) -> MemoryChange:
+        """See Effects. What there is no room for is refused at once."""
         return await self.runtime.wake()
 
     async def sleep(self, level: int) -> MemoryChange:
         """See Effects."""
         return await self.runtime.sleep(level)
+
+    def give_up_waiting(self, reason: str) -> None:
+        """See Effects; nothing waits."""
+
+    def has_requests(self, busy: bool) -> None:
+        """See Effects; nobody wants to know."""
 
     def abort_in_flight(self) -> None:
         """See Effects."""

@@ -4,13 +4,13 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar, assert_never
 
 import msgspec
 
 from actors.engine.outputs import EngineOutput, EngineStats, RawLogprob
-from actors.errors import ReplicaFailed, WorkerLost
+from actors.errors import ReplicaFailed, ServingError, WorkerLost
 from actors.observer import Observer
 from actors.protocol import DeviceNow, Grammar, MemoryChange
 from actors.worker.connection import Connection
@@ -18,6 +18,7 @@ from actors.worker.messages import (
     ANSWERS,
     Abandon,
     Answer,
+    Begin,
     Call,
     CheckGrammar,
     Failed,
@@ -32,6 +33,7 @@ from actors.worker.messages import (
     Sequences,
     Settle,
     Settled,
+    Sized,
     Sleep,
     Starting,
     State,
@@ -64,17 +66,26 @@ class WorkerClient:
     facts: WorkerFacts
     state: WorkerState
 
-    def __init__(self, observer: Observer, limits: WatchdogConfig) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        limits: WatchdogConfig,
+        may_begin: Callable[[Sized], Awaitable[None]] | None = None,
+    ) -> None:
         """Make one that is not connected; the time until the worker's first word counts from now on.
 
         Args:
             observer: told of wakes and images.
             limits: how long the worker may say nothing.
+            may_begin: returns when a worker that starts may map what it names, or raises a ServingError why
+                it may not; at once when None.
         """
         self.failed: asyncio.Future[ReplicaFailed] = asyncio.get_running_loop().create_future()
         self.outputs: Callable[[Sequence[EngineOutput]], None] = _nobody
         self.settled: Callable[[], None] = _nobody
         self._observer = observer
+        self._may_begin = may_begin
+        self._beginning: asyncio.Task[None] | None = None
         self._connection: Connection[ToReplica] = Connection(ToReplica, self._receive, self._lost)
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._numbers = itertools.count()
@@ -162,6 +173,8 @@ class WorkerClient:
     def close(self) -> None:
         """Speak no more."""
         self._closed = True
+        if self._beginning is not None:
+            self._beginning.cancel()
         self._listening.cancel()
         self._connection.close()
 
@@ -228,6 +241,8 @@ class WorkerClient:
         match message:
             case Starting():
                 pass  # has been heard
+            case Sized():
+                self._beginning = asyncio.create_task(self._begin(message))
             case Outputs():
                 self.outputs(message.outputs)
             case State():
@@ -251,6 +266,15 @@ class WorkerClient:
                 self._fail(message.error)
             case _:
                 assert_never(message)
+
+    async def _begin(self, sized: Sized) -> None:
+        error = None
+        if self._may_begin is not None:
+            try:
+                await self._may_begin(sized)
+            except ServingError as exc:
+                error = exc
+        self._connection.send(Begin(error))
 
     def _lost(self) -> None:
         """Also after `stop`: a worker that ends in the middle of it is waited for no longer."""

@@ -92,7 +92,13 @@ class Abandon(msgspec.Struct, frozen=True, tag=True, array_like=True):
     number: int
 
 
-ToWorker: TypeAlias = Sequences | Call | Abandon
+class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to `Sized`: what it names may be mapped, unless there is an error."""
+
+    error: Exception | None = None
+
+
+ToWorker: TypeAlias = Sequences | Call | Abandon | Begin
 
 # --- up ---
 
@@ -128,10 +134,20 @@ class WorkerState(msgspec.Struct, frozen=True):
     device_own: int | None  # the same as seen from outside, where that can be told
     left: MemoryLeft | None  # None while awake
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
+    residue: int = 0  # of a card, by this process, beside what is mapped; as of the same moment
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A sign of life: at once, and every second until `Ready`."""
+
+
+class Sized(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What the worker is about to map for its first steps, all at once; it waits for `Begin`."""
+
+    process_id: int
+    card: str
+    card_bytes: int
+    size: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -188,7 +204,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToReplica: TypeAlias = (
-    Starting | Ready | Outputs | Answer | Settled | State | Obtained | Logged | Failed
+    Starting | Sized | Ready | Outputs | Answer | Settled | State | Obtained | Logged | Failed
 )
 Send: TypeAlias = Callable[[ToReplica], None]  # from any thread
 

@@ -5,7 +5,7 @@ Knows nothing of requests, and of the engine only that it wants a KV arena, and 
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +22,7 @@ from actors.image.image import WeightImage
 from actors.image.layout import ImageKey, Layout, Manifest
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
+from actors.memory.cpu_card import CpuCard
 from actors.memory.driver import AllocatorPool, DeviceMemory, HostLink, MemoryDriver, describe
 from actors.memory.transfer import Transfer, TransferStats
 from actors.protocol import DeviceNow, MemoryChange, MemoryLeft, WakeReport
@@ -63,9 +64,20 @@ class ModelMemory:
     """
 
     def __init__(
-        self, module: PreTrainedModel, image: WeightImage, keep_layers: int, device: str
+        self,
+        module: PreTrainedModel,
+        image: WeightImage,
+        keep_layers: int,
+        device: str,
+        cpu_card: CpuCard | None = None,
+        may_map: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Reserve addresses and make the module's tensors views of them.
+
+        Args:
+            cpu_card: where there is no card, what stands for one.
+            may_map: called with the bytes of weights and KV cache before anything is mapped; returns when
+                there is room, or raises.
 
         Raises:
             ValueError: there is no such device here.
@@ -78,7 +90,8 @@ class ModelMemory:
         self.last_transfer: TransferStats | None = None
         self.last_wake: WakeReport | None = None
         self._digests = image.manifest.digests
-        self._driver = select_driver(device)
+        self._driver = select_driver(device, cpu_card)
+        self._may_map = may_map
         self._weights = DeviceArena(self._driver, [s.size for s in layout.segments])
         self._kv: DeviceArena | None = None
         self.pool = self._driver.make_pool()
@@ -94,6 +107,20 @@ class ModelMemory:
     @property
     def device(self) -> torch.device:
         return self._driver.device
+
+    @property
+    def card_id(self) -> str:
+        """By which processes of a node know it; a CPU is one card."""
+        if self.device.type == "cpu":
+            return "cpu"
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
+    @property
+    def residue_bytes(self) -> int:
+        """What this process has of a card beside what is mapped, at the last reading; nothing of a CPU."""
+        if self.device.type == "cpu":
+            return 0
+        return max(0, self.last_reading.held - self.mapped_bytes)
 
     def card(self) -> CardMemory | None:
         """The card as it is now; None on a CPU."""
@@ -130,7 +157,7 @@ class ModelMemory:
             device_id, name = f"cpu of node {node}", "CPU memory"
         else:
             card = torch.cuda.get_device_properties(self.device)
-            device_id, name = f"GPU-{card.uuid}", card.name
+            device_id, name = self.card_id, card.name
         memory = self._driver.memory()
         return DeviceNow(device_id, name, memory.total, memory.free, self.wake_bytes)
 
@@ -146,6 +173,7 @@ class ModelMemory:
         """
         assert self._kv is None, "made already"
         self._kv = DeviceArena(self._driver, parts)
+        self._may_map(self._weights.size + self._kv.size)
         self._kv.map()
         return self._kv
 
@@ -412,7 +440,7 @@ def kept_segments(layout: Layout, keep_layers: int, place: KeptPlace = "first") 
     return frozenset(layers[start : start + count])
 
 
-def select_driver(device: str) -> MemoryDriver:
+def select_driver(device: str, cpu_card: CpuCard | None = None) -> MemoryDriver:
     """The memory driver of `engine.device`.
 
     Raises:
@@ -420,7 +448,7 @@ def select_driver(device: str) -> MemoryDriver:
     """
     has_cuda = torch.cuda.is_available()
     if device == "cpu" or (device == "auto" and not has_cuda):
-        return CpuDriver()
+        return CpuDriver(cpu_card)
     if not has_cuda:
         raise ValueError("engine.device is cuda, but torch finds no CUDA device here")
     from actors.memory.cuda import CudaDriver  # cuda-bindings are there where a GPU is

@@ -41,6 +41,7 @@ from actors.image import packer
 from actors.image.attach import build_on_meta
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
+from actors.memory.cpu_card import CpuCard
 from actors.memory.transfer import TransferStats
 from actors.protocol import DeviceNow, Grammar, MemoryChange, WakeReport
 from actors.text.codec import TextCodec
@@ -52,6 +53,7 @@ from actors.worker.messages import (
     Outputs,
     Send,
     Settled,
+    Sized,
     Woke,
     WorkerFacts,
     WorkerState,
@@ -88,6 +90,8 @@ class ModelWorker:
         keep_layers: int,
         send: Send,
         watchdog: WatchdogConfig | None = None,
+        cpu_card: CpuCard | None = None,
+        begin: Callable[[Sized], None] = lambda _: None,
     ) -> None:
         """Build memory and engine. Blocks for a while: call it on a thread.
 
@@ -98,6 +102,8 @@ class ModelWorker:
             keep_layers: decoder layers that a level 1 sleep leaves mapped.
             send: what happens, to the replica.
             watchdog: how long the device may take; the defaults when None.
+            cpu_card: where there is no card, what stands for one.
+            begin: called with what is about to be mapped; returns when it may be, or raises.
 
         Raises:
             ValueError: the configuration cannot work for this model.
@@ -124,7 +130,9 @@ class ModelWorker:
             undo.callback(self._control.shutdown, wait=False)
             undo.callback(self._watchdog.close)
             with self._watchdog.open:
-                self.memory = ModelMemory(module, image, keep_layers, engine.device)
+                self.memory = ModelMemory(
+                    module, image, keep_layers, engine.device, cpu_card, partial(self._ask, begin)
+                )
             # Beside a GPU, what little is done here takes longer shared out among threads than alone. Before
             # any thread of the engine starts: one goes by what it finds then, and runs compiled layers only
             # with as many as they were compiled with.
@@ -185,6 +193,7 @@ class ModelWorker:
             device_own=reading.own,
             left=memory.sleep_residue,
             last_wake=memory.last_wake,
+            residue=memory.residue_bytes,
         )
 
     @property
@@ -334,6 +343,11 @@ class ModelWorker:
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
+
+    def _ask(self, begin: Callable[[Sized], None], size: int) -> None:
+        memory = self.memory
+        with self._watchdog.room:
+            begin(Sized(os.getpid(), memory.card_id, memory.last_reading.total, size))
 
     def _build_engine(self, module: PreTrainedModel, limits: EngineConfig) -> TransformersEngine:
         return TransformersEngine(

@@ -13,6 +13,7 @@ from actors.worker.connection import Connection
 from actors.worker.messages import (
     Abandon,
     Answer,
+    Begin,
     Call,
     CheckGrammar,
     FinishCompiling,
@@ -21,6 +22,7 @@ from actors.worker.messages import (
     Score,
     Sequences,
     Settle,
+    Sized,
     Sleep,
     Starting,
     State,
@@ -55,6 +57,36 @@ async def signs_of_life(connection: Connection[ToWorker]) -> AsyncIterator[None]
         telling.cancel()
 
 
+class Permission:
+    """What a worker that starts waits for: its replica says when it may map."""
+
+    def __init__(self, connection: Connection[ToWorker]) -> None:
+        """Listen for the answer; on the connection's event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._begun: asyncio.Future[None] = self._loop.create_future()
+        self._connection = connection
+        connection.receive = self._receive
+
+    def ask(self, sized: Sized) -> None:
+        """Return when it may be mapped. On a thread.
+
+        Raises:
+            NoRoom, NeverFits: it may not.
+        """
+        self._connection.send(sized)
+        asyncio.run_coroutine_threadsafe(self._answered(), self._loop).result()
+
+    async def _answered(self) -> None:
+        await self._begun
+
+    def _receive(self, message: ToWorker) -> None:
+        assert isinstance(message, Begin), "a replica says nothing else to a worker that starts"
+        if message.error is None:
+            self._begun.set_result(None)
+        else:
+            self._begun.set_exception(message.error)
+
+
 class WorkerService:
     """Does for one replica what it asks of one worker. Lives on the connection's event loop."""
 
@@ -85,6 +117,8 @@ class WorkerService:
                 self._worker.cancel(message.cancelled)
             case Call():
                 self._calls[message.number] = asyncio.create_task(self._answer(message))
+            case Begin():
+                pass  # it has begun
             case Abandon():
                 if call := self._calls.get(message.number):
                     call.cancel()

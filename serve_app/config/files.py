@@ -33,6 +33,7 @@ from pydantic import (
     model_validator,
 )
 
+from actors.card.config import CardConfig, SharingConfig
 from actors.checkpoints.directory import unsupported_weights
 from actors.checkpoints.source import Hub, ModelSource
 from actors.engine.config import EngineConfig
@@ -89,6 +90,10 @@ class ModelConfig(BaseModel):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Limits of the engine.")
     sleep: SleepConfig = Field(
         default_factory=SleepConfig, description="When a replica sleeps, and how long things take."
+    )
+    sharing: SharingConfig = Field(
+        default_factory=SharingConfig,
+        description="How the model shares its card with others, where `card.memory_budget` is set.",
     )
     watchdog: WatchdogConfig = Field(
         default_factory=WatchdogConfig,
@@ -165,6 +170,13 @@ class ModelConfig(BaseModel):
             text = f"{self.num_gpus:g}, but a replica computes on one GPU; set 1, and more replicas"
             raise ConfigError([Problem(text, ("num_gpus",))])
         return self
+
+    @property
+    def sleep_of_replica(self) -> SleepConfig:
+        """`sleep`; a pinned model is never idle for too long."""
+        if self.sharing.pin:
+            return self.sleep.model_copy(update={"idle_timeout_s": None})
+        return self.sleep
 
     @property
     def engine_of_replica(self) -> EngineConfig:
@@ -274,6 +286,9 @@ class AppArgs(_ModelList):
 
     http: Annotated[HttpSettings, AfterValidator(_find_key_files)] = Field(
         default_factory=HttpSettings, description="What the HTTP front allows."
+    )
+    card: CardConfig = Field(
+        default_factory=CardConfig, description="Every card that the models share."
     )
 
 

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from actors.errors import (
     DeviceMemoryShort,
     DrainTimeout,
+    NoRoom,
     QueueFull,
     ReplicaFailed,
     Unavailable,
@@ -224,11 +225,11 @@ def _is_failed(result: object) -> bool:
 def _another_may_do(refusal: Refusal, request: GenerateRequest) -> bool:
     """Whether to ask once more.
 
-    Nobody is asked for what has cost as many workers as it may. A card that is full says nothing of another
+    Nobody is asked for what has cost as many workers as it may, or has waited for room as long as it may. A card that is full says nothing of another
     replica's; if it is the same replica again, there is no other. A failed one that is asked again is not known
     to be failed yet; routers then wait for what comes in its place.
     """
-    if refusal.lost_workers >= MAX_LOST_WORKERS:
+    if refusal.lost_workers >= MAX_LOST_WORKERS or isinstance(refusal.error, NoRoom):
         return False
     if refusal.replica_id in request.avoid:
         return isinstance(refusal.error, ReplicaFailed)

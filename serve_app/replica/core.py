@@ -12,12 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailable
+from actors.errors import (
+    InvalidRequest,
+    NeverFits,
+    NoRoom,
+    ReplicaFailed,
+    ServingError,
+    Unavailable,
+)
 from actors.observer import Observer, WakeCause
 from actors.protocol import (
     MAX_LOST_WORKERS,
+    CardStatus,
     ChatPrompt,
     DeviceMemoryStatus,
     DeviceNow,
@@ -28,7 +36,8 @@ from actors.protocol import (
     SleepCommand,
     TokenEvent,
 )
-from actors.replica.lifecycle import Effects, Lifecycle
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.on_card import Workers
 from actors.replica.runtime import ModelRuntime
 from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
 from actors.worker.messages import WorkerState
@@ -47,18 +56,6 @@ logger = logging.getLogger(__name__)
 _LONG_PROMPT = 16_384  # characters; of them 15 ms are spent on a tokenizer
 _READERS = 2  # of long prompts at a time; the CPUs are for those who are served
 _WATCH_AGAIN_S = 1.0
-
-
-class Workers(Effects, Protocol):
-    """What computes for a replica."""
-
-    @property
-    def runtime(self) -> ModelRuntime:
-        """Of the worker that there is, or was until a moment ago."""
-
-    @property
-    def restarts(self) -> int:
-        """How many workers have taken the place of one that failed."""
 
 
 async def kept_running(name: str, watch: Callable[[], Awaitable[None]]) -> None:
@@ -94,6 +91,7 @@ class Replica:
         on_change: Callable[[], None] = lambda: None,
         held: bool = False,
         traced: Callable[[GenerateRequest], AbstractContextManager[object]] = nullcontext,
+        look_at_card: Callable[[], Awaitable[CardStatus | None]] | None = None,
     ) -> None:
         """Make one that nobody may ask before `begin`.
 
@@ -104,7 +102,9 @@ class Replica:
             on_change: called after each change of the state; it must not take long.
             held: an operator holds it asleep.
             traced: is around the answer to each request.
+            look_at_card: asks the keeper of the card that it shares; None: it shares none.
         """
+        self._look_at_card = look_at_card
         self._config = config
         self._replica_id = replica_id
         self._node = node
@@ -116,7 +116,7 @@ class Replica:
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
         self.lifecycle = Lifecycle(
             workers,
-            config.sleep,
+            config.sleep_of_replica,
             time.monotonic,
             f"{config.model_id}/{replica_id}",
             self._changed,
@@ -137,7 +137,12 @@ class Replica:
         )
         self._changed()
         if not (self._config.sleep.start_asleep or self.lifecycle.held):
-            await self.lifecycle.wake_up("start", WakeCause.START)
+            try:
+                await self.lifecycle.wake_up("start", WakeCause.START)
+            except (NoRoom, NeverFits) as full:
+                if isinstance(full, NeverFits) and self._config.sharing.pin:
+                    raise  # it was to be there always
+                logger.info("%s starts asleep: %s", self._replica_id, full)
 
     async def generate(
         self, request: GenerateRequest
@@ -218,6 +223,7 @@ class Replica:
         """This replica's account of itself; never wakes it and never counts as use."""
         lifecycle, worker = self.lifecycle, self._workers.runtime.worker
         device = replace(await self._device.now(), wake_bytes=worker.state.wake_bytes)
+        card = None if self._look_at_card is None else await self._look_at_card()
         return ReplicaStatus(
             model_id=self._config.model_id,
             replica_id=self._replica_id,
@@ -229,7 +235,7 @@ class Replica:
             in_flight=lifecycle.idle.in_flight,
             waiting_for_wake=lifecycle.waiting_for_wake,
             idle_s=lifecycle.idle.idle_s(),
-            idle_timeout_s=self._config.sleep.idle_timeout_s,
+            idle_timeout_s=self._config.sleep_of_replica.idle_timeout_s,
             sleeps=lifecycle.sleeps,
             wakes=lifecycle.wakes,
             last_sleep_s=lifecycle.last_sleep_s,
@@ -243,6 +249,7 @@ class Replica:
             device=device,
             device_memory=self._device_memory(worker.state),
             last_wake=worker.state.last_wake,
+            card=card,
         )
 
     async def metrics(self) -> Snapshot:

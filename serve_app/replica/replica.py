@@ -19,6 +19,8 @@ from ray import serve
 from ray.serve._private.common import RequestRoutingInfo
 from ray.serve.context import _get_global_client
 
+from actors.card.config import CardConfig, budget_bytes
+from actors.card.tenant import CardClient, CardOfWorker
 from actors.engine.model.cards import has_nvidia_driver
 from actors.errors import ReplicaFailed
 from actors.observer import Observer
@@ -30,16 +32,19 @@ from actors.protocol import (
     SleepCommand,
     TokenEvent,
 )
+from actors.replica.on_card import OnCard, Workers
 from actors.replica.runtime import ModelRuntime
 from actors.replica.supervisor import WorkerSupervisor
 from actors.replica.worker_client import WorkerClient
 from actors.text.sampling_defaults import ResolvedSampling
+from actors.worker.messages import Sized
 from serve_app.config.files import ModelConfig
 from serve_app.metrics.instruments import Instruments, gauges
 from serve_app.metrics.ray_mirror import RayMirror
 from serve_app.metrics.tally import Snapshot, Tally
 from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import adopt_serve_handlers
+from serve_app.replica.card_keeper import connect_to_keeper, cpu_card_of
 from serve_app.replica.core import Replica, kept_running, sampling_defaults_of
 from serve_app.replica.worker_actor import WorkerSettings
 from serve_app.replica.worker_process import WorkerProcess, bundles
@@ -93,9 +98,9 @@ class ModelReplica:
     """One replica of one model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ModelConfig
+        self, config: ModelConfig, card: CardConfig
     ) -> None:
-        """Attach the image and, unless told to start asleep, wake.
+        """Attach the image and, unless told to start asleep or where others have the card, wake.
 
         Raises:
             Exception: anything wrong with checkpoint, image or configuration; Serve reports it as
@@ -116,22 +121,30 @@ class ModelReplica:
         tracer = start_tracer(os.environ)
         observer, traced = observed(instruments, tracer, config.model_id, self._replica_id)
         self._node = ray.get_runtime_context().get_node_id()
-        self._supervisor = await self._make_supervisor(config, observer)
+        self._card = self._make_card_client(card, observer)
+        self._supervisor = await self._make_supervisor(config, card, observer)
+        workers: Workers = self._supervisor
+        if self._card is not None:
+            workers = OnCard(self._supervisor, self._card, config.sharing.pin)
         follower = Follower(ClusterStore(context.app_name, config.model_id))
         wanted = await follower.at_start()
         self._replica = Replica(
             config,
             self._replica_id,
             self._node,
-            self._supervisor,
+            workers,
             instruments,
             observer,
             self._announce,
             held=wanted is not None and wanted.held,
             traced=traced,
+            look_at_card=None if self._card is None else self._card.look,
         )
         self._lifecycle = self._replica.lifecycle
         await self._supervisor.start()
+        if isinstance(workers, OnCard) and self._card is not None:
+            self._card.make_room = self._lifecycle.make_room
+            workers.tell_ready()
         await self._replica.begin()
         set_aside()
         self._watches = [
@@ -143,11 +156,24 @@ class ModelReplica:
             }.items()
         ]
 
-    async def _make_supervisor(self, config: ModelConfig, observer: Observer) -> WorkerSupervisor:
+    def _make_card_client(self, card: CardConfig, observer: Observer) -> CardClient | None:
+        if card.memory_budget is None:
+            return None
+        connect = partial(connect_to_keeper, self._node)
+        config = self._config
+        most = card.max_awake_models
+        return CardClient(
+            self._replica_id, config.model_id, most, config.sharing, connect, observer
+        )
+
+    async def _make_supervisor(
+        self, config: ModelConfig, card: CardConfig, observer: Observer
+    ) -> WorkerSupervisor:
         """The tokenizer is read while the first worker's process starts."""
         from actors.checkpoints.download import ensure_checkpoint
 
         checkpoint = await asyncio.to_thread(ensure_checkpoint, config.source)
+        engine = config.engine_of_replica
         settings = WorkerSettings(
             replica_id=self._replica_id,
             model_id=config.model_id,
@@ -155,10 +181,11 @@ class ModelReplica:
             dtype=config.dtype,
             image_ttl_s=config.image_ttl_s,
             checkpoint=checkpoint,
-            engine=config.engine_of_replica,
+            engine=engine,
             keep_layers=config.sleep.keep_layers,
             watchdog=config.watchdog,
             lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
+            cpu_card=cpu_card_of(card, self._node) if engine.device == "cpu" else None,
         )
         resources = bundles(config.num_cpus, config.num_gpus)[1]
         reading = asyncio.create_task(asyncio.to_thread(_read_text_settings, config, checkpoint))
@@ -168,8 +195,15 @@ class ModelReplica:
             limit = config.engine.max_events_per_s
             return ModelRuntime(worker, codec, observer, defaults, limit)
 
+        async def start_worker() -> WorkerProcess:
+            may_begin = None
+            if self._card is not None:
+                self._card.worker_ended()  # the one before
+                may_begin = partial(_place_and_build, self._card, card.memory_budget or 1.0)
+            return await WorkerProcess.start(settings, resources, observer, may_begin)
+
         return WorkerSupervisor(
-            partial(WorkerProcess.start, settings, resources, observer),
+            start_worker,
             make_runtime,
             lambda failure: self._lifecycle.restart(failure),
         )
@@ -249,6 +283,16 @@ class ModelReplica:
         supervisor = getattr(self, "_supervisor", None)
         if supervisor is not None:
             await supervisor.close()
+        card = getattr(self, "_card", None)
+        if card is not None:
+            await card.close()  # behind the end of its worker
+
+
+async def _place_and_build(card: CardClient, budget: float | str, sized: Sized) -> None:
+    """Have a worker that starts wait for room. Raises NoRoom, NeverFits."""
+    place = CardOfWorker(sized.card, sized.card_bytes, budget_bytes(budget, sized.card_bytes))
+    await card.place(place, sized.process_id)
+    await card.build(sized.size)
 
 
 def _read_text_settings(

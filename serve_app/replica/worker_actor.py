@@ -35,6 +35,7 @@ class WorkerSettings:
     keep_layers: int
     watchdog: WatchdogConfig
     lessee: str  # of the image: the replica's actor, which outlives its workers
+    cpu_card: tuple[Path, int] | None = None  # file and bytes of what stands for a card
 
 
 class WorkerActor:
@@ -65,11 +66,13 @@ class WorkerActor:
         with uncollected():
             from actors.image.holder import ImageRequest
             from actors.image.obtain import FastLoad
+            from actors.memory.cpu_card import CpuCard
             from actors.worker.model_worker import ModelWorker, build_module
-            from actors.worker.service import WorkerService, signs_of_life
+            from actors.worker.service import Permission, WorkerService, signs_of_life
             from serve_app.weights.holders import HolderOfThisNode
 
         connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, _replica_is_gone)
+        permission = Permission(connection)
         await loop.create_unix_connection(lambda: connection, socket)
         log_to(lambda level, name, text: connection.send(Logged(level, name, text)))
         async with signs_of_life(connection):
@@ -98,6 +101,8 @@ class WorkerActor:
                 settings.keep_layers,
                 connection.send,
                 settings.watchdog,
+                None if settings.cpu_card is None else CpuCard(*settings.cpu_card),
+                permission.ask,
             )
         self._service = WorkerService(worker, connection)
         set_aside()

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.errors import WorkerLost
 from actors.observer import Observer
 from actors.replica.worker_client import WorkerClient
+from actors.worker.messages import Sized
 from serve_app.replica.worker_actor import WorkerActor, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,17 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, settings: WorkerSettings, resources: Mapping[str, float], observer: Observer
+        cls,
+        settings: WorkerSettings,
+        resources: Mapping[str, float],
+        observer: Observer,
+        may_begin: Callable[[Sized], Awaitable[None]] | None = None,
     ) -> Self:
         """Start one, and return when it is ready.
 
         Args:
             resources: of its bundle; all of them, so that the next one waits for its end.
+            may_begin: as of WorkerClient.
 
         Raises:
             ReplicaFailed: it says nothing for too long, or has failed.
@@ -65,7 +71,8 @@ class WorkerProcess:
         ping: asyncio.Future[int] = asyncio.ensure_future(actor.ping.remote())
         try:
             process_id = await _placed(actor, ping)
-            worker = cls(WorkerClient(observer, settings.watchdog), actor, process_id)
+            client = WorkerClient(observer, settings.watchdog, may_begin)
+            worker = cls(client, actor, process_id)
         except BaseException:
             ping.cancel()
             ray.kill(actor)

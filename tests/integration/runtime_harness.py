@@ -21,7 +21,9 @@ from actors.observer import Observer
 from actors.protocol import GenerateRequest, SamplingParams, TokenEvent
 from actors.replica.in_process import InProcessModel, build_in_process
 from actors.replica.lifecycle import SleepConfig
+from actors.replica.runtime import ModelRuntime
 from actors.replica.streams import Prepared
+from actors.replica.supervisor import ByRuntime
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.model_worker import build_module
 from actors.worker.watchdog import WatchdogConfig
@@ -35,6 +37,18 @@ PROMPTS = [f"Prompt {i}: " + "the quick brown fox " * i for i in range(1, 9)]
 def load(checkpoint: Path) -> WeightImage:
     key = packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
     return load_from_disk(checkpoint, key)
+
+
+class LastWorker(ByRuntime):
+    """Effects by the worker of a runtime, which no other one follows."""
+
+    restarts = 0
+
+    def __init__(self, runtime: ModelRuntime) -> None:
+        self.runtime = runtime
+
+    async def restart(self) -> None:
+        raise self.runtime.worker.failed.result()
 
 
 class Harness:

@@ -15,7 +15,7 @@ from serve_app.front.peers import Totals
 from serve_app.metrics.instruments import Instruments, gauges, saved_bytes
 from serve_app.metrics.tally import Tally
 from serve_app.models.model_client import Scrape
-from tests.integration.runtime_harness import Harness, harness, load
+from tests.integration.runtime_harness import Harness, LastWorker, harness, load
 
 
 class Replica:
@@ -24,7 +24,12 @@ class Replica:
     def __init__(self, h: Harness, instruments: Instruments) -> None:
         self.runtime, self.instruments = h.runtime, instruments
         self.lifecycle = Lifecycle(
-            h.runtime, SleepConfig(), time.monotonic, "test", self.changed, observer=instruments
+            LastWorker(h.runtime),
+            SleepConfig(),
+            time.monotonic,
+            "test",
+            self.changed,
+            observer=instruments,
         )
         self.totals = Totals()
 

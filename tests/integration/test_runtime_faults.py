@@ -35,13 +35,12 @@ from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.transfer import Transfer
 from actors.protocol import FinishReason, ReplicaState, SleepCommand, SleepMode, TokenEvent
 from actors.replica.lifecycle import Lifecycle, SleepConfig
-from actors.replica.runtime import ModelRuntime
 from actors.worker import model_worker
 from actors.worker.lull import Lull
 from actors.worker.messages import Failed
 from actors.worker.model_worker import ModelWorker, build_module
 from actors.worker.watchdog import WatchdogConfig
-from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, load, run
+from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, LastWorker, load, run
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_frozen_request_is_aborted_after_a_wake_that_was_refused(
         raise DeviceMemoryShort("a neighbour has it")
 
     async def scenario(h: Harness) -> None:
-        lifecycle = Lifecycle(h.runtime, SleepConfig(), time.monotonic)
+        lifecycle = Lifecycle(LastWorker(h.runtime), SleepConfig(), time.monotonic)
         begun, events = asyncio.Event(), list[TokenEvent]()
 
         async def ask() -> None:
@@ -196,7 +195,9 @@ def test_request_that_a_sleep_froze_for_too_long_ends_with_the_error(
     tiny_checkpoint: Path, image: WeightImage
 ) -> None:
     async def scenario(h: Harness) -> None:
-        lifecycle = Lifecycle(h.runtime, SleepConfig(frozen_timeout_s=0.2), time.monotonic)
+        lifecycle = Lifecycle(
+            LastWorker(h.runtime), SleepConfig(frozen_timeout_s=0.2), time.monotonic
+        )
         begun = asyncio.Event()
 
         async def ask(max_tokens: int) -> list[int]:
@@ -394,19 +395,6 @@ def test_pages_are_unpinned_though_the_engine_does_not_stop(
         monkeypatch.undo()
 
     run(tiny_checkpoint, image, scenario)
-
-
-class LastWorker:
-    """Effects by the worker of a runtime, which no other one follows."""
-
-    def __init__(self, runtime: ModelRuntime) -> None:
-        self._runtime = runtime
-        self.wake, self.sleep = runtime.wake, runtime.sleep
-        self.abort_in_flight = runtime.abort_in_flight
-        self.fail_in_flight = runtime.fail_in_flight
-
-    async def restart(self) -> None:
-        raise self._runtime.worker.failed.result()
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from actors.worker.lull import Lull
 from actors.worker.model_memory import ModelMemory
 from tests.card import full_card
 from tests.conftest import cuda_available
-from tests.integration.runtime_harness import Harness, harness, load
+from tests.integration.runtime_harness import Harness, LastWorker, harness, load
 
 MIB = 2**20
 TIMEOUT_S = 180  # the first engine of a process compiles its kernels
@@ -230,7 +230,7 @@ def test_lifecycle_keeps_and_logs_the_figures_of_a_sleep(
 ) -> None:
     async def scenario() -> None:
         async with harness(checkpoint, load(checkpoint), ENGINES[device], awake=False) as h:
-            lifecycle = Lifecycle(h.runtime, SleepConfig(), lambda: 0.0, "test")
+            lifecycle = Lifecycle(LastWorker(h.runtime), SleepConfig(), lambda: 0.0, "test")
             await lifecycle.wake_up()
             await answers(h)
             with caplog.at_level(logging.INFO, "actors.replica.lifecycle"):
@@ -455,7 +455,7 @@ def test_wake_without_room_is_refused_and_works_once_there_is_some(
     async def scenario() -> None:
         checkpoint = checkpoints("cpu")
         async with harness(checkpoint, load(checkpoint), ENGINES["cpu"], awake=False) as h:
-            lifecycle = Lifecycle(h.runtime, SleepConfig(), lambda: 0.0, "test")
+            lifecycle = Lifecycle(LastWorker(h.runtime), SleepConfig(), lambda: 0.0, "test")
 
             def refuse(driver: CpuDriver, address: int, size: int) -> None:
                 raise DeviceMemoryShort("out of memory")
@@ -524,7 +524,7 @@ def test_wake_on_a_full_card_is_refused_and_works_once_the_other_process_is_gone
     async def scenario() -> None:
         checkpoint, sleep = checkpoints("cuda"), SleepConfig(keep_layers=keep_layers)
         async with harness(checkpoint, load(checkpoint), ENGINES["cuda"], sleep, awake=False) as h:
-            lifecycle = Lifecycle(h.runtime, sleep, lambda: 0.0, "test")
+            lifecycle = Lifecycle(LastWorker(h.runtime), sleep, lambda: 0.0, "test")
             await lifecycle.wake_up()
             expected = await answers(h)
             await settled(h)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from actors.errors import (
     EngineDied,
 )
+from actors.observer import WakeCause
 from actors.protocol import MemoryChange, ReplicaState
 from actors.replica.lifecycle import Lifecycle, SleepConfig
 
@@ -41,10 +42,18 @@ class GatedEffects:
         self.on_abort: Callable[[], None] = lambda: None
         self.ended_with: list[Exception] = []
         self.has_ended = asyncio.Event()
+        self.given_up: list[str] = []
+        self.told_busy: list[bool] = []
         self._acts = False
 
-    async def wake(self) -> MemoryChange:
+    async def wake(self, cause: WakeCause) -> MemoryChange:
         return await self._act("wake")
+
+    def give_up_waiting(self, reason: str) -> None:
+        self.given_up.append(reason)
+
+    def has_requests(self, busy: bool) -> None:
+        self.told_busy.append(busy)
 
     async def sleep(self, level: int) -> MemoryChange:
         return await self._act(f"sleep {level}")

@@ -30,6 +30,7 @@ from actors.worker.messages import (
     ANSWERS,
     Abandon,
     Answer,
+    Begin,
     Call,
     CheckGrammar,
     Failed,
@@ -44,6 +45,7 @@ from actors.worker.messages import (
     Sequences,
     Settle,
     Settled,
+    Sized,
     Sleep,
     Starting,
     State,
@@ -89,9 +91,11 @@ DOWN: list[Any] = [
     Call(6, ReadDevice("node")),
     Call(2**40, Stop()),
     Abandon(7),
+    Begin(),
 ]
 UP: list[Any] = [
     Starting(),
+    Sized(4711, "GPU-1", 2**36, 2**34),
     Ready(WorkerFacts(4711, 8192, 151_936, 2**34, 2**33), STATE),
     Outputs(
         [

@@ -135,7 +135,7 @@ class Bench:
 def bench(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Two layers are kept; the engine has its KV cache and graphs, and the model sleeps."""
     driver = CountingDriver()
-    monkeypatch.setattr(model_memory, "select_driver", lambda device: driver)
+    monkeypatch.setattr(model_memory, "select_driver", lambda *_: driver)
     dtype = checkpoint_dtype(tiny_checkpoint, "auto")
     image = load_from_disk(tiny_checkpoint, image_key(tiny_checkpoint, dtype))
     memory = ModelMemory(build_on_meta(tiny_checkpoint, dtype), image, 2, "cpu")

@@ -280,7 +280,7 @@ class Effects:
         self.now_s = 0.0
         self.failure: Exception | None = None
 
-    async def wake(self) -> MemoryChange:
+    async def wake(self, cause: WakeCause) -> MemoryChange:
         self.now_s += 1
         await asyncio.sleep(0)
         if self.failure is not None:
@@ -289,6 +289,12 @@ class Effects:
 
     async def sleep(self, level: int) -> MemoryChange:
         return MemoryChange(0, 0, 0, released_bytes=5)
+
+    def give_up_waiting(self, reason: str) -> None:
+        raise AssertionError
+
+    def has_requests(self, busy: bool) -> None:
+        """Nobody shares its card."""
 
     def abort_in_flight(self) -> None:
         raise AssertionError

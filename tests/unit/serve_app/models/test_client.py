@@ -15,6 +15,7 @@ from actors.errors import (
     EngineDied,
     HeldAsleep,
     InvalidRequest,
+    NoRoom,
     QueueFull,
     ReplicaFailed,
     ServingError,
@@ -240,6 +241,17 @@ def test_only_card_that_is_full_is_told_at_once() -> None:
         with pytest.raises(DeviceMemoryShort, match="neighbour"):
             await texts(client(handle))
         assert handle.asked == 2
+
+    run(scenario)
+
+
+def test_who_has_waited_for_room_does_not_wait_again() -> None:
+    async def scenario() -> None:
+        handle = Handle([refusal(NoRoom("no room within 30 s", 5.0), "a")], [event("never")])
+        with pytest.raises(NoRoom) as caught:
+            await texts(client(handle))
+        assert caught.value.retry_after_s == 5
+        assert handle.asked == 1
 
     run(scenario)
 

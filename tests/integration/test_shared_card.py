@@ -1,0 +1,308 @@
+"""Models that share a card: lifecycles, engines and memory as in replicas, a keeper, and a driver that counts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from actors.card.tenant import CardClient
+from actors.checkpoints.making import write_checkpoint
+from actors.errors import DeviceMemoryShort, NeverFits, NoRoom
+from actors.memory.cpu_card import CpuCard
+from actors.observer import GrantOutcome, Observer, SleepCause, WakeCause
+from actors.protocol import GenerateRequest, ReplicaState, SamplingParams
+from actors.replica.in_process import InProcessModel, build_in_process
+from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.on_card import OnCard
+from actors.worker.messages import Sized
+from actors.worker.model_worker import build_module
+from tests.card_site import CardSite, card_site, until
+from tests.integration.runtime_harness import ENGINE, LastWorker, NotedLoad, load
+
+MODELS = 3
+PROMPTS = ("The first model", "says something", "of its own")
+LONG = 300  # tokens
+AWAKE, ASLEEP = ReplicaState.AWAKE, ReplicaState.ASLEEP
+
+
+class Sleeps(Observer):
+    """Remembers why."""
+
+    def __init__(self) -> None:
+        self.causes: list[SleepCause] = []
+
+    def slept(
+        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+    ) -> None:
+        self.causes.append(cause)
+
+
+@dataclass
+class Replica:
+    """As Serve has it, in this process."""
+
+    model: InProcessModel
+    lifecycle: Lifecycle
+    client: CardClient
+    outcomes: list[GrantOutcome]
+    sleeps: list[SleepCause]
+
+    async def tokens(self, prompt: str, max_tokens: int = 12) -> list[int]:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        prepared = self.model.runtime.prepare(GenerateRequest("r", prompt, params))
+        async with self.lifecycle.serving("r"):
+            events = [e async for e in self.model.runtime.generate(prepared)]
+        return [token for event in events for token in event.token_ids]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Models with weights of their own."""
+    folder = tmp_path_factory.mktemp("models")
+    return [write_checkpoint(folder / str(i), "tiny", seed=i) for i in range(MODELS)]
+
+
+async def replica(
+    stack: AsyncExitStack, site: CardSite, checkpoint: Path, name: str, **sharing: object
+) -> Replica:
+    client = site.client(name, **sharing)
+    outcomes = site.grants.outcomes
+
+    async def may_begin(sized: Sized) -> None:
+        await client.place(site.card, sized.process_id)
+        await client.build(sized.size)
+
+    image = await asyncio.to_thread(load, checkpoint)
+    model = await build_in_process(
+        build_module(checkpoint, "auto", "cpu"),
+        image,
+        NotedLoad(checkpoint, []),
+        ENGINE,
+        cpu_card=CpuCard(site.account, site.card.total),
+        may_begin=may_begin,
+    )
+    stack.push_async_callback(model.close)
+    workers = OnCard(LastWorker(model.runtime), client, is_pinned=False)
+    workers.tell_ready()
+    config = SleepConfig(idle_timeout_s=None)
+    loop = asyncio.get_running_loop()
+    sleeps = Sleeps()
+    lifecycle = Lifecycle(workers, config, loop.time, name, observer=sleeps)
+    client.make_room = lifecycle.make_room
+    outcomes.clear()
+    return Replica(model, lifecycle, client, outcomes, sleeps.causes)
+
+
+@asynccontextmanager
+async def replicas(
+    folder: Path, checkpoints: list[Path], room_for: float, **sharing: object
+) -> AsyncIterator[tuple[CardSite, list[Replica]]]:
+    """All asleep, on a card with room for so many."""
+    size = await _size_of(checkpoints[0])
+    async with AsyncExitStack() as stack:
+        site = await stack.enter_async_context(card_site(folder, int(room_for * size)))
+        names = [f"m{i}" for i in range(len(checkpoints))]
+        made = [
+            await replica(stack, site, checkpoint, name, **sharing)
+            for name, checkpoint in zip(names, checkpoints, strict=True)
+        ]
+        yield site, made
+
+
+async def _size_of(checkpoint: Path) -> int:
+    """What a model maps awake."""
+    image = await asyncio.to_thread(load, checkpoint)
+    module = build_module(checkpoint, "auto", "cpu")
+    model = await build_in_process(module, image, NotedLoad(checkpoint, []), ENGINE)
+    try:
+        return model.runtime.worker.state.wake_bytes
+    finally:
+        await model.close()
+
+
+async def alone(checkpoints: list[Path]) -> list[list[int]]:
+    """What each model says when it has a device to itself."""
+    answers = []
+    for checkpoint, prompt in zip(checkpoints, PROMPTS, strict=True):
+        image = await asyncio.to_thread(load, checkpoint)
+        module = build_module(checkpoint, "auto", "cpu")
+        model = await build_in_process(module, image, NotedLoad(checkpoint, []), ENGINE)
+        try:
+            await model.runtime.wake()
+            params = SamplingParams(temperature=0.0, max_tokens=12)
+            prepared = model.runtime.prepare(GenerateRequest("r", prompt, params))
+            events = [e async for e in model.runtime.generate(prepared)]
+            answers.append([token for event in events for token in event.token_ids])
+        finally:
+            await model.close()
+    return answers
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(120):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+def states(made: list[Replica]) -> list[ReplicaState]:
+    return [each.lifecycle.state for each in made]
+
+
+def test_models_take_turns_and_each_says_what_it_says_alone(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    async def scenario() -> None:
+        right = await alone(checkpoints)
+        async with replicas(tmp_path, checkpoints, room_for=1.5) as (site, made):
+            for _ in range(3):
+                for each, prompt, answer in zip(made, PROMPTS, right, strict=True):
+                    assert await each.tokens(prompt) == answer
+                    assert states(made).count(AWAKE) == 1
+            together = [each.tokens(prompt) for each, prompt in zip(made, PROMPTS, strict=True)]
+            assert await asyncio.gather(*together) == right
+            seen = await made[0].client.look()
+            assert seen is not None
+            assert seen.held == sum(each.model.worker.memory.mapped_bytes for each in made)
+            assert seen.held == site.card.total - CpuCard(site.account, site.card.total).free()
+            assert seen.waiting == ()
+
+    run(scenario)
+
+
+def test_card_that_holds_all_of_them_has_none_sleep(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints, room_for=3) as (_, made):
+            for _ in range(2):
+                for each, prompt in zip(made, PROMPTS, strict=True):
+                    await each.tokens(prompt)
+            assert states(made) == [AWAKE] * 3
+            assert [each.outcomes for each in made] == [[GrantOutcome.AT_ONCE]] * 3
+
+    run(scenario)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy models make room after milliseconds, so that no answer has to take seconds."""
+    monkeypatch.setattr("actors.card.plan.BUSY_AFTER", 0.001)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_busy_model_is_drained_for_who_has_waited(tmp_path: Path, checkpoints: list[Path]) -> None:
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints[:2], 1.5, max_wait_s=60) as (_, made):
+
+            async def until_drained() -> None:
+                async with made[0].lifecycle.serving("long"):
+                    await until(lambda: made[0].lifecycle.state is ReplicaState.DRAINING)
+
+            long = asyncio.create_task(until_drained())
+            await until(lambda: made[0].lifecycle.idle.in_flight == 1)
+            await made[1].tokens(PROMPTS[1])
+            await long
+            assert made[0].sleeps == [SleepCause.PREEMPTED]
+
+    run(scenario)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_frozen_answer_goes_on_and_is_right(tmp_path: Path, checkpoints: list[Path]) -> None:
+    async def scenario() -> None:
+        sharing = {"preempt": "freeze", "max_wait_s": 60}
+        async with replicas(tmp_path, checkpoints[:2], 1.5, **sharing) as (_, made):
+            short = await made[1].tokens(PROMPTS[1])
+            long = await made[0].tokens(PROMPTS[0], LONG)
+            busy = asyncio.create_task(made[0].tokens(PROMPTS[0], LONG))
+            await until(lambda: made[0].lifecycle.idle.in_flight == 1)
+            assert await made[1].tokens(PROMPTS[1]) == short
+            assert SleepCause.PREEMPTED in made[0].sleeps
+            assert await busy == long
+
+    run(scenario)
+
+
+def test_without_a_keeper_wakes_that_fit_go_on(tmp_path: Path, checkpoints: list[Path]) -> None:
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints, 2.5, max_wait_s=1) as (site, made):
+            first = await made[0].tokens(PROMPTS[0])
+            await site.kill()
+            await until(lambda: all(each.client._connection is None for each in made))
+            assert await made[0].tokens(PROMPTS[0]) == first  # it runs on
+            await made[1].tokens(PROMPTS[1])
+            assert made[1].outcomes == [GrantOutcome.ALONE]
+            with pytest.raises(DeviceMemoryShort):  # the driver's word
+                await made[2].tokens(PROMPTS[2])
+            assert states(made) == [AWAKE, AWAKE, ASLEEP]
+
+            await site.begin()  # it knows what the workers have, and whom to ask
+            for each in made:
+                assert await each.client.until_there_is_a_keeper()
+            await made[2].tokens(PROMPTS[2])
+            assert states(made).count(AWAKE) == 2
+
+    run(scenario)
+
+
+def test_wake_that_the_driver_refuses_asks_the_next_keeper(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints[:2], 1.5) as (site, made):
+            await made[0].tokens(PROMPTS[0])
+            await site.kill()
+            await until(lambda: all(each.client._connection is None for each in made))
+            waits = asyncio.create_task(made[1].tokens(PROMPTS[1]))
+            await until(lambda: bool(made[1].outcomes))
+            await site.begin()
+            await waits
+            assert made[1].outcomes == [GrantOutcome.ALONE, GrantOutcome.AFTER_ROOM]
+            assert states(made) == [ASLEEP, AWAKE]
+
+    run(scenario)
+
+
+def test_memory_that_strangers_took_is_waited_for_by_nobody_in_vain(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    """Somebody who is no tenant has half of the card: the driver says so, and the keeper makes room for the rest."""
+
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints[:2], 2.5, max_wait_s=1) as (site, made):
+            await made[0].tokens(PROMPTS[0])
+            stranger = CpuCard(site.account, site.card.total)
+            stranger.take(site.card.total * 2 // 5)
+            await made[1].tokens(PROMPTS[1])
+            assert made[1].outcomes == [GrantOutcome.AT_ONCE, GrantOutcome.AFTER_ROOM]
+            assert states(made) == [ASLEEP, AWAKE]
+            stranger.give(site.card.total * 2 // 5)
+
+    run(scenario)
+
+
+def test_model_that_never_fits_does_not_start(tmp_path: Path, checkpoints: list[Path]) -> None:
+    async def scenario() -> None:
+        with pytest.raises(NeverFits, match="which never fit"):
+            async with replicas(tmp_path, checkpoints[:1], 0.9):
+                raise AssertionError
+
+    run(scenario)
+
+
+def test_start_has_nobody_sleep(tmp_path: Path, checkpoints: list[Path]) -> None:
+    """The first wake is for no request."""
+
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints[:2], 1.5) as (_, made):
+            await made[0].tokens(PROMPTS[0])
+            with pytest.raises(NoRoom, match="do not fit beside who is awake"):
+                await made[1].lifecycle.wake_up("start", WakeCause.START)
+            assert states(made) == [AWAKE, ASLEEP]
+
+    run(scenario)

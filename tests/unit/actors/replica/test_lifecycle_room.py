@@ -1,0 +1,251 @@
+"""A replica on a card that others want, too: it makes room, or not, and its own wake waits for room."""
+
+import asyncio
+
+import pytest
+
+from actors.errors import NoRoom, Unavailable
+from actors.observer import Observer, SleepCause
+from actors.protocol import SleepCommand, SleepMode
+from actors.replica.lifecycle import Lifecycle, SleepConfig
+from tests.unit.actors.replica.lifecycle_bench import (
+    ASLEEP,
+    AWAKE,
+    DRAINING,
+    WAKING,
+    Bench,
+    GatedEffects,
+    run,
+    settled,
+    until,
+)
+
+
+class Causes(Observer):
+    def __init__(self) -> None:
+        self.causes: list[SleepCause] = []
+
+    def slept(
+        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+    ) -> None:
+        self.causes.append(cause)
+
+
+def test_idle_replica_makes_room() -> None:
+    async def scenario() -> None:
+        bench, told = Bench(), Causes()
+        bench.lifecycle._observer = told
+        await bench.awake()
+        await bench.lifecycle.make_room(None, "2 GiB for another")
+        assert bench.states == [DRAINING, ASLEEP]
+        assert bench.lifecycle.reason == "2 GiB for another"
+        assert told.causes == [SleepCause.ROOM]
+
+    run(scenario)
+
+
+def test_request_that_came_before_the_order_keeps_it_awake() -> None:
+    """Whoever ordered it went by the past: Ollama #17408, llama.cpp #21678."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        await bench.lifecycle.make_room(None, "room")
+        assert bench.lifecycle.state is AWAKE
+        ends.set()
+        assert await request == "served"
+
+    run(scenario)
+
+
+def test_request_that_comes_behind_the_order_waits_its_turn() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        bench.effects.gate.clear()
+        order = asyncio.create_task(bench.lifecycle.make_room(None, "room"))
+        await until(lambda: bench.lifecycle.state is DRAINING)
+        request = asyncio.create_task(bench.request())
+        await until(lambda: bench.lifecycle.waiting_for_wake == 1)
+        bench.effects.gate.set()
+        assert await request == "served"
+        await order
+        assert bench.states == [DRAINING, ASLEEP, WAKING, AWAKE]
+
+    run(scenario)
+
+
+def test_busy_replica_that_is_drained_takes_nothing_new() -> None:
+    async def scenario() -> None:
+        bench, told = Bench(), Causes()
+        bench.lifecycle._observer = told
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        order = asyncio.create_task(bench.lifecycle.make_room(SleepMode.WAIT, "room"))
+        await until(lambda: bench.lifecycle.state is DRAINING)
+        ends.set()
+        assert await request == "served"
+        await order
+        assert bench.lifecycle.state is ASLEEP
+        assert told.causes == [SleepCause.PREEMPTED]
+
+    run(scenario)
+
+
+def test_drain_that_takes_too_long_leaves_it_awake() -> None:
+    async def scenario() -> None:
+        bench = Bench(drain_timeout_s=0.01)
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        await bench.lifecycle.make_room(SleepMode.WAIT, "room")
+        assert bench.lifecycle.state is AWAKE
+        ends.set()
+        await request
+
+    run(scenario)
+
+
+def test_frozen_requests_go_on_by_themselves() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        await bench.lifecycle.make_room(SleepMode.KEEP, "room")
+        await until(lambda: bench.lifecycle.state is AWAKE)
+        assert bench.effects.calls == ["sleep 1", "wake"]
+        assert not request.done()
+        ends.set()
+        assert await request == "served"
+
+    run(scenario)
+
+
+def test_frozen_requests_ask_again_where_there_was_no_room() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        refusals = iter([NoRoom("full", 0.001), NoRoom("full", 0.001)])
+
+        def next_failure() -> None:
+            if bench.effects.calls[-1] == "wake":
+                bench.effects.failure = next(refusals, None)
+
+        bench.effects.at_end = next_failure
+        await bench.lifecycle.make_room(SleepMode.KEEP, "room")
+        await until(lambda: bench.lifecycle.state is AWAKE)
+        assert bench.effects.calls == ["sleep 1", "wake", "wake", "wake"]
+        ends.set()
+        assert await request == "served"
+
+    run(scenario)
+
+
+def test_frozen_requests_do_not_end_a_hold() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        bench.effects.gate.clear()
+        order = asyncio.create_task(bench.lifecycle.make_room(SleepMode.KEEP, "room"))
+        await until(lambda: bench.lifecycle.state is DRAINING)
+        hold = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True)))
+        await asyncio.sleep(0)
+        bench.effects.gate.set()
+        await order
+        await hold
+        await settled(bench)
+        assert bench.lifecycle.state is ASLEEP
+        ends.set()
+        await request
+
+    run(scenario)
+
+
+def test_sleeper_and_waker_make_no_room() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.lifecycle.make_room(None, "room")
+        assert bench.lifecycle.state is ASLEEP
+        bench.effects.gate.clear()
+        wake = asyncio.create_task(bench.lifecycle.wake_up())
+        await until(lambda: bench.lifecycle.state is WAKING)
+        await bench.lifecycle.make_room(
+            SleepMode.WAIT, "room"
+        )  # at once: that wake may wait for who asks
+        bench.effects.gate.set()
+        await wake
+        assert bench.lifecycle.state is AWAKE
+
+    run(scenario)
+
+
+# --- its own wake ---
+
+
+def test_wake_that_nobody_waits_for_any_more_is_given_up() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.gate.clear()
+        clients = [asyncio.create_task(bench.request()) for _ in range(2)]
+        await until(lambda: bench.lifecycle.waiting_for_wake == 2)
+        clients[0].cancel()
+        await asyncio.wait([clients[0]])
+        assert bench.effects.given_up == []
+        clients[1].cancel()
+        await asyncio.wait([clients[1]])
+        assert bench.effects.given_up == ["nobody waits for the wake any more"]
+        bench.effects.gate.set()
+        await settled(bench)
+
+    run(scenario)
+
+
+def test_wake_that_an_operator_waits_for_is_not() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.gate.clear()
+        client = asyncio.create_task(bench.request())
+        await until(lambda: bench.lifecycle.waiting_for_wake == 1)
+        wake = asyncio.create_task(bench.lifecycle.wake_up())
+        await asyncio.sleep(0)
+        client.cancel()
+        await asyncio.wait([client])
+        assert bench.effects.given_up == []
+        bench.effects.gate.set()
+        await wake
+
+    run(scenario)
+
+
+def test_hold_ends_a_wait_for_room() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.gate.clear()
+        bench.effects.failure = Unavailable("withdrawn")
+        client = asyncio.create_task(bench.request())
+        await until(lambda: bench.lifecycle.state is WAKING)
+        hold = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True)))
+        await asyncio.sleep(0)
+        assert bench.effects.given_up == ["an operator put the model to sleep"]
+        bench.effects.gate.set()
+        await hold
+        assert bench.lifecycle.state is ASLEEP
+        with pytest.raises(Unavailable):
+            await client
+
+    run(scenario)
+
+
+def test_first_and_last_request_are_told() -> None:
+    async def scenario() -> None:
+        effects = GatedEffects()
+        lifecycle = Lifecycle(effects, SleepConfig(), lambda: 0.0, "test")
+        async with lifecycle.serving("one"):
+            async with lifecycle.serving("two"):
+                pass
+            assert effects.told_busy == [True]
+        assert effects.told_busy == [True, False]
+
+    run(scenario)
