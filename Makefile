@@ -20,6 +20,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
+	@echo 'make serve-many  eight models on a card with room for three, likewise'
 	@echo 'make test    the tests that need no GPU and are quick'
 	@echo 'make test-all  all that need no GPU: half an hour on two cores'
 	@echo 'make test-clients  what other people wrote: OpenAI, Anthropic, schemathesis, evalscope; 1.3 GB in .venv-clients'
@@ -39,6 +40,8 @@ site: $(STAMP)
 	@$(PY) -c 'import material' 2>/dev/null || \
 		$(PY) -m pip install --quiet -c constraints.txt -e ".[site]"
 	$(PY) -m mkdocs build --strict --site-dir site
+serve-many: $(STAMP)
+	@exec $(VENV)/bin/sleepserve serve configs/many.yaml
 
 # The unit tests in a process per core; all others need the machine to themselves. With arguments, as one command.
 test: NOT = gpu or slow or browser

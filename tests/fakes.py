@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 from actors.protocol import (
+    CardStatus,
     DeviceMemoryStatus,
     DeviceNow,
     FinishReason,
@@ -39,6 +40,7 @@ class FakeModel:
         asked_for_status: status was called.
         asked_for_states: how often replica_states was called.
         scrape: what `metrics` gives; while `hang_status`, it never does.
+        card: what its replicas share.
         form: how its messages are written, in chats.
     """
 
@@ -76,6 +78,7 @@ class FakeModel:
         self.asked_for_status = False
         self.asked_for_states = 0
         self.scrape = Scrape()
+        self.card: CardStatus | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         self.requests.append(request)
@@ -169,6 +172,7 @@ class FakeModel:
                     left=LEFT if state is ReplicaState.ASLEEP else None,
                 ),
                 last_wake=WakeReport(1024, 0.5, 2.048e-6, 3, 1024, 0.25, intact=True),
+                card=self.card,
             )
             for number, state in enumerate(self.states)
         ]

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from actors.card.config import in_words
 from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
 from serve_app.config.keys import ADMIN_KEY_VARIABLE, REMEDIES, bearer
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 _WRONG_ORDER = (400, 404)  # answers that mean: not this server's fault
@@ -78,7 +80,7 @@ def status(
         with Live(console=_console(), auto_refresh=False) as live:
             while True:
                 told = _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
-                live.update(status_table(told), refresh=True)
+                live.update(status_view(told), refresh=True)
                 time.sleep(interval_s)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -206,6 +208,35 @@ def status_table(told: Mapping[str, Any]) -> "Table":
     return table
 
 
+def status_view(told: Mapping[str, Any]) -> "Group":
+    """The table, and a line for each shared card."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(status_table(told), *map(Text, card_lines(told)))
+
+
+def card_lines(told: Mapping[str, Any]) -> list[str]:
+    """Who has what of each shared card, and who waits; of `GET /status`."""
+    cards = {
+        replica["device"]["id"]: replica["card"]
+        for model in told["models"].values()
+        for replica in model["replicas"].values()
+        if replica.get("card") is not None
+    }
+    return [_card_line(device, card) for device, card in cards.items()]
+
+
+def _card_line(device: str, card: Mapping[str, Any]) -> str:
+    awake = [tenant["model_id"] for tenant in card["tenants"] if tenant["awake"]]
+    asleep = len(card["tenants"]) - len(awake)
+    line = (
+        f"{device}: {in_words(card['held'])} of {in_words(card['budget'])} held, "
+        f"awake {', '.join(awake) or 'nobody'}, {asleep} asleep"
+    )
+    return line + (f"; waiting: {'; '.join(card['waiting'])}" if card["waiting"] else "")
+
+
 def order_table(told: Replicas) -> "Table":
     """Of the answer to `POST /sleep` and `/wake_up`."""
     table = _table("device memory", "sleep took", "wake took", "why")
@@ -230,7 +261,7 @@ def _show(told: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(told, indent=2))
     else:
-        _console().print(status_table(told))
+        _console().print(status_view(told))
 
 
 def _tell(told: Mapping[str, Any], as_json: bool) -> None:

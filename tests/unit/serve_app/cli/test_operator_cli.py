@@ -10,7 +10,14 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner, Result
 
-from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand, SleepMode
+from actors.protocol import (
+    CardStatus,
+    CardTenant,
+    ReplicaState,
+    ReplicaStatus,
+    SleepCommand,
+    SleepMode,
+)
 from serve_app.cli.main import app
 from serve_app.cli.operate import _seconds, order_table, status_table
 from serve_app.config.http import HttpSettings
@@ -78,6 +85,24 @@ def test_status_of_a_model_that_is_silent(front: Front) -> None:
     result = run(front, "status")
     assert result.exit_code == 0
     assert re.search(r"org/one .*silent .*cannot be asked", result.stdout)
+
+
+def test_status_has_a_line_for_each_shared_card(front: Front) -> None:
+    card = CardStatus(
+        "cpu",
+        84 * 2**20,
+        27 * 2**20,
+        0,
+        (
+            CardTenant("org/one", "replica-0", 27 * 2**20, 0, awake=True),
+            CardTenant("org/one", "replica-1", 0, 0, awake=False),
+        ),
+        ("two for 60.00 MiB: org/one make room",),
+    )
+    front.model.card = card
+    assert "27.00 MiB of 84.00 MiB held, awake org/one, 1 asleep; waiting: two for" in " ".join(
+        run(front, "status").stdout.split()
+    )
 
 
 def test_status_as_json(front: Front) -> None:

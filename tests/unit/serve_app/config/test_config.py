@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
+from actors.card.config import CardConfig, budget_bytes
 from actors.checkpoints.source import Hub
 from serve_app.cli.main import app
 from serve_app.config.errors import ConfigError
@@ -60,7 +61,11 @@ def _complaint(file: str) -> str:
 # --- what we ship ---
 
 
-@pytest.mark.parametrize("file", sorted(PROJECT.glob("configs/*.yaml")), ids=lambda file: file.name)
+MANY = PROJECT / "configs" / "many.yaml"  # a serve_config.yaml
+FILES = sorted(set(PROJECT.glob("configs/*.yaml")) - {MANY})
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_shipped_model_config_loads(file: Path) -> None:
     config = load_model_config(file)
     assert config.source.hub is not Hub.PATH or Path(config.source.id).is_relative_to(PROJECT)
@@ -70,6 +75,39 @@ def test_shipped_serve_config_is_valid_as_it_is() -> None:
     (model,) = check_file(PROJECT / "serve_config.yaml")
     assert model.model_id == "demo"
     assert checkpoint_problem(model) is None
+
+
+def test_shipped_config_of_many_models_is_valid_as_it_is() -> None:
+    models = check_file(MANY)
+    assert len({model.model_id for model in models}) == 8
+    assert all(checkpoint_problem(model) is None for model in models)
+
+
+@pytest.mark.parametrize(
+    ("budget", "problem"),
+    [
+        ("60 GB", "write a share of the card, as 0.9, or a size, as 60 GiB or 512 MiB"),
+        ("0 GiB", "write a share"),
+        (60, "a size has its unit: 60 GiB"),
+        (0, "a share of the card is above 0"),
+    ],
+)
+def test_budget_of_a_card_is_a_share_or_a_size(budget: object, problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        CardConfig.model_validate({"memory_budget": budget})
+
+
+def test_budget_of_a_card_in_bytes() -> None:
+    assert budget_bytes("1.5 GiB", 0) == 3 * 2**29
+    assert budget_bytes("512MiB", 0) == 2**29
+    assert budget_bytes(0.5, 100) == 50
+
+
+def test_pinned_model_is_never_idle_for_too_long(folder: Path) -> None:
+    _write(folder / "configs" / "demo.yaml", MODEL + "sharing: {pin: true}\n")
+    config = load_model_config(folder / "configs" / "demo.yaml")
+    assert config.sleep_of_replica.idle_timeout_s is None
+    assert config.sleep.idle_timeout_s == 300
 
 
 def test_shipped_serve_config_listens_on_this_machine_only() -> None:
