@@ -16,7 +16,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve site test test-all test-page test-clients test-oldest gpu check fmt clean
+.PHONY: help serve serve-many site test test-all test-page test-clients test-oldest gpu check fmt clean
 
 help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
@@ -40,6 +40,7 @@ site: $(STAMP)
 	@$(PY) -c 'import material' 2>/dev/null || \
 		$(PY) -m pip install --quiet -c constraints.txt -e ".[site]"
 	$(PY) -m mkdocs build --strict --site-dir site
+
 serve-many: $(STAMP)
 	@exec $(VENV)/bin/sleepserve serve configs/many.yaml
 

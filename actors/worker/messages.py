@@ -134,7 +134,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     device_own: int | None  # the same as seen from outside, where that can be told
     left: MemoryLeft | None  # None while awake
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
-    residue: int = 0  # of a card, by this process, beside what is mapped; as of the same moment
+    residue: int = 0  # of a card, by this process, beside what is mapped; at the last sleep
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -61,6 +61,8 @@ class ModelMemory:
         last_wake: the same wake's report, with the outcome of the check.
         last_reading: what the device said at the end of the last sleep or settled wake.
         sleep_residue: what the last sleep left on the device; None while awake.
+        residue_bytes: the same without kept layers, awake as well: what this process has of a card beside what
+            is mapped; nothing of a CPU.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class ModelMemory:
         self._graphs = _GraphCost()
         self.last_reading = self._driver.memory()
         self.sleep_residue: MemoryLeft | None = None
+        self.residue_bytes = 0
 
     @property
     def device(self) -> torch.device:
@@ -114,13 +117,6 @@ class ModelMemory:
         if self.device.type == "cpu":
             return "cpu"
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
-
-    @property
-    def residue_bytes(self) -> int:
-        """What this process has of a card beside what is mapped, at the last reading; nothing of a CPU."""
-        if self.device.type == "cpu":
-            return 0
-        return max(0, self.last_reading.held - self.mapped_bytes)
 
     def card(self) -> CardMemory | None:
         """The card as it is now; None on a CPU."""
@@ -279,8 +275,7 @@ class ModelMemory:
             self._arrival = None
         keep = self.kept if level == 1 else frozenset[int]()
         self._unmap(i for i in range(len(self._weights.spans)) if i not in keep)
-        self.last_reading = after = self._trimmed()
-        self.sleep_residue = self._left_of(after)
+        after = self._read_asleep()
         return MemoryChange(
             mapped_before,
             self.mapped_bytes,
@@ -292,8 +287,7 @@ class ModelMemory:
 
     def trim(self) -> None:
         """While unmapped: give back what somebody else's work has left in torch's hands since."""
-        self.last_reading = after = self._trimmed()
-        self.sleep_residue = self._left_of(after)
+        self._read_asleep()
 
     def collect_cleared(self) -> None:
         """While unmapped: do now what the next wake's first `map` would have to do. See MemoryDriver.
@@ -371,6 +365,13 @@ class ModelMemory:
         """What the device says without what the last steps' activations left in torch's hands."""
         self._driver.trim()
         return self._driver.memory()
+
+    def _read_asleep(self) -> DeviceMemory:
+        self.last_reading = after = self._trimmed()
+        self.sleep_residue = left = self._left_of(after)
+        if self.device.type != "cpu":
+            self.residue_bytes = max(0, left.total - left.kept_layers)
+        return after
 
     def _unmap(self, weights: Iterable[int]) -> None:
         self._weights.unmap(weights)

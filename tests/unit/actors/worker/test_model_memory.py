@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from actors.errors import DeviceMemoryError, DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
 from actors.image.attach import build_on_meta
@@ -195,6 +196,18 @@ def test_sleep_tells_what_went_and_what_the_rest_is_made_of(bench: Bench) -> Non
     )
     assert slept.left.total == bench.driver.memory().held
     assert bench.memory.sleep_residue == slept.left
+
+
+def test_residue_of_a_card_is_that_of_the_last_sleep(bench: Bench) -> None:
+    bench.wake()
+    assert bench.memory.residue_bytes == 0  # of a CPU
+    bench.driver.device = torch.device("cuda")
+    left = bench.memory.unmap(1).left
+    assert left is not None
+    assert bench.memory.residue_bytes == left.total - left.kept_layers > 0
+    bench.driver.device = torch.device("cpu")
+    bench.wake()
+    assert bench.memory.residue_bytes == left.total - left.kept_layers
 
 
 def test_without_a_figure_of_our_own_the_device_s_is_told_alone(bench: Bench) -> None:
