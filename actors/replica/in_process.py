@@ -108,6 +108,7 @@ async def build_in_process(
         await client.ready()
     except BaseException:
         client.close()
+        permission.withdraw()
         await _discard(building)
         raise
     runtime = ModelRuntime(

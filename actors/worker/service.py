@@ -72,9 +72,16 @@ class Permission:
 
         Raises:
             NoRoom, NeverFits: it may not.
+            EngineDied: nobody waits for it any more.
         """
         self._connection.send(sized)
         asyncio.run_coroutine_threadsafe(self._answered(), self._loop).result()
+
+    def withdraw(self) -> None:
+        """Nobody waits for the worker any more, nor will anybody answer. On the event loop."""
+        if not self._begun.done():
+            self._begun.set_exception(EngineDied("nobody waits for it any more"))
+            self._begun.exception()  # whether it asks or not
 
     async def _answered(self) -> None:
         await self._begun

@@ -229,7 +229,7 @@ WHOSE_STEP_HANGS = """
     model_worker.ModelWorker._build_engine = noted
     llm = make()
     (worker,) = workers
-    worker._engine._loop._processor._generation_step = lambda *_: threading.Event().wait()
+    worker._engine._loop._pipeline.advance = lambda: threading.Event().wait()
     worker._watchdog.step.limit_s = {limit_s}
     atexit.register(print, "at exit")
     def ask():
