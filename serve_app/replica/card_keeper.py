@@ -9,15 +9,14 @@ from typing import Any
 import psutil
 import ray
 import ray._private.worker as _worker
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.card.config import CardConfig, budget_bytes
 from actors.card.keeper import CardKeeper
 from serve_app.process.logs import log_to_stderr
+from serve_app.process.node_actor import find_or_make
 
 logger = logging.getLogger(__name__)
 
-_NAMESPACE = "sleepserve"
 _PREFIX = "keeper:"  # of the names of keepers; the node's id follows
 _LEAVES_AFTER_S = 30.0  # without any tenant
 _LOOK_EVERY_S = 5.0
@@ -54,7 +53,7 @@ async def connect_to_keeper(node: str, protocol: asyncio.Protocol) -> None:
     Raises:
         Exception: it cannot be found, or has died.
     """
-    keeper = await asyncio.to_thread(_find_or_make, node)
+    keeper = await asyncio.to_thread(find_or_make, KeeperActor, _PREFIX + node, node)
     socket = await asyncio.wait_for(keeper.address.remote(), _ADDRESS_TIMEOUT_S)
     await asyncio.get_running_loop().create_unix_connection(lambda: protocol, socket)
 
@@ -79,15 +78,3 @@ def _session_folder() -> Path:
     node: Any = _worker._global_node
     assert node is not None, "Ray runs"
     return Path(node.get_session_dir_path())
-
-
-def _find_or_make(node: str) -> Any:
-    options: dict[str, Any] = {
-        "name": _PREFIX + node,
-        "namespace": _NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-    }
-    return ray.remote(KeeperActor).options(**options).remote()

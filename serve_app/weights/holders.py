@@ -16,13 +16,13 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 from ray.util import list_named_actors
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.image.layout import PACKER_VERSION
 from actors.protocol import HeldImage
 from serve_app.config.files import ModelConfig, WeightsArgs
 from serve_app.metrics import catalogue as metrics
 from serve_app.process.logs import adopt_serve_handlers, log_to_stderr
+from serve_app.process.node_actor import NAMESPACE, find_or_make
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -39,7 +39,6 @@ HOLDER_DEPLOYMENT = "WeightHolder"
 # Ray no longer hides GPUs from actors that asked for none.
 NO_GPU = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
 
-_NAMESPACE = "sleepserve"
 _PREFIX = f"holder:v{PACKER_VERSION}:"  # of the names of nodes' holders; the node's id follows
 _STARTING = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOYING)
 _STATUS_INTERVAL_S = 0.2
@@ -222,22 +221,13 @@ def _own_node() -> str:
 def _find(node: str) -> Any:
     """The actor that holds images for a node, or None: it has none, or the deployment."""
     try:
-        return ray.get_actor(_PREFIX + node, namespace=_NAMESPACE)
+        return ray.get_actor(_PREFIX + node, namespace=NAMESPACE)
     except ValueError:
         return None
 
 
 def _find_or_make(node: str) -> Any:
-    options: dict[str, Any] = {
-        "name": _PREFIX + node,
-        "namespace": _NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-        "runtime_env": NO_GPU,
-    }
-    return ray.remote(NodeHolder).options(**options).remote()
+    return find_or_make(NodeHolder, _PREFIX + node, node, runtime_env=NO_GPU)
 
 
 # --- holders among themselves ---
@@ -275,8 +265,8 @@ def _node_peers() -> "Iterable[Peer]":
     mine = _PREFIX + _own_node()
     for known in list_named_actors(all_namespaces=True):
         name = known["name"]
-        if known["namespace"] == _NAMESPACE and name.startswith(_PREFIX) and name != mine:
-            actor = ray.get_actor(name, namespace=_NAMESPACE)
+        if known["namespace"] == NAMESPACE and name.startswith(_PREFIX) and name != mine:
+            actor = ray.get_actor(name, namespace=NAMESPACE)
             yield ActorPeer(name, actor, _LEND_TIMEOUT_S, _SEGMENT_TIMEOUT_S)
 
 

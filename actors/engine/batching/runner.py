@@ -144,7 +144,7 @@ class Runner:
         if self._sizes and not step.has_prompts:
             rows = len(step.rows)
             return self._decode_size(next(n for n in self._decode_rows() if n >= rows))
-        sizes = [self._prompt_size(n) for n in self._sizes if n >= step.tokens]
+        sizes = (self._prompt_size(n) for n in self._sizes if n >= step.tokens)
         exact = StepSize(step.tokens, len(step.rows), step.has_prompts)
         return next((size for size in sizes if size.rows >= len(step.rows)), exact)
 

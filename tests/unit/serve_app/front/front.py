@@ -1,10 +1,13 @@
 """An application over FakeModels, what to ask it, and what its answers must be."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from openai.types import Completion
 from pydantic import BaseModel
 from starlette.testclient import TestClient
@@ -101,3 +104,9 @@ def scope_of(path: str, method: str = "POST") -> dict[str, Any]:
         "scheme": "http",
         "server": ("test", 80),
     }
+
+
+def count_ids(monkeypatch: pytest.MonkeyPatch, uuid4: str) -> None:
+    """Have a module's `uuid4`, by its full name, give 0, 1, 2, ..."""
+    numbers = itertools.count()
+    monkeypatch.setattr(uuid4, lambda: SimpleNamespace(hex=str(next(numbers))))

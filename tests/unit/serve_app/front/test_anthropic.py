@@ -1,7 +1,6 @@
 """Anthropic's messages: answers, the very bytes of streams, errors and keys."""
 
 import asyncio
-import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -29,7 +28,7 @@ from serve_app.front.stream import event_stream
 from tests.fakes import PROMPT_TOKENS, FakeModel
 from tests.on_loop import on_loop
 from tests.unit.asgi_client import client_of
-from tests.unit.serve_app.front.front import CHAT, CHAT_BODY, HI, is_error, serving
+from tests.unit.serve_app.front.front import CHAT, CHAT_BODY, HI, count_ids, is_error, serving
 
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -47,13 +46,7 @@ USAGE = {
 @pytest.fixture(autouse=True)
 def ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of messages and calls are 0, 1, 2, ..."""
-
-    class Counted:
-        def __init__(self, hex_: str) -> None:
-            self.hex = hex_
-
-    numbers = map(str, itertools.count())
-    monkeypatch.setattr("serve_app.anthropic.answers.uuid4", lambda: Counted(next(numbers)))
+    count_ids(monkeypatch, "serve_app.anthropic.answers.uuid4")
 
 
 def is_anthropic_s(response: Any, status: int, kind: str) -> str:

@@ -1,6 +1,5 @@
 """OpenAI's responses: what its own client makes of them, the very bytes of streams, refusals."""
 
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from pydantic import TypeAdapter
 from actors.errors import ContextLengthExceeded, EngineDied, QueueFull
 from actors.protocol import FinishReason, GrammarKind, MessageForm
 from tests.fakes import PROMPT_TOKENS, FakeModel
-from tests.unit.serve_app.front.front import extras, is_error, serving
+from tests.unit.serve_app.front.front import count_ids, extras, is_error, serving
 
 RESPONSES = "/v1/responses"
 BODY: dict[str, Any] = {"model": "fake", "input": "hi"}
@@ -25,13 +24,7 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 @pytest.fixture(autouse=True)
 def ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids are 0, 1, 2, ..."""
-
-    class Counted:
-        def __init__(self, hex_: str) -> None:
-            self.hex = hex_
-
-    numbers = map(str, itertools.count())
-    monkeypatch.setattr("serve_app.responses.answers.uuid4", lambda: Counted(next(numbers)))
+    count_ids(monkeypatch, "serve_app.responses.answers.uuid4")
 
 
 @pytest.fixture
