@@ -83,7 +83,8 @@ class EngineConfig(BaseModel):
         gt=0,
         description="What a step may take that computes prompts beside sequences that decode; each of those "
         "waits so long for its next token. Of long prompts it computes parts. Where decoding alone takes more "
-        "than half of it, twice that. Of no effect on CPU and for models with sliding windows.",
+        "than half of it, twice that; where many prompts wait and few sequences decode, longer. Of no effect on CPU "
+        "and for models with sliding windows.",
     )
     use_torch_compile: bool = Field(
         default=True,

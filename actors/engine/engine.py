@@ -23,6 +23,7 @@ from actors.engine.config import EngineConfig
 from actors.engine.model.attention import NAME as OUR_ATTENTION
 from actors.engine.model.attention import choose_attention
 from actors.engine.model.compiled_layers import CompiledLayers
+from actors.engine.model.merged_projections import merge_projections
 from actors.engine.model.rotation import settle_rotation
 from actors.engine.outputs import EngineStats
 from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
@@ -151,6 +152,8 @@ class TransformersEngine:
         self._model = model
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         choose_attention(model)
+        merged = merge_projections(model)
+        logger.info("%d groups of projections are computed as one", merged)
         shape = cache_shape(model, config.page_size)
         limits = plan_limits(config, shape, card, weights_bytes)
         logger.info("%s", limits.describe())

@@ -8,7 +8,7 @@ TENSOR_ALIGNMENT = 256  # bytes; what CUDA kernels may assume of a fresh allocat
 
 TensorKind = Literal["parameter", "buffer"]
 
-PACKER_VERSION = 1  # part of the image key: raise it when the bytes of an image would differ
+PACKER_VERSION = 2  # part of the image key: raise it when the bytes of an image would differ
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,8 @@ def plan(model: PreTrainedModel) -> Layout:
     ends = dict.fromkeys(names, 0)
     seen: dict[tuple[object, ...], str] = {}
     slots: dict[str, TensorSlot] = {}
-    for name, kind, tensor in _tensors(model):
+    # Vectors behind matrices: the weights of projections of one input lie side by side, and so do their biases.
+    for name, kind, tensor in sorted(_tensors(model), key=lambda each: each[2].dim() <= 1):
         if not tensor.is_contiguous():
             raise LayoutMismatch(f"{name} is not contiguous: this architecture cannot be packed")
         identity = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)

@@ -15,7 +15,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from actors.engine.model import attention
 from actors.engine.model.architectures import experts_need_host
 from tests.unit.actors.engine.small_architectures import ARCHITECTURES, refusal_of, small
-from tests.unit.actors.engine.small_models import OnCuda, build, generate, randomise, steps
+from tests.unit.actors.engine.small_models import (
+    OnCuda,
+    build,
+    generate,
+    lay_side_by_side,
+    randomise,
+    steps,
+)
 
 PROMPTS = [
     tuple(range(5, 5 + length)) for length in (3, 17, 30)
@@ -29,6 +36,7 @@ def models(config: tf.PreTrainedConfig) -> tuple[tf.PreTrainedModel, tf.PreTrain
     randomise(one)
     other = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     other.load_state_dict(one.state_dict())
+    lay_side_by_side(one)
     return one, other
 
 

@@ -19,7 +19,7 @@ class StepCosts:
         """Make one that knows nothing.
 
         Args:
-            target_s: what a step may take that holds prompts beside sequences that decode.
+            target_s: what a step may take that holds prompts beside many sequences that decode.
             sizes: tokens that steps with prompts are padded to, ascending; at least one.
         """
         self._target_s = target_s
@@ -55,13 +55,19 @@ class StepCosts:
         pairs = tokens * (ahead + tokens / 2)
         return self._decoding_s(num_decoding) + per_token * tokens + per_pair * pairs
 
-    def prompt_tokens(self, num_decoding: int, ahead: int) -> int:
+    def prompt_tokens(self, num_decoding: int, ahead: int, num_waiting: int) -> int:
         """Tokens of prompts for a step beside so many rows that decode; a size full, and one at least.
+
+        A longer step costs each that decodes its time, and saves time of each that waits: many tokens at once are
+        computed faster than a few at a time. So where many wait and few decode, the target is as many times longer.
+        A lone prompt has the target.
 
         Args:
             ahead: tokens in front of the first of the prompts.
+            num_waiting: sequences whose prompts could be in the step.
         """
         limit_s = max(self._target_s, _SLOWER * self._decoding_s(num_decoding))
+        limit_s *= 1 + max(0, num_waiting - 1) / num_decoding
         # Room for as many tokens as there are rows, so that prompts are not starved by those that decode.
         least = bisect_left(self._sizes, 2 * num_decoding)
         best = self._sizes[min(least, len(self._sizes) - 1)]

@@ -206,7 +206,7 @@ class Runner:
     def _sampled(self, logits_RV: Tensor, size: StepSize) -> Tensor:
         R = len(logits_RV)
         ids_R = self.inputs.ids[self.inputs.last(size)[:R].long()]
-        return self._sampler.choose(ids_R, logits_RV.float(), self.inputs.params[:, :R]).int()
+        return self._sampler.choose(ids_R, logits_RV, self.inputs.params[:, :R]).int()
 
     def _on_stream(self) -> AbstractContextManager[None]:
         if self._stream is None:

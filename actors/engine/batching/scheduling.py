@@ -116,9 +116,11 @@ class Scheduler:
         decoding = [self._row(sequence, 1) for sequence in self._with_room()]
         budget = self._max_tokens - len(decoding)
         if decoding and self._costs is not None:
-            head = next((s for s in self.running.values() if s.left > 1), None)
-            context = 0 if head is None else head.computed
-            budget = min(budget, self._costs.prompt_tokens(len(decoding), context))
+            started = [s for s in self.running.values() if s.left > 1]
+            context = started[0].computed if started else 0
+            num_new = min(len(self.waiting), self._max_sequences - len(self.running))
+            tokens = self._costs.prompt_tokens(len(decoding), context, len(started) + num_new)
+            budget = min(budget, tokens)
         prompts = self._prompts(len(decoding), budget)
         # The rest of a prompt may be one token.
         rows = decoding + [row for row in prompts if row.count == 1]

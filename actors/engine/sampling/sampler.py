@@ -192,10 +192,16 @@ class BatchSampler:
         self._grammar_rows = [entry for entry in batch if entry[1].grammar is not None]
 
     def choose(self, input_ids: Tensor, logits_BV: Tensor, params_PB: Tensor) -> Tensor:
-        """Each row's next token [B]; takes what a call takes. On CUDA nothing waits for the device."""
-        if logits_BV.is_cuda:
-            return self.sample(input_ids, logits_BV, params_PB)
-        return self(input_ids, logits_BV, params_PB).argmax(-1)
+        """Each row's next token [B]; takes what a call takes, of any type. On CUDA nothing waits for the device."""
+        wishes = self._counted_rows or self._biased_rows or self._logprob_rows or self._grammar_rows
+        if not (wishes or self._samples):
+            return logits_BV.argmax(
+                -1
+            )  # a copy in float32 would take as long as that, and change nothing
+        scores_BV = logits_BV.float()
+        if scores_BV.is_cuda:
+            return self.sample(input_ids, scores_BV, params_PB)
+        return self(input_ids, scores_BV, params_PB).argmax(-1)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
         """Scores [B, V] whose argmax is each sequence's next token.

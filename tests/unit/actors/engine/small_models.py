@@ -12,6 +12,7 @@ from actors.engine.config import EngineConfig
 from actors.engine.engine import TransformersEngine
 from actors.engine.outputs import EngineOutput
 from actors.engine.sampling.sampler import SequenceSampling
+from actors.image.decoder_layers import decoder_layers
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.text.sampling_defaults import ResolvedSampling
@@ -59,6 +60,23 @@ def randomise(model: tf.PreTrainedModel) -> None:
             torch.nn.init.normal_(weights, std=0.2)
         elif not weights.any():  # a bias; of others ones are a start
             torch.nn.init.normal_(weights, std=0.05)
+
+
+def lay_side_by_side(model: tf.PreTrainedModel) -> None:
+    """Weights and biases of layers in one piece of memory, matrices first, as in an image."""
+    for _, layer in decoder_layers(model):
+        slots = [
+            (module, name, parameter)
+            for module in layer.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        slots.sort(key=lambda slot: slot[2].dim() <= 1)
+        values = torch.cat([parameter.detach().reshape(-1) for _, _, parameter in slots])
+        sizes = [parameter.numel() for _, _, parameter in slots]
+        for (module, name, parameter), view in zip(slots, values.split(sizes), strict=True):
+            placed = torch.nn.Parameter(view.view(parameter.shape), requires_grad=False)
+            module._parameters[name] = placed
 
 
 def steps(model: tf.PreTrainedModel, prompt: tuple[int, ...]) -> Iterator[tuple[int, float]]:

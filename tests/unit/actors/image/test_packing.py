@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from actors.checkpoints.making import write_checkpoint
+from actors.engine.model.merged_projections import merge_projections
 from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.image import packer
 from actors.image.attach import attach, build_on_meta
@@ -96,6 +97,13 @@ def fill(arena: DeviceArena, image: WeightImage) -> None:
 def logits(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(3, 40)[None]).logits
+
+
+def test_projections_of_one_input_are_neighbours_in_an_image(tmp_path: Path) -> None:
+    config = Qwen2Config(**SMALL | {"hidden_size": 512, "intermediate_size": 640})
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model, _ = on_arena(tmp_path, packed(tmp_path)[1])
+    assert merge_projections(model) == 2 * config.num_hidden_layers
 
 
 def test_module_on_an_arena_computes_the_same_bits_over_sleep_and_wake(checkpoint: Path) -> None:

@@ -31,16 +31,25 @@ def test_both_costs_of_a_prompt_are_told_apart() -> None:
     ("rows", "ahead", "tokens"), [(1, 0, 319), (64, 0, 256), (64, 30_000, 128), (256, 0, 384)]
 )
 def test_a_step_is_filled_up_to_the_target(rows: int, ahead: int, tokens: int) -> None:
-    assert learned().prompt_tokens(rows, ahead) == tokens
+    assert learned().prompt_tokens(rows, ahead, num_waiting=0) == tokens
+
+
+@pytest.mark.parametrize(
+    ("waiting", "tokens"), [(0, 256), (1, 256), (33, 448), (65, 704), (193, 1472)]
+)
+def test_many_that_wait_have_larger_steps_beside_a_few_that_decode(
+    waiting: int, tokens: int
+) -> None:
+    assert learned().prompt_tokens(64, 0, waiting) == tokens
 
 
 def test_prompts_get_on_however_slow_the_device() -> None:
-    assert learned(per_token_s=1.0).prompt_tokens(64, 0) == 64
-    assert StepCosts(1e-9, STEP_SIZES).prompt_tokens(8, 0) > 0
+    assert learned(per_token_s=1.0).prompt_tokens(64, 0, 0) == 64
+    assert StepCosts(1e-9, STEP_SIZES).prompt_tokens(8, 0, 0) > 0
 
 
 def test_before_anything_was_measured_a_step_is_small() -> None:
-    assert StepCosts(0.015, STEP_SIZES).prompt_tokens(4, 0) == 252
+    assert StepCosts(0.015, STEP_SIZES).prompt_tokens(4, 0, 0) == 252
 
 
 def test_steps_that_are_all_alike_say_something_all_the_same() -> None:
@@ -49,7 +58,7 @@ def test_steps_that_are_all_alike_say_something_all_the_same() -> None:
         costs.note(0.006, 64, [])
         costs.note(0.012, 64, [(128, 0)])
     assert costs.predict(64, 128, 0) == pytest.approx(0.012, rel=0.01)
-    assert 64 <= costs.prompt_tokens(64, 0) <= 256
+    assert 64 <= costs.prompt_tokens(64, 0, 0) <= 256
 
 
 measurement = st.tuples(
@@ -60,14 +69,19 @@ measurement = st.tuples(
 
 
 @settings(deadline=None)
-@given(st.lists(measurement, max_size=30), st.integers(1, 256), st.integers(0, 131072))
+@given(
+    st.lists(measurement, max_size=30),
+    st.integers(1, 256),
+    st.integers(0, 131072),
+    st.integers(0, 256),
+)
 def test_whatever_was_measured_there_is_an_answer(
-    measured: list[tuple[float, int, list[tuple[int, int]]]], rows: int, ahead: int
+    measured: list[tuple[float, int, list[tuple[int, int]]]], rows: int, ahead: int, waiting: int
 ) -> None:
     costs = StepCosts(0.015, STEP_SIZES)
     for each in measured:
         costs.note(*each)
-    tokens = costs.prompt_tokens(rows, ahead)
+    tokens = costs.prompt_tokens(rows, ahead, waiting)
     assert 1 <= tokens <= STEP_SIZES[-1]
     assert tokens >= min(rows, STEP_SIZES[-1] - rows), "starved by those that decode"
     found = [costs.predict(rows, n, ahead) for n in (1, 10, 1000)]
