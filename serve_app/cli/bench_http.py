@@ -143,7 +143,8 @@ def http(
     """Send load to an OpenAI-compatible server and measure the answers.
 
     Several values of --concurrency or --request-rate make a round each. Three requests for
-    one token go ahead; they wake the model and tell how long prompts must be. Requests that find the model asleep
+    one token go ahead; they wake the model and tell how long prompts must be. One more that is not counted
+    begins each round, but with --idle-every. Requests that find the model asleep
     (see --idle-every, --sleep-every) are cold, and are shown apart from the warm ones.
     """
     from serve_app.bench.figures import environment

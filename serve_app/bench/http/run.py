@@ -21,7 +21,7 @@ _REMEDIES: Mapping[int | None, str] = {
 _ADMIN_REMEDY = f"; give an admin key with {ADMIN_KEY_VARIABLE} or --admin-key"
 _NOT_OURS = "; --sleep-every is for sleepserve, --idle-every for servers that sleep by themselves"
 
-Phase = Literal["sending", "idle", "putting to sleep"]
+Phase = Literal["warming up", "sending", "idle", "putting to sleep"]
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Round:
 
     Attributes:
         workers: processes that send.
-        began_s: on the monotonic clock.
+        began_s: on the monotonic clock; after the request that warms up.
         failed_in_a_row: since the last answer.
         gaps: for each gap, whether the model slept at its end; None where the server does not tell.
         finished: False if the round was interrupted.
@@ -164,6 +164,8 @@ class HttpBench:
         workers = max(1, min(wanted, len(self._workers)))
         current = Round(number, load, workers, began_s=time.monotonic())
         self.rounds.append(current)
+        if load.begins_warm:
+            await self._warm_up(current)
         for segment in load.segments():
             if segment.number > 0 and not current.over:
                 await self._gap(current)
@@ -171,6 +173,16 @@ class HttpBench:
                 break
             await self._segment(current, segment)
         current.finished = True
+
+    async def _warm_up(self, current: Round) -> None:
+        """A request that is not counted: the model may sleep since the last one.
+
+        Whatever ails the server, the requests of the round meet it as well, and they are counted.
+        """
+        current.phase = "warming up"
+        self._on_progress(current)
+        await self._client.ask(self.workload.path, self.workload.warm_up(current.number))
+        current.phase, current.began_s = "sending", time.monotonic()
 
     async def _segment(self, current: Round, segment: Segment) -> None:
         first = len(current.records)

@@ -112,8 +112,12 @@ class Workload:
 
     def probe(self, words: int) -> dict[str, Any]:
         """A request of so many words for one token."""
-        body = self._body(random.Random(f"{self.seed}/probe/{words}"), words, 1)
-        return {**body, "stream": False, "stream_options": None, "min_tokens": None}
+        return self._for_one_token(random.Random(f"{self.seed}/probe/{words}"), words)
+
+    def warm_up(self, round_number: int) -> dict[str, Any]:
+        """A request for one token, with a prompt as those of a round; none of them begins like it."""
+        source = random.Random(f"{self.seed}/{round_number}/warm-up")
+        return self._for_one_token(source, self.scale.words(self._length(source)))
 
     def probe_words(self) -> tuple[int, int]:
         """Two lengths to fit a scale to; short enough for a word of five tokens."""
@@ -125,6 +129,10 @@ class Workload:
 
     def _length(self, source: random.Random) -> int:
         return source.randint(self.prompt_tokens.low, self.prompt_tokens.high)
+
+    def _for_one_token(self, source: random.Random, words: int) -> dict[str, Any]:
+        body = self._body(source, words, 1)
+        return {**body, "stream": False, "stream_options": None, "min_tokens": None}
 
     def _body(self, source: random.Random, words: int, max_tokens: int) -> dict[str, Any]:
         text = " ".join(source.choices(_WORDS, k=words))
@@ -181,6 +189,11 @@ class Load:
     def __post_init__(self) -> None:
         assert (self.concurrency is None) != (self.request_rate is None)
         assert self.requests is not None or self.duration_s is not None
+
+    @property
+    def begins_warm(self) -> bool:
+        """Not where the model is left alone so that it sleeps: there a round begins as the model is."""
+        return self.gap is None or self.gap.idle_s is None
 
     @property
     def label(self) -> str:

@@ -34,7 +34,7 @@ class Served:
 
 @dataclass
 class FakeOpenAI:
-    """Serves one model.
+    """Serves one model. A probe is a request for one token without a stream; it wakes the model, too.
 
     Attributes:
         ttft_s, token_s, wake_s: how long it takes its time.
@@ -130,6 +130,7 @@ class FakeOpenAI:
         if self.refuse is not None:
             return _error(self.refuse, "not with us")
         if body["max_tokens"] == 1 and not body.get("stream"):
+            self.asleep = False
             return web.json_response(self._whole(body, 1))  # a probe
         number = len(self.served)
         served = Served(body, dict(request.headers), time.monotonic(), asleep=self.asleep)

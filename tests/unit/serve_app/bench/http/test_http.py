@@ -201,6 +201,47 @@ def test_all_that_were_sent_into_the_wake_are_cold() -> None:
     assert by_segment == [[False] * 4, [True] * 4]
 
 
+@pytest.mark.parametrize(
+    ("load", "begins_asleep"),
+    [
+        (closed(2, 4), False),
+        (Load(request_rate=200.0, requests=4), False),
+        (closed(2, 4, Gap(4)), False),
+        (closed(2, 4, Gap(4, idle_s=0.0)), True),
+    ],
+    ids=["closed", "open", "sleep-every", "idle-every"],
+)
+def test_round_after_a_pause_begins_with_a_request_that_does_not_count(
+    load: Load, begins_asleep: bool
+) -> None:
+    """But where the model is left alone to sleep, the first request finds it as it is."""
+    with FakeOpenAI(ttft_s=0.001) as server:
+
+        def pause() -> None:
+            server.asleep = True
+
+        bench = HttpBench(Target(server.url), Workload("fake", max_tokens=4), on_round=pause)
+        asyncio.run(asyncio.wait_for(bench.run([load, load]), LIMIT_S))
+    assert [len(current.records) for current in bench.rounds] == [4, 4]
+    assert len(server.served) == 8
+    first = {served.asleep for served in (server.served[0], server.served[4])}
+    assert first == {begins_asleep}
+
+
+def test_time_of_a_round_begins_after_the_request_that_does_not_count() -> None:
+    with FakeOpenAI() as server:
+        phases: list[tuple[str, float]] = []
+        bench = HttpBench(
+            Target(server.url),
+            Workload("fake", max_tokens=4),
+            on_progress=lambda current: phases.append((current.phase, current.began_s)),
+        )
+        asyncio.run(asyncio.wait_for(bench.run([Load(concurrency=1, requests=1)]), LIMIT_S))
+    (warming, before_s), (sending, began_s) = phases
+    assert (warming, sending) == ("warming up", "sending")
+    assert began_s > before_s
+
+
 def test_idle_gap_that_found_the_model_awake_makes_nobody_cold() -> None:
     with FakeOpenAI() as server:
         (current,) = run(server, closed(1, 4, Gap(2, idle_s=0.0)))

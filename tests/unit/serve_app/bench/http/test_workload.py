@@ -94,6 +94,16 @@ def test_probe_asks_for_one_token_whatever_else_was_asked_for() -> None:
     assert len(words(probe)) == 3
 
 
+def test_round_warms_up_with_a_prompt_of_its_length_that_none_of_it_begins_with() -> None:
+    workload = Workload("m", prompt_tokens=Lengths(20, 20))
+    warm_up = without_nulls(workload.warm_up(1))
+    assert warm_up["max_tokens"] == 1
+    assert not warm_up["stream"]
+    others = [workload.body(1, 0), workload.body(1, 1), workload.warm_up(0)]
+    assert len(words(warm_up)) == len(words(others[0])) == 20
+    assert words(warm_up)[:5] not in [words(other)[:5] for other in others]
+
+
 # --- rounds ---
 
 
