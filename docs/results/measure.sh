@@ -8,7 +8,7 @@
 #   pages    pages                                         5 min: 4:20, and 0:41 for the checkpoint
 #   wake     wake, wake_default, throughput, timeline      7 min: 2:35, 1:20, 1:45, 1:00
 #   serve    serve, http, load                             8 min: 4:05, 2:40, 1:35
-#   soak     soak, eval                                    4 min: 400 cycles of 0.38 s (SOAK_CYCLES), 1:00
+#   soak     soak, eval, wishes                            6 min: 400 cycles of 0.38 s (SOAK_CYCLES), 1:00, 1:50
 #   others   others, kept                                  6 min: 4:10, 1:50
 #
 # pages goes first: what it says of the default page size holds for all others. The README's table is made of
@@ -95,6 +95,14 @@ http() {
     run http_cold 120 bench http --url "$url" --endpoint completions --concurrency 4 --requests 80 --idle-every 8 --idle-s 3 --max-tokens 32 --json "$work/http_cold.json"
 }
 
+wishes() {  # what people ask for: sampling, and a second turn
+    local url="http://127.0.0.1:$port" at_64=(bench http --endpoint completions --concurrency 64)
+    run http_sampled 60 "${at_64[@]}" --url "$url" --extra-body '{"temperature": 0.8, "top_p": 0.95}' --json "$work/http_sampled.json"
+    run http_qwen 60 "${at_64[@]}" --url "$url" --json "$work/http_qwen.json" \
+        --extra-body '{"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}'
+    module=docs.results.turns run turns 60 "$url" "$(basename "$checkpoint")" --json "$work/turns.json"
+}
+
 step() {
     case $1 in
     wake) run wake 240 bench wake "$checkpoint" --variants pipelined,serial,unpinned,kept-sweep \
@@ -108,6 +116,7 @@ step() {
     serve) module=docs.results.serve run serve 420 "$checkpoint" --config "$config" --serve-config docs/results/serve_many.yaml --engine "$blocks" \
         --concurrency 16 64 256 --warm-when 'decoder layers run compiled' --json "$work/serve.json" --log "$work/serve_run.log" ;;
     http) serve http ;;
+    wishes) serve wishes ;;
     load) run load 300 bench load "$checkpoint" --engine "$blocks" --json "$work/load.json" ;;
     pages) module=docs.results.pages run pages 300 "$checkpoint" --json "$work/pages.json" ;;
     kept) run kept 200 bench wake "$checkpoint" --variants pipelined,kept-8,kept-8-middle,kept-8-last \
@@ -125,7 +134,7 @@ part() {  # NAME
     case $1 in
     wake) steps='wake wake_default throughput timeline' ;;
     serve) steps='serve http load' ;;
-    soak) steps='soak eval' ;;
+    soak) steps='soak eval wishes' ;;
     others) steps='others kept' ;;
     esac
     archive=$out/$1.tar.gz

@@ -1,0 +1,86 @@
+"""The first token of a chat's second turn, beside that of its first.
+
+python -m docs.results.turns URL MODEL --json turns.json
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from serve_app.bench.http.client import Client, RequestRecord, Target
+from serve_app.bench.http.workload import Lengths, Scale, Workload
+from serve_app.bench.provenance import provenance
+
+CHATS = 20
+TOKENS = 4000  # of the first question, about
+ANSWER = "So far, so good. What would you like to know of it?"
+QUESTION = "What is the third word?"
+
+
+async def _measure(url: str, model: str) -> list[tuple[RequestRecord, RequestRecord]]:
+    """Both turns of each chat, one chat after the other."""
+    found = []
+    async with Client(Target.parse(url, None, 60.0)) as client:
+        chats = Workload(model, prompt_tokens=Lengths(TOKENS, TOKENS), max_tokens=16)
+        counts = []
+        for words in chats.probe_words():
+            probe = await client.ask(chats.path, chats.probe(words))
+            counts.append((words, _ended(probe).prompt_tokens or 0))
+        scale = Scale.fit(*counts)
+        assert scale is not None, f"prompts of {counts} words and tokens say nothing"
+        chats = Workload(model, prompt_tokens=Lengths(TOKENS, TOKENS), max_tokens=16, scale=scale)
+        for number in range(CHATS + 1):
+            body = chats.body(0, number)
+            first = _ended(await client.ask(chats.path, body))
+            more = [
+                {"role": "assistant", "content": ANSWER},
+                {"role": "user", "content": QUESTION},
+            ]
+            second = await client.ask(chats.path, body | {"messages": [*body["messages"], *more]})
+            found.append((first, _ended(second)))
+    return found[1:]  # the first one may have woken the model
+
+
+def _ended(record: RequestRecord) -> RequestRecord:
+    if record.error is not None:
+        raise RuntimeError(f"{record.error_class}: {record.message}")
+    return record
+
+
+def _told(records: list[RequestRecord]) -> dict[str, Any]:
+    seconds = [record.first_s - record.start_s for record in records if record.first_s is not None]
+    return {
+        "prompt_tokens": statistics.median(record.prompt_tokens or 0 for record in records),
+        "ttft_s": {
+            "median": statistics.median(seconds),
+            "min": min(seconds),
+            "max": max(seconds),
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("model")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    pairs = asyncio.run(_measure(asked.url, asked.model))
+    firsts, seconds = (list(turns) for turns in zip(*pairs, strict=True))
+    turns = {"first": _told(firsts), "second": _told(seconds)}
+    for name, told in turns.items():
+        median, least, most = (1e3 * told["ttft_s"][key] for key in ("median", "min", "max"))
+        print(
+            f"{name} turn, {told['prompt_tokens']:.0f} tokens: first token after {median:.1f} ms "
+            f"({least:.1f}-{most:.1f})"
+        )
+    if asked.json is not None:
+        result = {"chats": len(pairs), **turns, "client": provenance()}
+        asked.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
