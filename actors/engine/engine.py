@@ -83,6 +83,18 @@ class Engine(Protocol):
     def extend_kv(self) -> None:
         """Let sequences have what has been mapped of the KV arena since. On any thread, at any time."""
 
+    def give_up_kv(self, size: int) -> list[int]:
+        """Use no longer the last segments of the KV arena that no sequence has anything in.
+
+        As many as have `size` bytes, if there are so many; never the first. While it runs, between two steps.
+
+        Returns:
+            These, to be unmapped once the device has done what it was given until now.
+
+        Raises:
+            EngineDied: the loop has ended.
+        """
+
     def warm_up(self) -> None:
         """Compile and capture what the device replays later, so that serving never does.
 
@@ -134,6 +146,8 @@ class TransformersEngine:
         pool: AllocatorPool | None = None,
         watch: AbstractContextManager[None] | None = None,
         died: Callable[[Exception], None] | None = None,
+        budget: int | None = None,
+        short: Callable[[], None] | None = None,
     ) -> None:
         """Build the loop, move its KV cache into an arena, and start.
 
@@ -145,6 +159,8 @@ class TransformersEngine:
             pool: what CUDA graphs compute in; mapped and unmapped with the KV arena.
             watch: entered for as long as a step takes, on the engine's thread.
             died: told of the error that ended the generation loop, there too.
+            budget: bytes of the card that it shares with others; the KV cache's parts come and go then.
+            short: called on the engine's thread, with each step for which somebody waits for KV cache.
 
         Raises:
             ValueError: the limits contradict each other or the model.
@@ -155,7 +171,7 @@ class TransformersEngine:
         merged = merge_projections(model)
         logger.info("%d groups of projections are computed as one", merged)
         shape = cache_shape(model, config.page_size)
-        limits = plan_limits(config, shape, card, weights_bytes)
+        limits = plan_limits(config, shape, card, weights_bytes, budget)
         logger.info("%s", limits.describe())
         self._sampler = BatchSampler(limits.max_requests_per_batch)
         self._loop = GenerationLoop(
@@ -169,13 +185,14 @@ class TransformersEngine:
             pool=pool,
             watch=watch,
             died=died,
+            short=short,
         )
         runner = self._loop.runner
         self._runner = runner if isinstance(runner, GraphRunner) else None
         cache = self._loop.cache
         self.max_model_len = _resolve_max_model_len(config, shape, cache)
         settle_rotation(model, self.max_model_len)
-        parts = kv_parts(shape, limits.num_blocks, self.max_model_len)
+        parts = kv_parts(shape, limits.num_blocks, self.max_model_len, is_shared=budget is not None)
         self.kv_arena = cache.move(make_kv_arena, parts)
         if self._runner is not None:
             workspaces.begin_use()
@@ -224,6 +241,9 @@ class TransformersEngine:
     def extend_kv(self) -> None:
         self._loop.extend_cache()
 
+    def give_up_kv(self, size: int) -> list[int]:
+        return self._loop.give_up(size)
+
     def warm_up(self) -> None:
         assert self.paused, "not paused"
         assert self._loop.is_empty, "sequences in flight"
@@ -256,6 +276,7 @@ class TransformersEngine:
             waiting=self._loop.waiting,
             kv_used_blocks=self._loop.cache.used_blocks,
             kv_total_blocks=self._loop.cache.total_blocks,
+            kv_parts_in_use=self._loop.cache.parts_in_use,
         )
 
     def check_health(self) -> None:

@@ -34,3 +34,4 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     waiting: int  # sequences that have none yet
     kv_used_blocks: int  # blocks that belong to sequences
     kv_total_blocks: int
+    kv_parts_in_use: int = 1  # parts of the cache, from the first on, that hold all these blocks

@@ -70,6 +70,7 @@ def plan_limits(
     shape: CacheShape,
     card: CardMemory | None = None,
     weights_bytes: int = 0,
+    budget: int | None = None,
 ) -> Limits:
     """Choose what `config` leaves open, and refuse what cannot work. Nothing is allocated.
 
@@ -81,17 +82,22 @@ def plan_limits(
 
     An explicit `num_blocks` is not bound by `gpu_memory_utilization`, only by the memory there is.
 
+    On a card that models share, its budget takes the place of `gpu_memory_utilization` and of the memory there
+    is: what others have now may be theirs no more when the cache grows. So the limits are those of a model alone.
+
     Args:
         card: None where there is none; the limits are fixed then.
         weights_bytes: of the weights, mapped or not.
+        budget: bytes for all models of a card together; None: the card is not shared.
 
     Raises:
         ValueError: with the numbers and the remedy.
     """
     if card is None:
-        limits = _fixed_limits(config, shape)
+        most = None if budget is None else budget - weights_bytes
+        limits = _fixed_limits(config, shape, most)
     else:
-        limits = _Planner(config, shape, card, weights_bytes).plan()
+        limits = _Planner(config, shape, card, weights_bytes, budget).plan()
     wanted, holds = config.max_model_len or 1, limits.longest_sequence
     if wanted > holds:
         raise ValueError(
@@ -102,9 +108,17 @@ def plan_limits(
     return limits
 
 
-def _fixed_limits(config: EngineConfig, shape: CacheShape) -> Limits:
+def _fixed_limits(config: EngineConfig, shape: CacheShape, cache_bytes: int | None) -> Limits:
+    """Without a card; with what a cache may take at most, if it shares memory with others."""
     num_blocks = config.num_blocks or -(-_CPU_CACHE_TOKENS // shape.page_size)
     requests, tokens = _largest_step(config, _CPU_REQUESTS, _CPU_BATCH_TOKENS)
+    if config.num_blocks is None and cache_bytes is not None:
+        sectors = cache_bytes // shape.bytes_per_sector - PADDING_SECTORS
+        fit = max(0, sectors) * shape.bytes_per_sector // shape.bytes_per_block
+        longest = config.max_model_len or shape.max_positions or _CPU_CACHE_TOKENS
+        # One that has no room for a sequence is refused by the keeper, which knows who has the rest.
+        least = shape.blocks_for(config.max_model_len or 1)
+        num_blocks = max(least, min(fit, requests * shape.blocks_for(longest)))
     return Limits(
         num_blocks,
         tokens,
@@ -130,13 +144,20 @@ class _Planner:
     """The sums of one plan on a card."""
 
     def __init__(
-        self, config: EngineConfig, shape: CacheShape, card: CardMemory, weights_bytes: int
+        self,
+        config: EngineConfig,
+        shape: CacheShape,
+        card: CardMemory,
+        weights_bytes: int,
+        shared: int | None,
     ) -> None:
         self._config = config
         self._shape = shape
         self._card = card
-        self._available = card.free + card.held
-        self._budget = int(config.gpu_memory_utilization * self._available)
+        self._shared = shared
+        self._available = card.free + card.held if shared is None else shared
+        share = config.gpu_memory_utilization if shared is None else 1.0
+        self._budget = int(share * self._available)
         self._weights = weights_bytes
         graphs = config.use_cuda_graphs and shape.decodes_in_pages
         self._cuda = card.held - card.mapped + _KERNELS_BYTES + (_GRAPHS_BYTES if graphs else 0)
@@ -249,6 +270,9 @@ class _Planner:
     def _check(self, num_blocks: int, requests: int, tokens: int) -> None:
         """Raises ValueError if the plan does not fit, or has no use."""
         config, shape = self._config, self._shape
+        memory = f"{gib(self._available)} that other processes leave on the card"
+        if self._shared is not None:
+            memory = f"{gib(self._available)} for the models of the card (card.memory_budget)"
         bill = self._bill(requests, tokens)
         others = self._weights + self._cuda + self._least_bytes
         if config.num_blocks is not None:
@@ -258,8 +282,8 @@ class _Planner:
             most = f"{fit} blocks at most" if fit else "no KV cache"
             raise ValueError(
                 f"engine.num_blocks {num_blocks} takes {gib(self._cache_bytes(num_blocks))} with "
-                f"what it takes to read it; of the {gib(self._available)} that other processes "
-                f"leave on the card, {bill} leave {most}: {self._remedy(fit)}"
+                f"what it takes to read it; of the {memory}, {bill} leave {most}: "
+                f"{self._remedy(fit)}"
             )
         wanted = shape.blocks_for(config.max_model_len or 1)
         if num_blocks >= wanted:
@@ -274,6 +298,8 @@ class _Planner:
         raise ValueError(f"{self._budget_text()}; {bill} leave {leave}: {self._remedy(wanted)}")
 
     def _budget_text(self) -> str:
+        if self._shared is not None:
+            return f"card.memory_budget is {gib(self._budget)}"
         return (
             f"engine.gpu_memory_utilization {self._config.gpu_memory_utilization:g} of the "
             f"{gib(self._available)} that other processes leave on the card is {gib(self._budget)}"
@@ -301,6 +327,11 @@ class _Planner:
         if config.num_blocks is not None:
             if num_blocks > 0:
                 ways.append(f"lower engine.num_blocks to {num_blocks}, or leave it out")
+        elif self._shared is not None:
+            ways.append("raise card.memory_budget")
+            one_block = self._shape.blocks_for(1)
+            if num_blocks > one_block and self._share_for(one_block) <= 1:
+                ways.append("lower engine.max_model_len")
         else:
             one_block = self._shape.blocks_for(1)
             share, least_share = self._share_for(num_blocks), self._share_for(one_block)
@@ -318,6 +349,7 @@ class _Planner:
             for name in ("max_batch_tokens", "max_requests_per_batch")
             if getattr(config, name) is not None
         ]
-        if card.total - self._available > card.total // 100:  # less is the driver's own
+        others = card.total - self._available if self._shared is None else 0
+        if others > card.total // 100:  # less is the driver's own
             ways.append(f"free memory of the card: {card.holders}")
         return ", or ".join(ways) or "take a smaller model or a card with more memory"

@@ -1,6 +1,8 @@
 """The KV cache: which blocks each sequence has, and the memory of an arena that they are in."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -53,6 +55,10 @@ class KvCache:
         # A window overwrites what others would begin with.
         remembers = min_shared_tokens is not None and self._windows == [None]
         self._prefixes = Prefixes(shape.page_size) if remembers else None
+        self._part_ends = [
+            self._num_sectors
+        ]  # sectors that have memory with each part, and those before
+        self._used_in = [0]  # blocks that sequences have, by the part that has their end
         self._num_places = places
         self._places = list(reversed(range(places)))
 
@@ -67,6 +73,9 @@ class KvCache:
         assert count == (self._num_sectors + PADDING_SECTORS) * shape.bytes_per_sector, "of another"
         self.arena = make_arena(parts)
         memory = self.arena.first_bytes(count)
+        ends = accumulate(span.size for span in self.arena.spans)
+        self._part_ends = [self._sectors_in(end) for end in ends]
+        self._used_in = [0] * len(parts)
         self.layers = {}
         for number, group in enumerate(shape.groups):
             block_bytes = shape.bytes_per_page * group.num_layers
@@ -82,9 +91,40 @@ class KvCache:
 
     def use_mapped(self) -> None:
         """Give out what is mapped of the arena from now on; less than before only after a `reset`."""
-        # The arena may be a little larger than the cache.
-        mapped = self.arena.mapped_bytes // self.shape.bytes_per_sector - PADDING_SECTORS
-        self._sectors.use(min(mapped, self._num_sectors))
+        self._sectors.use(self._sectors_in(self.arena.mapped_bytes))
+
+    @property
+    def parts_in_use(self) -> int:
+        """How many parts, from the first on, hold all that sequences have; any thread may ask."""
+        used = [part for part, blocks in enumerate(self._used_in) if blocks]
+        return 1 + max(used, default=0)
+
+    def give_up(self, size: int) -> list[int]:
+        """Give out the last parts no more, as many as have `size` bytes, or as hold no sequence's block.
+
+        What is remembered in them is forgotten. Never the first part, which is to hold the longest sequence.
+
+        Returns:
+            Segments of the arena that no later step touches. What was launched before may still write there.
+        """
+        spans, given = self.arena.spans, list[int]()
+        mapped = len(spans) - len(self.arena.unmapped())
+        for part in range(mapped - 1, self.parts_in_use - 1, -1):
+            if sum(spans[each].size for each in given) >= size:
+                break
+            given.insert(0, part)
+        if given:
+            end = self._part_ends[given[0] - 1]
+            if self._prefixes is not None:
+                (pool,) = self._pools
+                pool.give_back(self._prefixes.give_up_where(lambda b: pool.sector_of(b) >= end))
+            self._sectors.use(end)
+        return given
+
+    def _sectors_in(self, size: int) -> int:
+        """That so many bytes of the arena hold, which may be a little larger than the cache."""
+        sectors = size // self.shape.bytes_per_sector - PADDING_SECTORS
+        return min(sectors, self._num_sectors)
 
     @property
     def total_blocks(self) -> int:
@@ -167,6 +207,7 @@ class KvCache:
         for pool in self._pools:
             pool.reset()
         self._sectors.reset()
+        self._used_in = [0] * len(self._used_in)
         if self._prefixes is not None:
             self._prefixes.reset()
         self._places = list(reversed(range(self._num_places)))
@@ -225,16 +266,25 @@ class KvCache:
         ):
             for _ in range(count):
                 block = pool.take()
+                self._used_in[self._part_of(pool, block)] += 1
                 self.written.append((sequence.place, len(blocks), block))
                 blocks.append(block)
 
     def _join(self, block: int) -> None:
         assert self._prefixes is not None
-        self._pools[0].join(block)
+        pool = self._pools[0]
+        if pool.join(block):
+            self._used_in[self._part_of(pool, block)] += 1
         self._prefixes.use(block)
 
     def _leave(self, group: int, blocks: "reversed[int]") -> None:
         pool = self._pools[group]
         for block in blocks:
-            if pool.leave(block) and not (self._prefixes and self._prefixes.leave(block)):
+            if not pool.leave(block):
+                continue
+            self._used_in[self._part_of(pool, block)] -= 1
+            if not (self._prefixes and self._prefixes.leave(block)):
                 pool.give_back((block,))
+
+    def _part_of(self, pool: BlockPool, block: int) -> int:
+        return bisect_right(self._part_ends, pool.sector_of(block))

@@ -10,18 +10,30 @@ from actors.engine.cache_shape import CacheShape
 _FIRST_BYTES = 2 * 2**30  # at least: what waited for the wake is to fit in, as a rule
 _NEXT_BYTES = 2 * 2**30  # 5 ms of the card; a sleep waits for one part at most
 _ALIGNMENT = 2**21  # of parts, so that they leave no gaps: pages of CUDA and of CPUs divide it
+_SHARED_PARTS = 64  # of a cache whose parts come and go: as coarse as its size may be
 
 
-def kv_parts(shape: CacheShape, num_blocks: int, longest: int) -> list[int]:
+def kv_parts(
+    shape: CacheShape, num_blocks: int, longest: int, *, is_shared: bool = False
+) -> list[int]:
     """Sizes in bytes of the parts of a cache of `num_blocks`, in the order in which they get memory.
 
     Args:
         longest: tokens of a sequence that the first part alone must hold; a lone one that finds no
             room would end the generation loop.
+        is_shared: others may want the memory, so the first part is as small as can be, and no part is large.
     """
     total = shape.cache_bytes(num_blocks)
-    first = max(_FIRST_BYTES, shape.cache_bytes(shape.blocks_for(longest)))
-    parts = [min(total, -(-first // _ALIGNMENT) * _ALIGNMENT)]
+    least, following = _FIRST_BYTES, _NEXT_BYTES
+    if is_shared:
+        following = min(_NEXT_BYTES, _aligned(-(-total // _SHARED_PARTS)))
+        least = following
+    first = max(least, shape.cache_bytes(shape.blocks_for(longest)))
+    parts = [min(total, _aligned(first))]
     while (left := total - sum(parts)) > 0:
-        parts.append(min(left, _NEXT_BYTES))
+        parts.append(min(left, following))
     return parts
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

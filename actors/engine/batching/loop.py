@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
@@ -52,6 +53,7 @@ class GenerationLoop:
         pool: AllocatorPool | None = None,
         watch: AbstractContextManager[None] | None = None,
         died: Callable[[Exception], None] | None = None,
+        short: Callable[[], None] | None = None,
     ) -> None:
         """Build it; nothing runs before `start`.
 
@@ -60,6 +62,7 @@ class GenerationLoop:
             layers: of the model, to be compiled later on; and what its graphs compute in. See `GraphRunner`.
             watch: entered for as long as a step takes, on the loop's thread.
             died: told of the error that ended the loop, there too.
+            short: called there with each step for which somebody waits for blocks.
         """
         on_cuda, in_pages = model.device.type == "cuda", decodes_in_pages(model)
         graphs = in_pages and config.use_cuda_graphs
@@ -103,8 +106,10 @@ class GenerationLoop:
         self._sink = sink
         self._watch = nullcontext() if watch is None else watch
         self._died = died
+        self._short = short or _nothing
         self._inbox: deque[LoopSequence | str] = deque()  # a name cancels
-        self._came = threading.Event()  # something to look at: submitted, cancelled, pause, stop
+        self._gives_up: tuple[int, Future[list[int]]] | None = None  # bytes; see `give_up`
+        self._came = threading.Event()  # something to look at: these two, pause, stop
         self._state = threading.Condition()  # of the four below
         self._pauses = False
         self._stands = False
@@ -167,6 +172,22 @@ class GenerationLoop:
         """Let sequences have what has been mapped since."""
         self.cache.use_mapped()
         self._scheduler.is_full = False  # for want of room
+
+    def give_up(self, size: int) -> list[int]:
+        """Between two steps, have the cache give up parts; see `KvCache.give_up`. Not while paused.
+
+        On the thread that pauses, and while nothing is mapped: so no part comes meanwhile.
+
+        Raises:
+            EngineDied: the loop has ended.
+        """
+        assert not self._pauses, "paused"
+        given: Future[list[int]] = Future()
+        with self._state:
+            self.check_health()
+            self._gives_up = size, given
+        self._came.set()
+        return given.result()
 
     # --- pause and end ---
 
@@ -234,6 +255,9 @@ class GenerationLoop:
             with self._state:
                 self._ended = True
                 self._state.notify_all()
+                given_up, self._gives_up = self._gives_up, None
+            if given_up is not None:
+                given_up[1].set_exception(EngineDied("the generation loop has ended"))
             self._fail_all(error)
 
     def _turn(self) -> bool:
@@ -249,10 +273,13 @@ class GenerationLoop:
         self._pipeline.wait()
         self._came.clear()
         self._take_in()
+        self._give_up_parts()
         if self._pauses or self._stops:
             return True
         with self._watch:
             advanced = self._pipeline.advance()
+        if self._scheduler.is_short:
+            self._short()
         if not advanced:
             self._came.wait()
         return True
@@ -275,6 +302,12 @@ class GenerationLoop:
                 case name:
                     self._scheduler.remove(name)
 
+    def _give_up_parts(self) -> None:
+        if self._gives_up is not None:
+            size, given = self._gives_up
+            given.set_result(self.cache.give_up(size))
+            self._gives_up = None
+
     def _fail_all(self, error: Exception) -> None:
         self._take_in()
         names = [*self._scheduler.running, *self._scheduler.waiting]
@@ -283,4 +316,4 @@ class GenerationLoop:
 
 
 def _nothing() -> None:
-    """There is no cache of freed memory."""
+    """There is no cache of freed memory, or nobody who has any to give."""

@@ -1,7 +1,7 @@
 """What the KV cache remembers of prompts and answers, by what their tokens are."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
 
@@ -64,12 +64,22 @@ class Prefixes:
     def give_up(self) -> int:
         """Forget the block that was left longest ago, and return it."""
         block = next(iter(self._left))
-        del self._left[block]
-        del self._block_of[self._digest_of.pop(block)]
+        self._forget(block)
         return block
+
+    def give_up_where(self, is_meant: Callable[[int], bool]) -> list[int]:
+        """Forget those blocks that no sequence has, and return them."""
+        found = [block for block in self._left if is_meant(block)]
+        for block in found:
+            self._forget(block)
+        return found
 
     def reset(self) -> None:
         """Forget all of them."""
         self._block_of.clear()
         self._digest_of.clear()
         self._left.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._left[block]
+        del self._block_of[self._digest_of.pop(block)]

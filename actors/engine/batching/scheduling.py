@@ -64,6 +64,7 @@ class Scheduler:
         waiting: sequences without blocks, by name.
         running: sequences with blocks, by name, in the order in which they got them.
         is_full: one of them had to give up its blocks: nobody new is let in before somebody ends.
+        is_short: when the last step was chosen, somebody waited for blocks.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Scheduler:
         self.waiting: dict[str, LoopSequence] = {}
         self.running: dict[str, LoopSequence] = {}
         self.is_full = False
+        self.is_short = False
         self._cache = cache
         self._max_tokens = max_tokens
         self._max_sequences = max_sequences
@@ -113,6 +115,7 @@ class Scheduler:
 
     def next_step(self) -> Step | None:
         """The next step, taken for launched; None if there is nothing to compute before something is read."""
+        self.is_short = False
         decoding = [self._row(sequence, 1) for sequence in self._with_room()]
         budget = self._max_tokens - len(decoding)
         if decoding and self._costs is not None:
@@ -153,7 +156,7 @@ class Scheduler:
         self._cache.release(sequence)
         sequence.start_over()
         self.waiting = {sequence.name: sequence, **self.waiting}
-        self.is_full = True
+        self.is_full = self.is_short = True
 
     def _prompts(self, num_decoding: int, budget: int) -> list[Row]:
         rows: list[Row] = []
@@ -174,12 +177,14 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self._max_sequences:
             return None
         if self.is_full and self.running:
+            self.is_short = True
             return None
         name, sequence = next(iter(self.waiting.items()))
         # Those that run want another block each before long, and would have to take it from the newest.
         if not self._cache.admit(sequence, spare=len(self.running)):
             # All of it is for a lone one. What is being read back may still end those that hold it.
             assert self.running, "the cache has no room for one sequence"
+            self.is_short = True
             return None
         if sequence.started_s is None or sequence.is_new:
             sequence.started_s = time.perf_counter()

@@ -133,6 +133,47 @@ def test_graphs_take_room() -> None:
     assert plan(H200).num_blocks < plan(H200, use_cuda_graphs=False).num_blocks
 
 
+def test_on_a_shared_card_limits_are_those_of_a_model_alone() -> None:
+    """Whatever others have now, and whatever share was set."""
+    budget = int(0.8 * H200.total)
+    alone, crowded = (
+        plan_limits(EngineConfig(gpu_memory_utilization=share), SEVEN_B, card, weights, budget)
+        for share, card, weights in (
+            (0.9, H200, SEVEN_B_WEIGHTS),
+            (0.1, replace(H200, free=GIB), SEVEN_B_WEIGHTS),
+        )
+    )
+    assert numbers(alone) == numbers(crowded)
+    assert 0.7 * budget < alone.cache_bytes + SEVEN_B_WEIGHTS < budget
+    assert "card.memory_budget is 111.84 GiB" in alone.describe()
+
+
+def test_shared_card_that_is_too_small_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"no KV cache: raise card\.memory_budget"):
+        plan_limits(EngineConfig(), SEVEN_B, H200, SEVEN_B_WEIGHTS, 10 * GIB)
+    with pytest.raises(
+        ValueError, match=r"of the 20\.00 GiB for the models of the card \(card\.memory_budget\)"
+    ):
+        plan_limits(EngineConfig(num_blocks=4000), SEVEN_B, H200, SEVEN_B_WEIGHTS, 20 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("budget", "config", "num_blocks"),
+    [
+        (1000 * GIB, {}, 32 * 512),  # all sequences at their longest
+        (100 * GIB, {"max_model_len": 1000}, 32 * 4),
+        (SEVEN_B_WEIGHTS + GIB, {}, 72),  # what the weights leave, without what padding takes
+        (SEVEN_B_WEIGHTS + GIB, {"num_blocks": 500}, 500),
+        (GIB, {"max_model_len": 1000}, 4),  # the keeper's to refuse
+    ],
+)
+def test_shared_memory_of_a_cpu_limits_the_cache(
+    budget: int, config: dict[str, Any], num_blocks: int
+) -> None:
+    found = plan_limits(EngineConfig(**config), SEVEN_B, None, SEVEN_B_WEIGHTS, budget)
+    assert found.num_blocks == num_blocks
+
+
 def test_tight_budget_gives_a_long_sequence_its_blocks_first() -> None:
     roomy, tight = plan(CARD_24), plan(CARD_24, max_model_len=86_000)
     assert tight.longest_sequence >= 86_000

@@ -139,9 +139,14 @@ def model_steps(
     max_tokens: int = 24,
     max_sequences: int = 4,
     kind: Callable[..., Runner] = Runner,
+    shared_for: int | None = None,
     **more: Any,
 ) -> Steps:
-    """The same with a model that computes, by a kind of runner."""
+    """The same with a model that computes, by a kind of runner.
+
+    Args:
+        shared_for: tokens that the first of small parts of the cache holds.
+    """
     choose_attention(model)
     shape = cache_shape(model, PAGE)
 
@@ -151,7 +156,8 @@ def model_steps(
             made.map()
             return made
 
-        cache.move(arena, kv_parts(shape, num_blocks, 1))
+        parts = kv_parts(shape, num_blocks, shared_for or 1, is_shared=shared_for is not None)
+        cache.move(arena, parts)
         width = num_blocks if in_pages else 0
         cpu = torch.device("cpu")
         inputs = StepInputs(cache, max(max_tokens, *sizes, 0), max_sequences, width, cpu)

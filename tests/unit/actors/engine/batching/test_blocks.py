@@ -28,6 +28,18 @@ def test_sectors_in_use_are_not_taken_away() -> None:
         pool.use(5)
 
 
+def test_the_lowest_are_given_out_first_so_that_the_last_can_be_taken_away() -> None:
+    pool = SectorPool(10)
+    for _ in range(8):
+        pool.take()
+    for sector in (7, 2, 5, 6, 0):
+        pool.put(sector)
+    pool.use(5)
+    assert all_of(pool) == [0, 2]
+    pool.use(10)
+    assert all_of(pool) == [5, 6, 7, 8, 9]
+
+
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_groups_share_sectors_and_blocks_have_one_owner_at_a_time(data: st.DataObject) -> None:
@@ -38,9 +50,12 @@ def test_groups_share_sectors_and_blocks_have_one_owner_at_a_time(data: st.DataO
     for _ in range(60):
         group = data.draw(st.integers(0, len(sizes) - 1))
         pool, mine = pools[group], held[group]
-        match data.draw(st.sampled_from(["take", "leave", "share", "grow"])):
+        match data.draw(st.sampled_from(["take", "leave", "share", "grow", "shrink"])):
             case "take" if pool.missing_sectors(1) <= sectors.free:
                 mine.append(pool.take())
+            case "shrink":
+                used = [p.sector_of(b) for p, bs in zip(pools, held, strict=True) for b in bs]
+                sectors.use(data.draw(st.integers(max(used, default=-1) + 1, sectors.usable)))
             case "leave" if mine:
                 block = mine.pop(data.draw(st.integers(0, len(mine) - 1)))
                 assert pool.leave(block) == (block not in mine)
@@ -48,7 +63,7 @@ def test_groups_share_sectors_and_blocks_have_one_owner_at_a_time(data: st.DataO
                     pool.give_back((block,))
             case "share" if mine:
                 mine.append(mine[0])
-                pool.join(mine[0])
+                assert not pool.join(mine[0])
             case "grow":
                 sectors.use(sectors.usable + 1)
         for size, each, blocks in zip(sizes, pools, held, strict=True):

@@ -38,5 +38,21 @@ def test_parts_are_the_cache_and_the_first_holds_the_longest_sequence(
     assert max(parts[1:], default=0) <= kv_growth._NEXT_BYTES
 
 
+@pytest.mark.parametrize("num_blocks", [1, 63, 600, 80_000])
+@pytest.mark.parametrize("longest", [1, 1000, 131_072])
+def test_parts_that_are_shared_begin_with_what_one_sequence_needs(
+    num_blocks: int, longest: int
+) -> None:
+    cache = shape()
+    longest = min(longest, cache.longest_sequence(num_blocks))
+    parts = kv_parts(cache, num_blocks, longest, is_shared=True)
+    assert sum(parts) == cache.cache_bytes(num_blocks)
+    assert all(part % kv_growth._ALIGNMENT == 0 for part in parts[:-1])
+    assert len(parts) <= kv_growth._SHARED_PARTS or parts[1] == kv_growth._NEXT_BYTES
+    least = cache.cache_bytes(cache.blocks_for(longest))
+    assert parts[0] >= least
+    assert parts[0] - least < max([kv_growth._ALIGNMENT, *parts[1:]])
+
+
 def test_a_small_cache_comes_at_once() -> None:
     assert len(kv_parts(shape(), 100, 1000)) == 1
