@@ -46,6 +46,20 @@ class GrantOutcome(StrEnum):
     ALONE = "alone"  # there was no keeper; the driver decides
 
 
+class GrowthOutcome(StrEnum):
+    """What came of asking the keeper of a card for more KV cache."""
+
+    GRANTED = "granted"
+    REFUSED = "refused"
+
+
+class KvChange(StrEnum):
+    """What became of a part of a KV cache."""
+
+    MAPPED = "mapped"
+    GIVEN_BACK = "given_back"
+
+
 class WakePhase(StrEnum):
     """Parts of a wake. The last two run beside the first requests."""
 
@@ -136,6 +150,12 @@ class Observer:
     def obtained(self, source: str) -> None:
         """The replica has an image; `source` is one of `actors.image.obtain.ImageSource`."""
 
+    def growth_asked(self, outcome: GrowthOutcome) -> None:
+        """The keeper of the card was asked for more KV cache of a model that is awake."""
+
+    def kv_changed(self, change: KvChange, parts: int) -> None:
+        """Parts of the KV cache of a model that is awake came, or went back."""
+
 
 class GuardedObserver(Observer):
     """Hands on what it is told, and keeps from who tells what went wrong in the counting.
@@ -163,6 +183,12 @@ class GuardedObserver(Observer):
 
     def granted(self, outcome: GrantOutcome, seconds: float) -> None:
         self._tell(self._inner.granted, outcome, seconds)
+
+    def growth_asked(self, outcome: GrowthOutcome) -> None:
+        self._tell(self._inner.growth_asked, outcome)
+
+    def kv_changed(self, change: KvChange, parts: int) -> None:
+        self._tell(self._inner.kv_changed, change, parts)
 
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         self._tell(self._inner.wake_phase, phase, seconds)

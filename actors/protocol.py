@@ -278,6 +278,8 @@ class CardTenant:
     held: int  # mapped, or granted and about to be
     residue: int  # what its process has besides
     awake: bool
+    kv: int = 0  # of `held`, the KV cache
+    kv_most: int = 0  # that it may have
 
 
 @dataclass(frozen=True, slots=True)

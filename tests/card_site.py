@@ -8,7 +8,7 @@ from pathlib import Path
 from actors.card.config import SharingConfig
 from actors.card.keeper import CardKeeper
 from actors.card.tenant import CardClient, CardOfWorker
-from actors.observer import GrantOutcome, Observer
+from actors.observer import GrantOutcome, GrowthOutcome, Observer
 
 
 class Grants(Observer):
@@ -16,9 +16,13 @@ class Grants(Observer):
 
     def __init__(self) -> None:
         self.outcomes: list[GrantOutcome] = []
+        self.growth: list[GrowthOutcome] = []
 
     def granted(self, outcome: GrantOutcome, seconds: float) -> None:
         self.outcomes.append(outcome)
+
+    def growth_asked(self, outcome: GrowthOutcome) -> None:
+        self.growth.append(outcome)
 
 
 class CardSite:
@@ -48,6 +52,11 @@ class CardSite:
         self._server.close()
         self.keeper.close()
         self.keeper = None
+
+    def keeper_free(self) -> int:
+        """By the keeper's account."""
+        assert self.keeper is not None
+        return self.keeper._ledgers[self.card.id].card().free
 
     async def connect(self, protocol: asyncio.Protocol) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: protocol, self._socket)

@@ -52,8 +52,9 @@ class CardConfig(BaseModel):
     memory_budget: Annotated[float | str, AfterValidator(_check_budget)] | None = Field(
         default=None,
         description="Memory that the models of a card may use together: a share of the card, as 0.9, or a size, "
-        "as `60 GiB`. With it, whoever wakes on a full card has idle models sleep, or waits its turn. When "
-        "absent nobody keeps account, and a wake on a full card is refused.",
+        "as `60 GiB`. With it, KV caches grow while they are short and give back what they do not use, and whoever "
+        "wakes on a full card has idle models sleep, or waits its turn. When absent nobody keeps account, and a "
+        "wake on a full card is refused.",
     )
     max_awake_models: int | None = Field(
         default=None,

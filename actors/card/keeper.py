@@ -13,9 +13,10 @@ from typing import assert_never
 
 import msgspec
 
-from actors.card.ledger import CardLedger, Granting, Ordering, Refusing, Waiting
+from actors.card.ledger import CardLedger, Granting, Ordering, Refusing, Shrinking, Waiting
 from actors.card.messages import (
     Changed,
+    GiveBack,
     Granted,
     Join,
     Look,
@@ -109,6 +110,7 @@ class CardKeeper:
                         message.waits,
                         now_s,
                         message.limit_s,
+                        message.grows,
                     )
                 case Withdraw(number):
                     ledger.withdraw(member.name, number)
@@ -179,7 +181,9 @@ class CardKeeper:
                 case Granting(tenant, number, at_once):
                     answer = Granted(number, at_once)
                 case Refusing(tenant, number, refuse, retry_after_s):
-                    logger.info("%s: %s is refused: %s", card, tenant, refuse.reason)
+                    # More KV cache is asked for again and again while it is short.
+                    level = logging.DEBUG if refuse.grows else logging.INFO
+                    logger.log(level, "%s: %s is refused: %s", card, tenant, refuse.reason)
                     answer = Refused(number, refuse.reason, refuse.ever, retry_after_s)
                 case Waiting(tenant, number, reason):
                     logger.info("%s: %s waits: %s", card, tenant, reason)
@@ -189,6 +193,15 @@ class CardKeeper:
                         "%s: %s is to make room (%s): %s", card, tenant, evict.cause, evict.reason
                     )
                     answer = MakeRoom(number, evict.mode, evict.reason)
+                case Shrinking(tenant, number, shrink):
+                    logger.info(
+                        "%s: %s is to give back %d bytes of KV cache: %s",
+                        card,
+                        tenant,
+                        shrink.size,
+                        shrink.reason,
+                    )
+                    answer = GiveBack(number, shrink.size, shrink.reason)
                 case _:
                     assert_never(decision)
             member = self._members.get(tenant)

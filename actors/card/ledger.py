@@ -1,13 +1,24 @@
 """One card's account: who has what, who waits, who must make room. No clock, no wire: both come from outside."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from actors.card.config import Terms, in_words
 from actors.card.messages import Account
-from actors.card.plan import Ask, Card, Evict, Grant, Refuse, Tenant, Wait, in_order, plan
+from actors.card.plan import (
+    Ask,
+    Card,
+    Evict,
+    Grant,
+    Refuse,
+    Shrink,
+    Tenant,
+    Wait,
+    in_order,
+    plan,
+)
 from actors.protocol import CardStatus, CardTenant
 
 # Between a tenant that could not make room and another order to it.
@@ -44,7 +55,14 @@ class Ordering:
     evict: Evict
 
 
-Decision: TypeAlias = Granting | Refusing | Waiting | Ordering
+@dataclass(frozen=True, slots=True)
+class Shrinking:
+    tenant: str
+    number: int  # of the order
+    shrink: Shrink
+
+
+Decision: TypeAlias = Granting | Refusing | Waiting | Ordering | Shrinking
 
 
 class CardLedger:
@@ -57,10 +75,11 @@ class CardLedger:
         self._tenants: dict[str, Tenant] = {}
         self._asks: dict[tuple[str, int], Ask] = {}
         self._reasons: dict[tuple[str, int], str] = {}  # told to who waits
-        self._granted: dict[
-            str, tuple[int, int]
-        ] = {}  # tenant -> number and size, not in its account
+        self._granted: dict[str, Ask] = {}  # by tenant, not in its account
         self._orders: dict[str, int] = {}  # tenant -> number of the order that it has not answered
+        self._targets: dict[
+            str, int
+        ] = {}  # tenant -> what it holds once it has given back what it was asked for
         self._last_order = -1
         self._foreign = 0
         self._drift = 0
@@ -74,56 +93,72 @@ class CardLedger:
         self.forget_asks(name)
         self._granted.pop(name, None)
         self._orders.pop(name, None)
+        self._targets.pop(name, None)
         self._tenants[name] = Tenant(name, model, terms, awake_since_s=now_s, quiet_since_s=now_s)
         self.account(name, account, now_s)
 
     def account(self, name: str, account: Account, now_s: float) -> None:
         """What a tenant says of itself."""
         before = self._tenants[name]
-        number, granted = self._granted.get(name, (-1, 0))
-        if account.read_ask >= number:
-            self._granted.pop(name, None)
-            granted = 0
-        leaving, spared_until_s = before.leaving, before.spared_until_s
+        ask = self._granted.get(name)
+        if ask is not None and account.read_ask >= ask.number:
+            del self._granted[name]
+            ask = None
+        granted = 0 if ask is None else ask.size
+        wakes = ask is not None and not ask.grows
+        after = before
         order = self._orders.get(name)
         if order is not None and account.answered_order >= order:
             del self._orders[name]
-            leaving = False
-            if account.awake:
-                spared_until_s = now_s + _SPARED_S
+            after = replace(before, leaving=False, giving=0)
+            if account.awake and before.leaving:
+                after = replace(after, spared_until_s=now_s + _SPARED_S)
+            if account.held > self._targets.pop(name, account.held):
+                after = replace(after, spare_from_s=now_s + _SPARED_S)
         self._tenants[name] = replace(
-            before,
+            after,
             held=account.held + granted,
             kept=account.kept if account.awake else account.held,
             residue=account.residue,
             copies=account.copies,
-            awake=account.awake or granted > 0,
+            awake=account.awake or wakes,
             busy=account.busy,
-            moving=account.moving or granted > 0,
-            reached=account.reached and not granted,
+            moving=account.moving or wakes,
+            reached=account.reached and not wakes,
             awake_since_s=now_s - account.awake_s,
             quiet_since_s=now_s - account.quiet_s,
-            leaving=leaving,
-            spared_until_s=spared_until_s,
+            kv=account.kv,
+            kv_most=account.kv_most,
+            grown=account.grown,
+            spare=account.spare,
         )
 
     def lose(self, name: str) -> None:
         """A tenant's replica is lost; what its worker has comes back when that has ended."""
         self.forget_asks(name)
         self._orders.pop(name, None)
-        self._tenants[name] = replace(self._tenants[name], gone=True)
+        self._targets.pop(name, None)
+        self._tenants[name] = replace(self._tenants[name], gone=True, giving=0)
 
     def end(self, name: str) -> None:
         """Nothing is left of a tenant."""
         self.forget_asks(name)
-        for book in (self._tenants, self._granted, self._orders):
+        for book in (self._tenants, self._granted, self._orders, self._targets):
             book.pop(name, None)
 
     def ask(
-        self, name: str, number: int, size: int, waits: bool, now_s: float, limit_s: float
+        self,
+        name: str,
+        number: int,
+        size: int,
+        waits: bool,
+        now_s: float,
+        limit_s: float,
+        grows: bool = False,
     ) -> None:
         """A tenant wants memory; answered by a decision, in `limit_s` seconds at most."""
-        self._asks[name, number] = Ask(name, number, size, waits, now_s, now_s + limit_s)
+        until_s = now_s + limit_s
+        self._asks[name, number] = Ask(name, number, size, waits, now_s, until_s, grows)
 
     def withdraw(self, name: str, number: int) -> None:
         """Nobody wants that any more; of no effect on what has been granted."""
@@ -145,7 +180,7 @@ class CardLedger:
             By how many bytes the device holds more than the ledger knows; None: not now.
         """
         if not short and (
-            self._granted or self._orders or any(t.comes_free for t in self._tenants.values())
+            self._granted or self._orders or any(t.coming for t in self._tenants.values())
         ):
             return None
         known = sum(t.held + t.residue for t in self._tenants.values())
@@ -172,12 +207,14 @@ class CardLedger:
             outcome = plan(card, ask, now_s)
             if isinstance(outcome, Grant):
                 at_once = key not in self._reasons
-                self._waits_s = now_s - ask.asked_s
+                if not ask.grows:
+                    self._waits_s = now_s - ask.asked_s
                 self._take(ask)
                 yield Granting(*key, at_once)
             elif isinstance(outcome, Refuse):
                 self.withdraw(*key)
                 yield Refusing(*key, outcome, self._retry_after_s(now_s))
+                yield from self._shrink(outcome.shrink)
             else:
                 claimed += ask.size
                 slots += not card.tenant(ask.tenant).awake
@@ -186,10 +223,11 @@ class CardLedger:
     def _take(self, ask: Ask) -> None:
         who = self._tenants[ask.tenant]
         assert ask.tenant not in self._granted, "one ask at a time"
-        self._granted[ask.tenant] = ask.number, ask.size
-        self._tenants[ask.tenant] = replace(
-            who, held=who.held + ask.size, kept=who.held, awake=True, moving=True
-        )
+        self._granted[ask.tenant] = ask
+        after = replace(who, held=who.held + ask.size)
+        if not ask.grows:
+            after = replace(after, kept=who.held, awake=True, moving=True)
+        self._tenants[ask.tenant] = after
         self.withdraw(ask.tenant, ask.number)
 
     def _wait(self, ask: Ask, wait: Wait, now_s: float) -> Iterator[Decision]:
@@ -198,6 +236,7 @@ class CardLedger:
             self._orders[evict.tenant] = self._last_order
             self._tenants[evict.tenant] = replace(self._tenants[evict.tenant], leaving=True)
             yield Ordering(evict.tenant, self._last_order, evict)
+        yield from self._shrink(wait.shrink)
         self.next_s = min(self.next_s, wait.until_s)
         if now_s < ask.first_from_s:
             self.next_s = min(self.next_s, ask.first_from_s)
@@ -205,6 +244,15 @@ class CardLedger:
         if self._reasons.get(key) != wait.reason:
             self._reasons[key] = wait.reason
             yield Waiting(*key, wait.reason)
+
+    def _shrink(self, shrinks: Iterable[Shrink]) -> Iterator[Decision]:
+        for shrink in shrinks:
+            self._last_order += 1
+            self._orders[shrink.tenant] = self._last_order
+            tenant = self._tenants[shrink.tenant]
+            self._tenants[shrink.tenant] = replace(tenant, giving=shrink.size)
+            self._targets[shrink.tenant] = tenant.held - shrink.size
+            yield Shrinking(shrink.tenant, self._last_order, shrink)
 
     def _retry_after_s(self, now_s: float) -> float:
         """When the queue may have moved on: as long as the last one waited, once for each who waits."""
@@ -220,7 +268,7 @@ class CardLedger:
             sum(t.held + t.residue for t in self._tenants.values()),
             self._drift,
             tuple(
-                CardTenant(t.model, t.name, t.held, t.residue, t.awake)
+                CardTenant(t.model, t.name, t.held, t.residue, t.awake, t.kv, t.kv_most)
                 for t in self._tenants.values()
             ),
             tuple(

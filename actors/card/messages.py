@@ -35,6 +35,10 @@ class Account(msgspec.Struct, frozen=True, array_like=True):
     answered_order: int = -1  # the newest order that is done, or could not be
     device_free: int | None = None  # by the driver, a moment ago
     short: bool = False  # what was granted was not there
+    kv: int = 0  # of `held`, the KV cache
+    kv_most: int = 0  # that it may come to have
+    grown: int = 0  # of `kv`, what it has beside what it woke with
+    spare: int = 0  # of `grown`, what nobody uses now: it can go back while the model is awake
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -62,6 +66,7 @@ class Want(msgspec.Struct, frozen=True, tag=True, array_like=True):
     size: int
     waits: bool
     limit_s: float  # from now
+    grows: bool = False  # for more KV cache of a model that is awake: at once or not
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -106,8 +111,16 @@ class MakeRoom(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
+class GiveBack(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Give back so much of the KV cache, as far as nobody uses it; the account says what came of it."""
+
+    number: int  # rising, as those of `MakeRoom`
+    size: int
+    reason: str
+
+
 class Seen(msgspec.Struct, frozen=True, tag=True, array_like=True):
     card: CardStatus
 
 
-ToTenant: TypeAlias = Granted | Refused | Waits | MakeRoom | Seen
+ToTenant: TypeAlias = Granted | Refused | Waits | MakeRoom | GiveBack | Seen

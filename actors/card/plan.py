@@ -1,14 +1,18 @@
 """Who gets memory of a card, who makes room for it, and why. Pure: a card as it is comes in, a plan goes out.
 
-Who asks gets what is free. Otherwise idle models sleep: of the lowest priority first, longest idle first,
+Who asks gets what is free. Otherwise models that are awake give back what they do not use of their KV caches, idle
+ones first. Only where that is not enough, idle models sleep: of the lowest priority first, longest idle first,
 weighted by what their wake costs. Busy ones follow after a quarter of the time that the one who asks may wait.
 No pinned model sleeps for others, none before its `min_awake_s`, and none that the request that it
-was woken for has not reached yet. Nobody is asked to sleep unless all that are asked make enough room.
+was woken for has not reached yet. Nobody is asked for anything unless all that are asked make enough room.
+
+Who is awake and wants more KV cache gets what is free, at once or not at all. For that nobody sleeps, and only idle
+models give back what they do not use.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -34,6 +38,11 @@ class Tenant:
         reached: by the request that it was woken for, if there was one.
         leaving: it was asked to make room, and has not answered.
         gone: its replica is lost, its process about to end.
+        kv, kv_most: of `held`, the KV cache, and the most that it may have.
+        grown: of `kv`, what it has beside what it woke with.
+        spare: of `grown`, what it does not use.
+        giving: of `spare`, what it was asked to give back, and has not answered.
+        spare_from_s: it gave less than it had said a moment ago; it is asked again from then on.
         spared_until_s: it could not make room a moment ago.
     """
 
@@ -53,6 +62,12 @@ class Tenant:
     leaving: bool = False
     gone: bool = False
     spared_until_s: float = -math.inf
+    kv: int = 0
+    kv_most: int = 0
+    grown: int = 0
+    spare: int = 0
+    giving: int = 0
+    spare_from_s: float = -math.inf
 
     @property
     def frees(self) -> int:
@@ -64,6 +79,18 @@ class Tenant:
         """Its memory is on its way back already."""
         return self.leaving or self.gone
 
+    @property
+    def coming(self) -> int:
+        """Bytes that are on their way back."""
+        if self.gone:
+            return self.frees + self.residue
+        return self.frees if self.leaving else min(self.giving, self.frees)
+
+    def gives(self, now_s: float) -> int:
+        """Bytes that it can give back while it is awake."""
+        is_ready = self.awake and not (self.moving or self.comes_free or self.giving)
+        return min(self.spare, self.frees) if is_ready and self.spare_from_s <= now_s else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -73,6 +100,7 @@ class Ask:
         size: bytes beside what it holds.
         waits: for room; otherwise it is refused at once where there is none.
         limit_s: until when it waits.
+        grows: it is awake, and wants more KV cache.
     """
 
     tenant: str
@@ -81,6 +109,7 @@ class Ask:
     waits: bool
     asked_s: float
     limit_s: float
+    grows: bool = False
 
     @property
     def patience_s(self) -> float:
@@ -150,6 +179,15 @@ class Evict:
 
 
 @dataclass(frozen=True, slots=True)
+class Shrink:
+    """Have a tenant give back so much of its KV cache, which nobody uses by its own word."""
+
+    tenant: str
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """It may map what it asked for."""
 
@@ -160,10 +198,14 @@ class Refuse:
 
     Attributes:
         ever: it might at another time.
+        grows: it was an ask for more KV cache.
+        shrink: who gives back KV cache, for when it asks again.
     """
 
     reason: str
     ever: bool
+    grows: bool = False
+    shrink: tuple[Shrink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +216,13 @@ class Wait:
         reason: what ends the wait.
         until_s: when to plan again, if nothing happens before.
         evict: who has to make room for it now.
+        shrink: who has to give back KV cache for it now.
     """
 
     reason: str
     until_s: float
     evict: tuple[Evict, ...] = ()
+    shrink: tuple[Shrink, ...] = ()
 
 
 Plan: TypeAlias = Grant | Refuse | Wait
@@ -187,6 +231,8 @@ Plan: TypeAlias = Grant | Refuse | Wait
 def plan(card: Card, ask: Ask, now_s: float) -> Plan:
     """What becomes of an ask now."""
     who = card.tenant(ask.tenant)
+    if ask.grows:
+        return _grow(card, ask, who, now_s)
     if why := _never(card, ask, who):
         return Refuse(why, ever=False)
     slot = not who.awake
@@ -199,29 +245,31 @@ def plan(card: Card, ask: Ask, now_s: float) -> Plan:
             f"{in_words(ask.size)} do not fit beside who is awake: {in_words(max(0, free))} are free",
             True,
         )
-    coming = [t for t in card.tenants if t.comes_free]
-    reason, until_s, evict = _make_room(
+    wait = _make_room(
         card,
         ask,
-        short - sum(t.frees + (t.residue if t.gone else 0) for t in coming),
-        short_slots - sum(t.awake for t in coming),
+        short - sum(t.coming for t in card.tenants),
+        short_slots - sum(t.awake for t in card.tenants if t.comes_free),
         now_s,
     )
     if now_s >= ask.limit_s:
         waited = (
             f"no room for {in_words(ask.size)} within {ask.patience_s:g} s (sharing.max_wait_s)"
         )
-        return Refuse(f"{waited}: {reason}", ever=True)
-    return Wait(reason, min(until_s, ask.limit_s), evict)
+        return Refuse(f"{waited}: {wait.reason}", ever=True)
+    return replace(wait, until_s=min(wait.until_s, ask.limit_s))
 
 
 def in_order(asks: Sequence[Ask], card: Card, now_s: float) -> list[Ask]:
-    """Who comes before whom: those who have waited for long, then by priority, then as they came."""
+    """Who comes before whom: those who have waited for long, then by priority, then as they came.
 
-    def rank(ask: Ask) -> tuple[bool, int, float, int]:
+    Who only wants more comes behind all who have nothing yet.
+    """
+
+    def rank(ask: Ask) -> tuple[bool, bool, int, float, int]:
         is_late = now_s >= ask.first_from_s
         priority = 0 if is_late else card.tenant(ask.tenant).terms.priority
-        return not is_late, -priority, ask.asked_s, ask.number
+        return ask.grows, not is_late, -priority, ask.asked_s, ask.number
 
     return sorted(asks, key=rank)
 
@@ -230,7 +278,7 @@ def _never(card: Card, ask: Ask, who: Tenant) -> str | None:
     """Why an ask would not fit if everybody made room who ever does; None if it would."""
     others = [t for t in card.tenants if t.name != who.name and not t.gone]
     pinned = [t for t in others if t.terms.pin and t.awake]
-    stays = sum(t.kept + t.residue for t in others) + sum(t.frees for t in pinned)
+    stays = sum(t.kept + t.residue for t in others) + sum(t.frees - t.grown for t in pinned)
     room = card.budget - stays - who.held - who.residue
     if ask.size > room:
         beside = f" beside {', '.join(t.model for t in pinned)} (sharing.pin)" if pinned else ""
@@ -249,41 +297,76 @@ def _never(card: Card, ask: Ask, who: Tenant) -> str | None:
     return None
 
 
-def _make_room(
-    card: Card, ask: Ask, short: int, short_slots: float, now_s: float
-) -> tuple[str, float, tuple[Evict, ...]]:
-    """What ends the wait for so much more, when to look again, and who has to sleep for it now."""
+def _grow(card: Card, ask: Ask, who: Tenant, now_s: float) -> Plan:
+    """What becomes of an ask for more KV cache."""
+    free = card.free - card.claimed
+    if ask.size <= free:
+        return Grant()
+    idle = [t for t in card.tenants if t.name != who.name and not t.busy]
+    what = f"{in_words(ask.size)} of KV cache for {who.model}"
+    short = ask.size - free - sum(t.coming for t in card.tenants)
+    shrink = _shrinks(idle, short, what, now_s)
+    return Refuse(f"{what} are not free", ever=True, grows=True, shrink=shrink)
+
+
+def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: float) -> Wait:
+    """What ends the wait for so much more, when to look again, and who has to do something for it now."""
     if short <= 0 and short_slots <= 0:
-        leaving = ", ".join(t.model for t in card.tenants if t.comes_free)
+        leaving = ", ".join(t.model for t in card.tenants if t.coming)
         if card.claimed or card.claimed_slots:
             leaving = f"{leaving or 'others'}, and those who asked before"
-        return f"{leaving} on the way to make room", math.inf, ()
+        return Wait(f"{leaving} on the way to make room", math.inf)
+    what = f"{in_words(ask.size)} for {card.tenant(ask.tenant).model}"
+    others = [t for t in card.tenants if t.name != ask.tenant]
+    if short_slots <= 0 and (shrink := _shrinks(others, short, what, now_s)):
+        givers = ", ".join(card.tenant(s.tenant).model for s in shrink)
+        return Wait(f"{givers} give back KV cache", math.inf, shrink=shrink)
     priority = card.tenant(ask.tenant).terms.priority
-    may = [t for t in card.tenants if t.name != ask.tenant and _may_sleep(t)]
+    may = [t for t in others if _may_sleep(t)]
     ready = [t for t in may if _spared_until_s(t) <= now_s]
     idle = sorted((t for t in ready if not t.busy), key=lambda t: _worth(t, now_s))
     busy = [t for t in ready if t.busy and _gives_way(t, priority)]
     busy.sort(key=lambda t: (t.terms.priority, t.awake_since_s, t.name))
-    model = card.tenant(ask.tenant).model
     order = idle + (busy if now_s >= ask.busy_from_s else [])
-    if chosen := _enough(order, short, short_slots):
-        evict = tuple(_evict(t, f"{in_words(ask.size)} for {model}", now_s) for t in chosen)
-        return f"{', '.join(t.model for t in chosen)} make room", math.inf, evict
+    given = {t.name: t.gives(now_s) for t in others}
+    if chosen := _enough(order, short, short_slots, given):
+        evict = tuple(_evict(t, what, now_s) for t in chosen)
+        rest = [t for t in others if t not in chosen]
+        shrink = _shrinks(rest, short - sum(t.frees for t in chosen), what, now_s)
+        return Wait(f"{', '.join(t.model for t in chosen)} make room", math.inf, evict, shrink)
     later = [
         (max(_spared_until_s(t), ask.busy_from_s if t.busy else now_s), t)
         for t in may
         if not t.busy or _gives_way(t, priority)
     ]
-    at_s, names = _when_enough(later, short, short_slots)
+    at_s, names = _when_enough(later, short, short_slots, given)
+    # Who gave less than it had said may have more by then.
+    again_s = min((t.spare_from_s for t in others if t.spare_from_s > now_s), default=math.inf)
     if at_s is None:
-        who = ", ".join(t.model for t in card.tenants if t.awake and t.name != ask.tenant)
-        return f"{who or 'others'} must end first", math.inf, ()
-    return f"{names} may have to make room in {max(0.0, at_s - now_s):.1f} s", at_s, ()
+        who = ", ".join(t.model for t in others if t.awake)
+        return Wait(f"{who or 'others'} must end first", again_s)
+    return Wait(
+        f"{names} may have to make room in {max(0.0, at_s - now_s):.1f} s", min(at_s, again_s)
+    )
+
+
+def _shrinks(tenants: Sequence[Tenant], short: int, what: str, now_s: float) -> tuple[Shrink, ...]:
+    """Who gives back KV cache, so that it is enough together; nobody if it would not be. Idle ones first."""
+    if short <= 0 or sum(t.gives(now_s) for t in tenants) < short:
+        return ()
+    found: list[Shrink] = []
+    for tenant in sorted(tenants, key=lambda t: (t.busy, _worth(t, now_s))):
+        size = min(short, tenant.gives(now_s))
+        if size > 0:
+            found.append(Shrink(tenant.name, size, what))
+            short -= size
+    return tuple(found)
 
 
 def _may_sleep(tenant: Tenant) -> bool:
     """For others, at some time."""
-    return tenant.awake and not (tenant.moving or tenant.comes_free or tenant.terms.pin)
+    is_settled = not (tenant.moving or tenant.comes_free or tenant.giving)
+    return tenant.awake and is_settled and not tenant.terms.pin
 
 
 def _gives_way(tenant: Tenant, priority: int) -> bool:
@@ -304,33 +387,42 @@ def _worth(tenant: Tenant, now_s: float) -> tuple[int, float, str]:
     return tenant.terms.priority, -idle_s / max(1, tenant.copies), tenant.name
 
 
-def _enough(order: Sequence[Tenant], short: int, short_slots: float) -> list[Tenant]:
-    """The first ones who make enough room together, without those who need not; none if all do not."""
+def _enough(
+    order: Sequence[Tenant], short: int, short_slots: float, given: Mapping[str, int]
+) -> list[Tenant]:
+    """The first ones who make enough room together, without those who need not; none if all do not.
+
+    Args:
+        given: bytes that each tenant gives back without sleeping.
+    """
     chosen: list[Tenant] = []
     for tenant in order:
-        if _lacks(chosen, short, short_slots):
+        if _lacks(chosen, short, short_slots, given):
             chosen.append(tenant)
-    if _lacks(chosen, short, short_slots):
+    if _lacks(chosen, short, short_slots, given):
         return []
     for tenant in reversed(chosen.copy()):  # who is worth most first
         rest = [t for t in chosen if t is not tenant]
-        if not _lacks(rest, short, short_slots):
+        if not _lacks(rest, short, short_slots, given):
             chosen = rest
     return chosen
 
 
-def _lacks(chosen: Sequence[Tenant], short: int, short_slots: float) -> bool:
-    return sum(t.frees for t in chosen) < short or len(chosen) < short_slots
+def _lacks(
+    chosen: Sequence[Tenant], short: int, short_slots: float, given: Mapping[str, int]
+) -> bool:
+    made = sum(given.values()) + sum(t.frees - given[t.name] for t in chosen)
+    return made < short or len(chosen) < short_slots
 
 
 def _when_enough(
-    later: Sequence[tuple[float, Tenant]], short: int, short_slots: float
+    later: Sequence[tuple[float, Tenant]], short: int, short_slots: float, given: Mapping[str, int]
 ) -> tuple[float | None, str]:
     """When those who may sleep by then make enough room, and who they are."""
     chosen: list[Tenant] = []
     for at_s, tenant in sorted(later, key=lambda each: (each[0], each[1].name)):
         chosen.append(tenant)
-        if not _lacks(chosen, short, short_slots):
+        if not _lacks(chosen, short, short_slots, given):
             return at_s, ", ".join(t.model for t in chosen)
     return None, ""
 

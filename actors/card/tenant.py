@@ -14,6 +14,7 @@ from actors.card.config import SharingConfig, Terms
 from actors.card.messages import (
     Account,
     Changed,
+    GiveBack,
     Granted,
     Join,
     Look,
@@ -26,7 +27,7 @@ from actors.card.messages import (
     Withdraw,
 )
 from actors.errors import NeverFits, NoRoom, Unavailable
-from actors.observer import GrantOutcome, Observer
+from actors.observer import GrantOutcome, GrowthOutcome, Observer
 from actors.protocol import CardStatus, SleepMode
 from actors.worker.connection import Connection
 from actors.worker.watchdog import ROOM_LIMIT_S
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2  # between two tries to find a keeper
 _LOOK_LIMIT_S = 0.5
+_GROW_LIMIT_S = 1.0  # a keeper says at once
 _FIND_LIMIT_S = 30.0  # a process that begins; without a keeper the driver decides
 
 # Connects a protocol to the keeper of this node, which is made if there is none.
@@ -50,6 +52,16 @@ class CardOfWorker:
     budget: int  # for all tenants
 
 
+@dataclass(frozen=True, slots=True)
+class KvNow:
+    """What a worker has of its KV cache; bytes."""
+
+    size: int = 0
+    most: int = 0  # that it may come to have
+    grown: int = 0  # of `size`, beside what it woke with
+    spare: int = 0  # of `grown`, what nobody uses
+
+
 class CardClient:
     """Speaks for one replica with the keeper of its card, for as long as the replica lives.
 
@@ -58,6 +70,8 @@ class CardClient:
 
     Attributes:
         make_room: called with an order; returns when the replica sleeps, or cannot.
+        give_back: called with bytes of KV cache that a neighbour waits for; returns when they went, as far as
+            nobody uses them.
     """
 
     def __init__(
@@ -77,6 +91,7 @@ class CardClient:
             max_awake: models on one card.
         """
         self.make_room: Callable[[SleepMode | None, str], Awaitable[None]] = _nobody
+        self.give_back: Callable[[int], Awaitable[None]] = _nothing
         self._name = name
         self._model = model
         self._max_awake = max_awake
@@ -133,6 +148,36 @@ class CardClient:
         """Wait for as long as for room; whether there is one."""
         return await self._until_connected(self._sharing.max_wait_s)
 
+    async def grow(self, size: int) -> bool:
+        """Whether an awake worker may map so much more KV cache, now; `resized` comes next.
+
+        Not without a keeper: nobody has to have it.
+        """
+        if self._connection is None:
+            return False
+        number = next(self._numbers)
+        try:
+            async with asyncio.timeout(_GROW_LIMIT_S):
+                answer = await self._ask(Want(number, size, False, _GROW_LIMIT_S, grows=True))
+        except TimeoutError:
+            logger.warning("%s: the keeper of its card does not answer", self._name)
+            answer = None
+        except Unavailable:  # withdrawn
+            answer = None
+        granted = isinstance(answer, Granted)
+        if granted:
+            self._change(held=self._account.held + size, read_ask=number)
+        self._observer.growth_asked(GrowthOutcome.GRANTED if granted else GrowthOutcome.REFUSED)
+        return granted
+
+    def resized(
+        self, held: int, kv: KvNow, device_free: int | None = None, short: bool = False
+    ) -> None:
+        """While it is awake: what it has now, after a part came or went, or was left by those who had it."""
+        account = self._account
+        if (held, kv) != (account.held, _kv_of(account)) or short:
+            self._change(held=held, **_fields_of(kv), device_free=device_free, short=short)
+
     def withdraw(self, reason: str) -> None:
         """Nobody wants any more what was asked for; who waits for it gets Unavailable."""
         for want in self._wants.values():
@@ -148,6 +193,7 @@ class CardClient:
         reached: bool = True,
         device_free: int | None = None,
         short: bool = False,
+        kv: KvNow = KvNow(),
     ) -> None:
         """It is awake, or asleep; see Account."""
         if awake != self._account.awake or self._account.moving:
@@ -164,16 +210,21 @@ class CardClient:
             reached=reached,
             device_free=device_free,
             short=short,
+            **_fields_of(kv),
         )
 
     def moves(self) -> None:
         """It is on its way to sleep or to wake."""
         self._change(moving=True)
 
-    def busy(self, busy: bool) -> None:
-        """Requests are in flight, or no more."""
+    def busy(self, busy: bool, kv: KvNow | None = None) -> None:
+        """Requests are in flight, or no more.
+
+        Args:
+            kv: of who is awake, now.
+        """
         self._quiet_since_s = self._now()
-        self._change(busy=busy, reached=True)
+        self._change(busy=busy, reached=True, **({} if kv is None else _fields_of(kv)))
 
     def worker_ended(self) -> None:
         """Nothing is left of the worker's process."""
@@ -210,16 +261,7 @@ class CardClient:
             self._observer.granted(GrantOutcome.ALONE, 0.0)
             return False
         number = next(self._numbers)
-        want = self._wants[number] = asyncio.get_running_loop().create_future()
-        self._send(Want(number, size, waits, limit_s))
-        try:
-            answer = await want
-        except BaseException:
-            self._send(Withdraw(number))
-            self._change(read_ask=number)  # it may have been granted by now
-            raise
-        finally:
-            del self._wants[number]
+        answer = await self._ask(Want(number, size, waits, limit_s))
         seconds = self._now() - started_s
         if isinstance(answer, Refused):
             self._observer.granted(GrantOutcome.REFUSED, seconds)
@@ -231,6 +273,22 @@ class CardClient:
             outcome = GrantOutcome.AT_ONCE if answer.at_once else GrantOutcome.AFTER_ROOM
         self._observer.granted(outcome, seconds)
         return answer is not None
+
+    async def _ask(self, wanted: Want) -> Granted | Refused | None:
+        """The keeper's answer; None: it is lost."""
+        number = wanted.number
+        loop = asyncio.get_running_loop()
+        want: asyncio.Future[Granted | Refused | None] = loop.create_future()
+        self._wants[number] = want
+        self._send(wanted)
+        try:
+            return await want
+        except BaseException:
+            self._send(Withdraw(number))
+            self._change(read_ask=number)  # it may have been granted by now
+            raise
+        finally:
+            del self._wants[number]
 
     def _take(self, size: int, number: int) -> None:
         before = self._account
@@ -336,9 +394,10 @@ class CardClient:
             case Waits():
                 logger.info("%s waits for room: %s", self._name, message.reason)
             case MakeRoom():
-                order = asyncio.create_task(self._obey(message, self._connection))
-                self._orders.add(order)
-                order.add_done_callback(self._orders.discard)
+                self._begin(message.number, self.make_room(message.mode, message.reason))
+            case GiveBack():
+                logger.info("%s is to give back KV cache: %s", self._name, message.reason)
+                self._begin(message.number, self.give_back(message.size))
             case Seen():
                 if self._looks:
                     look = self._looks.pop(0)
@@ -347,14 +406,33 @@ class CardClient:
             case _:
                 assert_never(message)
 
-    async def _obey(self, order: MakeRoom, keeper: Connection[ToTenant] | None) -> None:
+    def _begin(self, number: int, work: Awaitable[None]) -> None:
+        order = asyncio.create_task(self._obey(number, work, self._connection))
+        self._orders.add(order)
+        order.add_done_callback(self._orders.discard)
+
+    async def _obey(
+        self, number: int, work: Awaitable[None], keeper: Connection[ToTenant] | None
+    ) -> None:
         try:
-            await self.make_room(order.mode, order.reason)
+            await work
         except Exception:
             logger.exception("%s: could not make room", self._name)
         if self._connection is keeper:
-            self._change(answered_order=order.number, device_free=self._device_free)
+            self._change(answered_order=number, device_free=self._device_free)
+
+
+def _kv_of(account: Account) -> KvNow:
+    return KvNow(account.kv, account.kv_most, account.grown, account.spare)
+
+
+def _fields_of(kv: KvNow) -> dict[str, int]:
+    return {"kv": kv.size, "kv_most": kv.most, "grown": kv.grown, "spare": kv.spare}
 
 
 async def _nobody(mode: SleepMode | None, reason: str) -> None:
     """Makes no room."""
+
+
+async def _nothing(size: int) -> None:
+    """Is given back."""

@@ -51,14 +51,15 @@ class EngineConfig(BaseModel):
         le=1,
         description="Share of the card's memory for this replica: context, weights, activations, "
         "CUDA graphs and, with what is left, the KV cache. Where other processes hold memory when the "
-        "replica starts, the share of what they leave. Of no effect on CPU.",
+        "replica starts, the share of what they leave. Of no effect on CPU, and with `card.memory_budget`.",
     )
     num_blocks: int | None = Field(
         default=None,
         gt=0,
         description="Blocks in the KV cache; a block is one page in every layer. When absent, what "
         "gpu_memory_utilization has room for, but no more than max_requests_per_batch sequences of "
-        "full length need; room for 16384 tokens on CPU.",
+        "full length need; room for 16384 tokens on CPU. With `card.memory_budget` the most that the model may "
+        "have: when absent, what a model alone on the card has room for.",
     )
     max_batch_tokens: int | None = Field(
         default=None,

@@ -65,6 +65,7 @@ async def build_in_process(
     watchdog: WatchdogConfig | None = None,
     cpu_card: CpuCard | None = None,
     may_begin: Callable[[Sized], Awaitable[None]] | None = None,
+    budget_of: Callable[[int], int] | None = None,
 ) -> InProcessModel:
     """Build one; off the event loop, because it takes seconds. Other arguments as of ModelWorker and ModelRuntime.
 
@@ -99,6 +100,7 @@ async def build_in_process(
             watchdog,
             cpu_card,
             permission.ask,
+            budget_of,
         )
     )
     try:

@@ -1,13 +1,18 @@
 """Effects of the lifecycle on a card that models share: its keeper is asked before anything is mapped."""
 
+import asyncio
+import logging
 from typing import Protocol
 
-from actors.card.tenant import CardClient
-from actors.errors import DeviceMemoryShort, ServingError, Unavailable
+from actors.card.tenant import CardClient, KvNow
+from actors.errors import DeviceMemoryShort, ReplicaFailed, ServingError, Unavailable
 from actors.observer import WakeCause
 from actors.protocol import CardStatus, MemoryChange
 from actors.replica.lifecycle import Effects
 from actors.replica.runtime import ModelRuntime
+from actors.replica.worker_client import WorkerClient
+
+logger = logging.getLogger(__name__)
 
 
 class Workers(Effects, Protocol):
@@ -23,7 +28,10 @@ class Workers(Effects, Protocol):
 
 
 class OnCard:
-    """Workers that map by grant, and tell the keeper what they have unmapped."""
+    """Workers that map by grant, and tell the keeper what they have unmapped.
+
+    While the model is awake its KV cache grows and gives back parts, one change at a time and none beside a sleep.
+    """
 
     def __init__(self, workers: Workers, card: CardClient, is_pinned: bool) -> None:
         """Around others.
@@ -34,6 +42,10 @@ class OnCard:
         self._workers = workers
         self._card = card
         self._is_pinned = is_pinned
+        self._is_awake = False  # and not on its way to sleep
+        self._counts_use = False  # the worker has said what it uses since there are requests
+        self._resizing = asyncio.Lock()
+        self._growing: set[asyncio.Task[None]] = set()
 
     @property
     def runtime(self) -> ModelRuntime:
@@ -69,27 +81,37 @@ class OnCard:
                 raise
             else:
                 break
-        state = self.runtime.worker.state
+        worker = self.runtime.worker
         self._card.settled(
-            # The rest of its KV cache is mapped behind the wake.
-            held=state.mapped_bytes + state.wake_bytes,
-            residue=state.residue,
-            copies=self.runtime.worker.facts.weights_bytes,
+            held=self._held,
+            residue=worker.state.residue,
+            copies=worker.facts.weights_bytes,
             awake=True,
             reached=cause is not WakeCause.REQUEST,
+            kv=self._kv,
         )
+        self._is_awake = True
+        worker.short = self._begin_growing
+        worker.changed = self._worker_changed
         return change
+
+    async def give_back(self, size: int) -> None:
+        """Give back so much KV cache, as far as no sequence has anything there. It may be asleep by now."""
+        async with self._resizing:
+            if self._is_awake:
+                await self.runtime.worker.give_back_kv(size)
+        self._tell_resized()
 
     async def sleep(self, level: int) -> MemoryChange:
         """See Effects."""
-        self._card.moves()
+        await self._end_resizing()
         change = await self._workers.sleep(level)
         self._tell_asleep(self.runtime.worker.state.device_free)
         return change
 
     async def restart(self) -> None:
         """See Effects."""
-        self._card.moves()
+        await self._end_resizing()
         await self._workers.restart()
         self.tell_ready()
 
@@ -107,7 +129,9 @@ class OnCard:
 
     def has_requests(self, busy: bool) -> None:
         """See Effects."""
-        self._card.busy(busy)
+        self._counts_use = False
+        # In one message: who is idle and has nothing to give back is put to sleep.
+        self._card.busy(busy, self._kv if self._may_tell else None)
 
     async def look(self) -> CardStatus | None:
         return await self._card.look()
@@ -115,6 +139,62 @@ class OnCard:
     def tell_ready(self) -> None:
         """A worker is ready, asleep."""
         self._tell_asleep(self.runtime.worker.state.device_free)
+
+    def _begin_growing(self, size: int) -> None:
+        growing = asyncio.create_task(self._grow(self.runtime.worker, size))
+        self._growing.add(growing)
+        growing.add_done_callback(self._growing.discard)
+
+    async def _grow(self, worker: WorkerClient, size: int) -> None:
+        device_free = None
+        try:
+            async with self._resizing:
+                granted = self._is_awake and await self._card.grow(size)
+                try:
+                    await worker.grow_kv(granted)
+                except DeviceMemoryShort as exc:
+                    logger.info("granted KV cache is not there: %s", exc)
+                    device_free = (await worker.read_device("")).free
+        except ReplicaFailed as exc:  # what it had is told when its process has ended
+            logger.info("no KV cache for a worker that has failed: %s", exc)
+        else:
+            self._tell_resized(device_free)
+
+    async def _end_resizing(self) -> None:
+        """Nothing is resized from now on."""
+        self._is_awake = False
+        self._card.moves()
+        async with self._resizing:
+            pass
+
+    def _worker_changed(self) -> None:
+        self._counts_use = True
+        self._tell_resized()
+
+    @property
+    def _may_tell(self) -> bool:
+        """Whether the worker's figures are all there is to say: nothing is moving."""
+        return self._is_awake and not self._resizing.locked()
+
+    def _tell_resized(self, device_free: int | None = None) -> None:
+        if self._may_tell:
+            self._card.resized(self._held, self._kv, device_free, short=device_free is not None)
+
+    @property
+    def _held(self) -> int:
+        """What is mapped, or comes behind a wake without another grant."""
+        state = self.runtime.worker.state
+        return state.mapped_bytes + state.wake_bytes
+
+    @property
+    def _kv(self) -> KvNow:
+        facts, state = self.runtime.worker.facts, self.runtime.worker.state
+        if not facts.kv_first_bytes:
+            return KvNow(state.kv_mapped, facts.kv_bytes)
+        grown = max(0, state.kv_mapped - facts.kv_first_bytes)
+        # All of it until the worker says more, which is up to 0.1 s later: who is asked for too much gives less.
+        spare = state.kv_spare if self._counts_use else grown
+        return KvNow(state.kv_mapped, facts.kv_bytes, grown, min(spare, grown))
 
     def _tell_asleep(self, device_free: int | None, short: bool = False) -> None:
         state = self.runtime.worker.state
@@ -124,4 +204,5 @@ class OnCard:
             copies=self.runtime.worker.facts.weights_bytes,
             device_free=device_free,
             short=short,
+            kv=KvNow(most=self.runtime.worker.facts.kv_bytes),
         )

@@ -11,7 +11,7 @@ import msgspec
 
 from actors.engine.outputs import EngineOutput, EngineStats, RawLogprob
 from actors.errors import ReplicaFailed, ServingError, WorkerLost
-from actors.observer import Observer
+from actors.observer import KvChange, Observer
 from actors.protocol import DeviceNow, Grammar, MemoryChange
 from actors.worker.connection import Connection
 from actors.worker.messages import (
@@ -23,6 +23,8 @@ from actors.worker.messages import (
     CheckGrammar,
     Failed,
     FinishCompiling,
+    GiveBackKv,
+    GrowKv,
     Logged,
     NewSequence,
     Obtained,
@@ -33,6 +35,7 @@ from actors.worker.messages import (
     Sequences,
     Settle,
     Settled,
+    Short,
     Sized,
     Sleep,
     Starting,
@@ -61,6 +64,8 @@ class WorkerClient:
         failed: why this worker serves no more, as soon as that is so.
         outputs: told of each step.
         settled: told when the bytes of a wake are there and intact.
+        short: told of bytes of KV cache that sequences wait for; has `grow_kv` called, whatever comes of it.
+        changed: told when `state` is another.
     """
 
     facts: WorkerFacts
@@ -83,6 +88,8 @@ class WorkerClient:
         self.failed: asyncio.Future[ReplicaFailed] = asyncio.get_running_loop().create_future()
         self.outputs: Callable[[Sequence[EngineOutput]], None] = _nobody
         self.settled: Callable[[], None] = _nobody
+        self.short: Callable[[int], None] = _nobody
+        self.changed: Callable[[], None] = _nobody
         self._observer = observer
         self._may_begin = may_begin
         self._beginning: asyncio.Task[None] | None = None
@@ -157,6 +164,20 @@ class WorkerClient:
     async def read_device(self, node: str) -> DeviceNow:
         device: DeviceNow = await self._call(ReadDevice(node))
         return device
+
+    async def grow_kv(self, granted: bool) -> None:
+        """Have the worker map what it was `short` of, or go on without.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much.
+        """
+        if parts := await self._call(GrowKv(granted)):
+            self._observer.kv_changed(KvChange.MAPPED, parts)
+
+    async def give_back_kv(self, size: int) -> None:
+        """Have the worker unmap so much of the KV cache, as far as no sequence has anything there."""
+        if parts := await self._call(GiveBackKv(size)):
+            self._observer.kv_changed(KvChange.GIVEN_BACK, parts)
 
     async def stop(self) -> None:
         """Have the worker stop, and close the connection. Idempotent."""
@@ -247,6 +268,9 @@ class WorkerClient:
                 self.outputs(message.outputs)
             case State():
                 self.state = message.state
+                self.changed()
+            case Short():
+                self.short(message.size)
             case Answer():
                 answer = self._calls.get(message.number)
                 if answer is not None:
@@ -293,6 +317,8 @@ class WorkerClient:
                 mapped_bytes=0,
                 wake_bytes=state.mapped_bytes + state.wake_bytes,
                 left=None,
+                kv_mapped=0,
+                kv_spare=0,
             )
         self.failed.set_result(failure)
 

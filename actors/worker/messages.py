@@ -46,7 +46,7 @@ class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Settle(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Answered once the last wake is over, and all KV cache is mapped."""
+    """Answered once the last wake is over, and all KV cache is mapped that comes unasked."""
 
 
 class FinishCompiling(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -72,11 +72,34 @@ class ReadDevice(msgspec.Struct, frozen=True, tag=True, array_like=True):
     node: str
 
 
+class GrowKv(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to `Short`: answered with what came."""
+
+    granted: bool
+
+
+class GiveBackKv(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered with what went: so many bytes, as far as nobody uses them."""
+
+    size: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Answered when the engine has ended. Nothing may follow."""
 
 
-Task: TypeAlias = Wake | Sleep | Settle | FinishCompiling | Score | CheckGrammar | ReadDevice | Stop
+Task: TypeAlias = (
+    Wake
+    | Sleep
+    | Settle
+    | FinishCompiling
+    | Score
+    | CheckGrammar
+    | ReadDevice
+    | GrowKv
+    | GiveBackKv
+    | Stop
+)
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -118,7 +141,10 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     max_model_len: int  # tokens of prompt and output together
     vocab_size: int
     weights_bytes: int  # of the packed image
-    kv_bytes: int
+    kv_bytes: int  # at most
+    kv_first_bytes: int = (
+        0  # of these, what a wake maps where a card is shared; 0: all come with every wake
+    )
 
 
 class WorkerState(msgspec.Struct, frozen=True):
@@ -135,6 +161,8 @@ class WorkerState(msgspec.Struct, frozen=True):
     left: MemoryLeft | None  # None while awake
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
     residue: int = 0  # of a card, by this process, beside what is mapped; at the last sleep
+    kv_mapped: int = 0  # of the KV cache
+    kv_spare: int = 0  # of that, behind what sequences have and the first part
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -183,6 +211,12 @@ class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
     state: WorkerState
 
 
+class Short(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Sequences wait for blocks, and there could be so much more KV cache. `GrowKv` follows."""
+
+    size: int
+
+
 class Obtained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The worker has an image; `source` is one of `actors.image.obtain.ImageSource`."""
 
@@ -204,16 +238,28 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToReplica: TypeAlias = (
-    Starting | Sized | Ready | Outputs | Answer | Settled | State | Obtained | Logged | Failed
+    Starting
+    | Sized
+    | Ready
+    | Outputs
+    | Answer
+    | Settled
+    | State
+    | Short
+    | Obtained
+    | Logged
+    | Failed
 )
 Send: TypeAlias = Callable[[ToReplica], None]  # from any thread
 
-# What calls are answered with; None where nothing is listed.
+# What calls are answered with, those of the KV cache with a number of parts; None where nothing is listed.
 ANSWERS: dict[type, Any] = {
     Wake: Woke,
     Sleep: MemoryChange,
     Score: list[RawLogprob | None],
     ReadDevice: DeviceNow,
+    GrowKv: int,
+    GiveBackKv: int,
 }
 
 

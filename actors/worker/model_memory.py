@@ -56,6 +56,7 @@ class ModelMemory:
     Attributes:
         kept: segments that a level 1 sleep leaves mapped; it may be changed while awake.
         image: None while a level 2 sleep has dropped it.
+        grows_by_grant: parts of the KV cache behind the first are mapped only when somebody said they may be.
         pool: what the engine's graphs compute in, mapped and unmapped with the rest; None on a CPU.
         last_transfer: of the last settled wake.
         last_wake: the same wake's report, with the outcome of the check.
@@ -73,6 +74,7 @@ class ModelMemory:
         device: str,
         cpu_card: CpuCard | None = None,
         may_map: Callable[[int], None] = lambda _: None,
+        grows_by_grant: bool = False,
     ) -> None:
         """Reserve addresses and make the module's tensors views of them.
 
@@ -80,6 +82,7 @@ class ModelMemory:
             cpu_card: where there is no card, what stands for one.
             may_map: called with the bytes of weights and KV cache before anything is mapped; returns when
                 there is room, or raises.
+            grows_by_grant: of the KV cache, the first part is all that comes with a wake, and that a start needs.
 
         Raises:
             ValueError: there is no such device here.
@@ -94,6 +97,7 @@ class ModelMemory:
         self._digests = image.manifest.digests
         self._driver = select_driver(device, cpu_card)
         self._may_map = may_map
+        self.grows_by_grant = grows_by_grant
         self._weights = DeviceArena(self._driver, [s.size for s in layout.segments])
         self._kv: DeviceArena | None = None
         self.pool = self._driver.make_pool()
@@ -132,9 +136,9 @@ class ModelMemory:
 
     @property
     def wake_bytes(self) -> int:
-        """What a wake would map now; 0 while awake."""
+        """What a wake would map now, with what follows it unasked; 0 while awake."""
         whole = self._weights.size + sum(part.size for part in self._scratch())
-        return whole - self.mapped_bytes
+        return whole - self._not_asked_for - self.mapped_bytes
 
     def spare_bytes(self) -> int:
         """What the device has free beside all of this model. While nothing runs on it.
@@ -159,7 +163,34 @@ class ModelMemory:
 
     @property
     def kv_bytes(self) -> int:
+        """At most."""
         return self._kv.size if self._kv is not None else 0
+
+    @property
+    def kv_first_bytes(self) -> int:
+        return self._kv.spans[0].size if self._kv is not None else 0
+
+    @property
+    def kv_mapped_bytes(self) -> int:
+        return self._kv.mapped_bytes if self._kv is not None else 0
+
+    def kv_spare_bytes(self, parts_in_use: int) -> int:
+        """What is mapped behind so many parts; any thread may ask."""
+        if self._kv is None:
+            return 0
+        used = sum(span.size for span in self._kv.spans[:parts_in_use])
+        return max(0, self._kv.mapped_bytes - used)
+
+    def next_part_bytes(self) -> int:
+        """What `map_more` would map; 0 if none is missing. Any thread may ask."""
+        if self._kv is None:
+            return 0
+        mapped, end = self._kv.mapped_bytes, 0
+        for span in self._kv.spans:
+            end += span.size
+            if end > mapped:
+                return span.size
+        return 0
 
     def make_kv_arena(self, parts: Sequence[int]) -> DeviceArena:
         """The engine's arena, mapped; from now on it is mapped and unmapped with the weights.
@@ -169,20 +200,22 @@ class ModelMemory:
         """
         assert self._kv is None, "made already"
         self._kv = DeviceArena(self._driver, parts)
-        self._may_map(self._weights.size + self._kv.size)
-        self._kv.map()
+        self._may_map(self._weights.size + self._kv.size - self._not_asked_for)
+        self._map_kv()
         return self._kv
 
     def map(self) -> None:
-        """Give everything memory, whose contents are undefined.
+        """Give everything memory, whose contents are undefined; of a KV cache that grows by grant, the first part.
 
         Raises:
             DeviceMemoryShort: the device has not that much; some of it may be mapped.
             DeviceMemoryError: the driver refused; likewise.
         """
         self._weights.map()
-        for part in self._scratch():
-            part.map()
+        if self._kv is not None:
+            self._map_kv()
+        if self.pool is not None:
+            self.pool.map()
 
     def begin_wake(self) -> MemoryChange:
         """Map what a first step needs, and begin to copy what the weights lack. All or nothing.
@@ -240,6 +273,17 @@ class ModelMemory:
         if len(missing) == 1:
             self.last_reading = self._driver.memory()
         return True
+
+    def unmap_kv(self, parts: Sequence[int]) -> int:
+        """Give back parts of the KV cache that no later step touches; how many bytes went.
+
+        Waits first for what the device still does, which may be a step that was launched before.
+
+        Raises:
+            DeviceMemoryError: the driver refused, or something on the device had failed.
+        """
+        assert self._kv is not None, "there is no KV cache"
+        return self._kv.unmap(parts)
 
     def settle(self) -> None:
         """After a wake, beside the first forward: check each segment as it arrives, take the gates out.
@@ -349,6 +393,17 @@ class ModelMemory:
         if self._link is not None:
             self._link.close()
             self._link = None
+
+    @property
+    def _not_asked_for(self) -> int:
+        """Of the KV cache, what is not missing where it is not mapped."""
+        if self._kv is None or not self.grows_by_grant:
+            return 0
+        return self._kv.size - max(self._kv.mapped_bytes, self._kv.spans[0].size)
+
+    def _map_kv(self) -> None:
+        assert self._kv is not None
+        self._kv.map([0] if self.grows_by_grant else None)
 
     def _scratch(self) -> Iterator[DeviceArena | AllocatorPool]:
         """What may hold anything after a wake."""

@@ -47,12 +47,14 @@ from actors.protocol import DeviceNow, Grammar, MemoryChange, WakeReport
 from actors.text.codec import TextCodec
 from actors.threads import ControlThread
 from actors.worker.compilation import BackgroundCompilation
+from actors.worker.kv_demand import KvDemand
 from actors.worker.messages import (
     Failed,
     NewSequence,
     Outputs,
     Send,
     Settled,
+    Short,
     Sized,
     Woke,
     WorkerFacts,
@@ -92,6 +94,7 @@ class ModelWorker:
         watchdog: WatchdogConfig | None = None,
         cpu_card: CpuCard | None = None,
         begin: Callable[[Sized], None] = lambda _: None,
+        budget_of: Callable[[int], int] | None = None,
     ) -> None:
         """Build memory and engine. Blocks for a while: call it on a thread.
 
@@ -104,6 +107,8 @@ class ModelWorker:
             watchdog: how long the device may take; the defaults when None.
             cpu_card: where there is no card, what stands for one.
             begin: called with what is about to be mapped; returns when it may be, or raises.
+            budget_of: of a card of so many bytes, what its models may have together; the KV cache grows by grant
+                then. None: the card is not shared.
 
         Raises:
             ValueError: the configuration cannot work for this model.
@@ -131,15 +136,25 @@ class ModelWorker:
             undo.callback(self._watchdog.close)
             with self._watchdog.open:
                 self.memory = ModelMemory(
-                    module, image, keep_layers, engine.device, cpu_card, partial(self._ask, begin)
+                    module,
+                    image,
+                    keep_layers,
+                    engine.device,
+                    cpu_card,
+                    partial(self._ask, begin),
+                    grows_by_grant=budget_of is not None,
                 )
+            self._demand = KvDemand(
+                self.memory.next_part_bytes, lambda size: self._send(Short(size))
+            )
+            budget = None if budget_of is None else budget_of(self.memory.last_reading.total)
             # Beside a GPU, what little is done here takes longer shared out among threads than alone. Before
             # any thread of the engine starts: one goes by what it finds then, and runs compiled layers only
             # with as many as they were compiled with.
             threads = engine.cpu_threads or (None if self.memory.device.type == "cpu" else 1)
             if threads is not None:
                 torch.set_num_threads(threads)
-            self._engine = self._control.submit(self._build_engine, module, engine).result()
+            self._engine = self._control.submit(self._build_engine, module, engine, budget).result()
             # Its thread would keep the process from ending.
             undo.callback(self._control.submit, self._engine.stop)
             self._residency = Residency(
@@ -177,13 +192,15 @@ class ModelWorker:
             vocab_size=self._engine.vocab_size,
             weights_bytes=self.memory.weights_bytes,
             kv_bytes=self.memory.kv_bytes,
+            kv_first_bytes=self.memory.kv_first_bytes if self.memory.grows_by_grant else 0,
         )
 
     def state(self) -> WorkerState:
         """What it is now. Asks neither the device nor a driver; any thread may call."""
         memory, reading = self.memory, self.memory.last_reading
+        engine = self._engine.stats()
         return WorkerState(
-            engine=self._engine.stats(),
+            engine=engine,
             mapped_bytes=memory.mapped_bytes,
             wake_bytes=memory.wake_bytes,
             image_origin=memory.image.origin if memory.image is not None else "",
@@ -194,6 +211,8 @@ class ModelWorker:
             left=memory.sleep_residue,
             last_wake=memory.last_wake,
             residue=memory.residue_bytes,
+            kv_mapped=memory.kv_mapped_bytes,
+            kv_spare=memory.kv_spare_bytes(engine.kv_parts_in_use),
         )
 
     @property
@@ -269,6 +288,24 @@ class ModelWorker:
             if key is not None:
                 await self._release_image(key)
         return change
+
+    async def grow_kv(self, granted: bool) -> int:
+        """Map what it said it is short of, if that was granted; how many parts came.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much.
+        """
+        grown = 0
+        try:
+            if granted:
+                grown = await self._on_control(self._residency.grow_kv)
+        finally:
+            self._demand.answered(bool(grown))
+        return grown
+
+    async def give_back_kv(self, size: int) -> int:
+        """Unmap so much of the KV cache, as far as no sequence has anything there; how many parts went."""
+        return await self._on_control(self._residency.give_back_kv, size)
 
     async def settled(self) -> None:
         """Return once the bytes of the last wake are there and checked, and all KV cache is mapped.
@@ -349,7 +386,9 @@ class ModelWorker:
         with self._watchdog.room:
             begin(Sized(os.getpid(), memory.card_id, memory.last_reading.total, size))
 
-    def _build_engine(self, module: PreTrainedModel, limits: EngineConfig) -> TransformersEngine:
+    def _build_engine(
+        self, module: PreTrainedModel, limits: EngineConfig, budget: int | None
+    ) -> TransformersEngine:
         return TransformersEngine(
             module,
             limits,
@@ -360,6 +399,8 @@ class ModelWorker:
             self.memory.pool,
             self._watchdog.step,
             lambda error: self._something_went_wrong(error, "the generation loop"),
+            budget,
+            None if budget is None else self._demand.short,
         )
 
     def _begin(self, new: NewSequence, grammar: SequenceGrammar | None) -> None:

@@ -100,12 +100,13 @@ class Residency:
         return change
 
     def begin_settling(self) -> None:
-        """Have the control thread check the bytes of a wake, and map the rest of the KV cache.
+        """Have the control thread check the bytes of a wake, and map the rest of the KV cache, if that is due.
 
         Any thread may call. If the bytes are wrong, `fail` is told; else `restored`.
         """
         self._control.submit(self.settle)
-        self._growth.begin()
+        if not self._memory.grows_by_grant:
+            self._growth.begin()
 
     def settle(self) -> None:
         """Have a wake that went wrong fail the replica, instead of serving rubbish."""
@@ -131,6 +132,37 @@ class Residency:
             change = self._memory.unmap(level)
         self._cleared.begin()
         return change
+
+    def grow_kv(self) -> int:
+        """Map the next part of the KV cache, if awake; how many came.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much.
+        """
+        try:
+            return int(self._grow_kv())
+        except DeviceMemoryShort:
+            raise
+        except Exception as exc:
+            self._fail(exc, "mapping the KV cache")
+            raise
+
+    def give_back_kv(self, size: int) -> int:
+        """Unmap so much of the KV cache, as far as no sequence has anything there; how many parts went.
+
+        Steps go on: first the engine no longer uses these parts, then the device does what it had been given.
+        """
+        if self._engine.paused:
+            return 0  # asleep
+        try:
+            with self._watchdog.pause:
+                parts = self._engine.give_up_kv(size)
+            with self._watchdog.unmap:
+                self._memory.unmap_kv(parts)
+        except Exception as exc:
+            self._fail(exc, "giving back KV cache")
+            raise
+        return len(parts)
 
     def drop_image(self) -> ImageKey | None:
         """Behind a sleep; see ModelMemory."""

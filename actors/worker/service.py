@@ -17,6 +17,8 @@ from actors.worker.messages import (
     Call,
     CheckGrammar,
     FinishCompiling,
+    GiveBackKv,
+    GrowKv,
     ReadDevice,
     Ready,
     Score,
@@ -165,6 +167,10 @@ class WorkerService:
                 return worker.check_grammar(task.grammar)
             case ReadDevice():
                 return worker.device_now(task.node)
+            case GrowKv():
+                return worker.grow_kv(task.granted)
+            case GiveBackKv():
+                return worker.give_back_kv(task.size)
             case Stop():
                 return worker.close()
             case _:

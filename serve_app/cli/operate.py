@@ -228,13 +228,18 @@ def card_lines(told: Mapping[str, Any]) -> list[str]:
 
 
 def _card_line(device: str, card: Mapping[str, Any]) -> str:
-    awake = [tenant["model_id"] for tenant in card["tenants"] if tenant["awake"]]
+    awake = [_awake_tenant(tenant) for tenant in card["tenants"] if tenant["awake"]]
     asleep = len(card["tenants"]) - len(awake)
     line = (
         f"{device}: {in_words(card['held'])} of {in_words(card['budget'])} held, "
         f"awake {', '.join(awake) or 'nobody'}, {asleep} asleep"
     )
     return line + (f"; waiting: {'; '.join(card['waiting'])}" if card["waiting"] else "")
+
+
+def _awake_tenant(tenant: Mapping[str, Any]) -> str:
+    kv = f"KV {in_words(tenant['kv'])} of {in_words(tenant['kv_most'])}"
+    return f"{tenant['model_id']} ({kv})"
 
 
 def order_table(told: Replicas) -> "Table":

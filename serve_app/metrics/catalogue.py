@@ -12,7 +12,16 @@ from enum import StrEnum
 
 from ray.util.metrics import Counter
 
-from actors.observer import Ending, GrantOutcome, SleepCause, WakeCause, WakePhase, WakeResult
+from actors.observer import (
+    Ending,
+    GrantOutcome,
+    GrowthOutcome,
+    KvChange,
+    SleepCause,
+    WakeCause,
+    WakePhase,
+    WakeResult,
+)
 from actors.protocol import ReplicaState
 
 
@@ -214,6 +223,17 @@ GRANT_SECONDS = _histogram(
     "From asking the keeper of a shared card for memory to its answer.",
     (0.0005, 0.001, 0.002, *_WAKE),
 )
+GROWTH = _counter(
+    "sleepserve_card_growth_total",
+    "Times that the keeper of a shared card was asked for more KV cache of a model that is awake, by its answer. "
+    "Asked again ten times a second while sequences wait for blocks.",
+    outcome=tuple(GrowthOutcome),
+)
+KV_PARTS = _counter(
+    "sleepserve_kv_parts_total",
+    "Parts of the KV cache that came while the model was awake on a shared card, and that went back.",
+    change=tuple(KvChange),
+)
 RESTORED_BYTES = _counter(
     "sleepserve_restored_bytes_total", "Bytes that wakes copied to the device."
 )
@@ -283,6 +303,8 @@ OF_REPLICAS = (
     *(
         GRANTS,
         GRANT_SECONDS,
+        GROWTH,
+        KV_PARTS,
         RESTORED_BYTES,
         RESTORE_RATE,
         REFUSED,

@@ -8,6 +8,8 @@ from actors.observer import (
     Course,
     Ending,
     GrantOutcome,
+    GrowthOutcome,
+    KvChange,
     Observer,
     SleepCause,
     WakeCause,
@@ -62,6 +64,12 @@ class Instruments(Observer):
     def granted(self, outcome: GrantOutcome, seconds: float) -> None:
         self._tally.add(metrics.GRANTS, outcome)
         self._tally.observe(metrics.GRANT_SECONDS, seconds)
+
+    def growth_asked(self, outcome: GrowthOutcome) -> None:
+        self._tally.add(metrics.GROWTH, outcome)
+
+    def kv_changed(self, change: KvChange, parts: int) -> None:
+        self._tally.add(metrics.KV_PARTS, change, by=parts)
 
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         self._tally.observe(metrics.WAKE_PHASE_SECONDS, seconds, phase)

@@ -144,6 +144,7 @@ class ModelReplica:
         await self._supervisor.start()
         if isinstance(workers, OnCard) and self._card is not None:
             self._card.make_room = self._lifecycle.make_room
+            self._card.give_back = workers.give_back
             workers.tell_ready()
         await self._replica.begin()
         set_aside()
@@ -186,6 +187,7 @@ class ModelReplica:
             watchdog=config.watchdog,
             lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
             cpu_card=cpu_card_of(card, self._node) if engine.device == "cpu" else None,
+            memory_budget=card.memory_budget,
         )
         resources = bundles(config.num_cpus, config.num_gpus)[1]
         reading = asyncio.create_task(asyncio.to_thread(_read_text_settings, config, checkpoint))

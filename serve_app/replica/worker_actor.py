@@ -4,9 +4,11 @@ import asyncio
 import os
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.card.config import budget_bytes
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
 from actors.errors import EngineDied
@@ -36,6 +38,9 @@ class WorkerSettings:
     watchdog: WatchdogConfig
     lessee: str  # of the image: the replica's actor, which outlives its workers
     cpu_card: tuple[Path, int] | None = None  # file and bytes of what stands for a card
+    memory_budget: float | str | None = (
+        None  # of the card, for all its models; None: it is not shared
+    )
 
 
 class WorkerActor:
@@ -90,6 +95,7 @@ class WorkerActor:
                 lessee=settings.lessee,
                 on_obtained=lambda source: connection.send(Obtained(source)),
             )
+            budget = settings.memory_budget
             worker = await asyncio.to_thread(
                 ModelWorker,
                 module,
@@ -103,6 +109,7 @@ class WorkerActor:
                 settings.watchdog,
                 None if settings.cpu_card is None else CpuCard(*settings.cpu_card),
                 permission.ask,
+                None if budget is None else partial(budget_bytes, budget),
             )
         self._service = WorkerService(worker, connection)
         set_aside()

@@ -128,7 +128,8 @@ def test_status_has_a_line_for_the_card(many: ServeProcess) -> None:
 
     told = wait_until(
         lambda: re.search(
-            r"cpu of node \w+: (\S+) MiB of \S+ MiB held, awake (.*), (\d) asleep", line()
+            r"cpu of node \w+: (\S+) MiB of \S+ MiB held, awake (.* \(KV .* of .*\)), (\d) asleep",
+            line(),
         ),
         what="the line",
     )

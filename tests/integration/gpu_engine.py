@@ -5,6 +5,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -252,11 +253,16 @@ def running(
     limits: EngineConfig,
     dtype: torch.dtype = torch.float16,
     fill: Callable[[tf.PreTrainedModel], None] | None = None,
+    driver: Callable[[], Any] = PoisonedDriver,
+    budget: int | None = None,
+    short: Callable[[], None] | None = None,
 ) -> Iterator[Harness]:
     """An engine with a small random model.
 
     Args:
         fill: writes the weights, where transformers' own will not do.
+        driver: of the KV cache's memory.
+        budget, short: as of TransformersEngine.
     """
     config.initializer_range = 0.1  # wide enough that the winner is clear
     torch.manual_seed(0)
@@ -280,7 +286,7 @@ def running(
     outputs: queue.Queue[EngineOutput] = queue.Queue()
 
     def kv_arena(parts: Sequence[int]) -> DeviceArena:
-        arenas.append(DeviceArena(PoisonedDriver(), parts))  # type: ignore[arg-type]
+        arenas.append(DeviceArena(driver(), parts))
         arenas[0].map()
         return arenas[0]
 
@@ -288,7 +294,7 @@ def running(
         for output in step:
             outputs.put(output)
 
-    engine = TransformersEngine(model, limits, kv_arena, sink)
+    engine = TransformersEngine(model, limits, kv_arena, sink, budget=budget, short=short)
     try:
         engine.pause()
         engine.warm_up()

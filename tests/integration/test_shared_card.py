@@ -10,9 +10,10 @@ import pytest
 
 from actors.card.tenant import CardClient
 from actors.checkpoints.making import write_checkpoint
+from actors.engine.config import EngineConfig
 from actors.errors import DeviceMemoryShort, NeverFits, NoRoom
 from actors.memory.cpu_card import CpuCard
-from actors.observer import GrantOutcome, Observer, SleepCause, WakeCause
+from actors.observer import GrantOutcome, KvChange, Observer, SleepCause, WakeCause
 from actors.protocol import GenerateRequest, ReplicaState, SamplingParams
 from actors.replica.in_process import InProcessModel, build_in_process
 from actors.replica.lifecycle import Lifecycle, SleepConfig
@@ -40,6 +41,16 @@ class Sleeps(Observer):
         self.causes.append(cause)
 
 
+class KvChanges(Observer):
+    """Remembers what came and went."""
+
+    def __init__(self) -> None:
+        self.changes: list[KvChange] = []
+
+    def kv_changed(self, change: KvChange, parts: int) -> None:
+        self.changes += [change] * parts
+
+
 @dataclass
 class Replica:
     """As Serve has it, in this process."""
@@ -49,6 +60,7 @@ class Replica:
     client: CardClient
     outcomes: list[GrantOutcome]
     sleeps: list[SleepCause]
+    model_observed: KvChanges
 
     async def tokens(self, prompt: str, max_tokens: int = 12) -> list[int]:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -66,8 +78,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 async def replica(
-    stack: AsyncExitStack, site: CardSite, checkpoint: Path, name: str, **sharing: object
+    stack: AsyncExitStack,
+    site: CardSite,
+    checkpoint: Path,
+    name: str,
+    engine: EngineConfig = ENGINE,
+    **sharing: object,
 ) -> Replica:
+    """Its KV cache grows by grant, if it may be as large as the card."""
     client = site.client(name, **sharing)
     outcomes = site.grants.outcomes
 
@@ -76,13 +94,16 @@ async def replica(
         await client.build(sized.size)
 
     image = await asyncio.to_thread(load, checkpoint)
+    observed = KvChanges()
     model = await build_in_process(
         build_module(checkpoint, "auto", "cpu"),
         image,
         NotedLoad(checkpoint, []),
-        ENGINE,
+        engine,
+        observer=observed,
         cpu_card=CpuCard(site.account, site.card.total),
         may_begin=may_begin,
+        budget_of=None if engine.num_blocks else lambda total: total,
     )
     stack.push_async_callback(model.close)
     workers = OnCard(LastWorker(model.runtime), client, is_pinned=False)
@@ -92,21 +113,26 @@ async def replica(
     sleeps = Sleeps()
     lifecycle = Lifecycle(workers, config, loop.time, name, observer=sleeps)
     client.make_room = lifecycle.make_room
+    client.give_back = workers.give_back
     outcomes.clear()
-    return Replica(model, lifecycle, client, outcomes, sleeps.causes)
+    return Replica(model, lifecycle, client, outcomes, sleeps.causes, observed)
 
 
 @asynccontextmanager
 async def replicas(
-    folder: Path, checkpoints: list[Path], room_for: float, **sharing: object
+    folder: Path,
+    checkpoints: list[Path],
+    room_for: float,
+    engine: EngineConfig = ENGINE,
+    **sharing: object,
 ) -> AsyncIterator[tuple[CardSite, list[Replica]]]:
-    """All asleep, on a card with room for so many."""
+    """All asleep, on a card with room for so many with a KV cache as of ENGINE."""
     size = await _size_of(checkpoints[0])
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(card_site(folder, int(room_for * size)))
         names = [f"m{i}" for i in range(len(checkpoints))]
         made = [
-            await replica(stack, site, checkpoint, name, **sharing)
+            await replica(stack, site, checkpoint, name, engine, **sharing)
             for name, checkpoint in zip(names, checkpoints, strict=True)
         ]
         yield site, made
@@ -123,13 +149,13 @@ async def _size_of(checkpoint: Path) -> int:
         await model.close()
 
 
-async def alone(checkpoints: list[Path]) -> list[list[int]]:
+async def alone(checkpoints: list[Path], engine: EngineConfig = ENGINE) -> list[list[int]]:
     """What each model says when it has a device to itself."""
     answers = []
-    for checkpoint, prompt in zip(checkpoints, PROMPTS, strict=True):
+    for checkpoint, prompt in zip(checkpoints, PROMPTS, strict=False):
         image = await asyncio.to_thread(load, checkpoint)
         module = build_module(checkpoint, "auto", "cpu")
-        model = await build_in_process(module, image, NotedLoad(checkpoint, []), ENGINE)
+        model = await build_in_process(module, image, NotedLoad(checkpoint, []), engine)
         try:
             await model.runtime.wake()
             params = SamplingParams(temperature=0.0, max_tokens=12)

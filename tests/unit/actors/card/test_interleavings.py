@@ -9,6 +9,7 @@ from tests.unit.actors.card.world import (
     BUDGET,
     MAX_AWAKE,
     MAX_WAIT_S,
+    PART,
     World,
     everybody_is_served_in_turn,
     everything_settles,
@@ -40,6 +41,14 @@ class Interleavings(RuleBasedStateMachine):
     @rule(model=MODELS)
     def leave(self, model: int) -> None:
         self.world.leave(model)
+
+    @rule(model=MODELS)
+    def grow(self, model: int) -> None:
+        self.world.grow(model)
+
+    @rule(model=MODELS, size=st.integers(0, BUDGET))
+    def use(self, model: int, size: int) -> None:
+        self.world.use(model, size)
 
     @rule(model=MODELS)
     def sleep(self, model: int) -> None:
@@ -107,6 +116,36 @@ def test_a_thousand_interleavings() -> None:
 @pytest.mark.slow
 def test_ten_thousand_interleavings() -> None:
     _run(10_000)
+
+
+def test_models_alone_have_all_of_the_card_and_give_it_back() -> None:
+    world = World()
+    for round_ in range(12):
+        index = (0, 2)[round_ % 2]
+        world.tick(1.5)  # the one before may have to make room
+        world.request(index)
+        _read_all(world)
+        world.woken(index)
+        for _ in range(20):
+            world.grow(index)
+            _read_all(world)
+        _read_all(world)
+        assert world.ledger.card().free < PART
+        world.finish(index)
+        _read_all(world)
+    assert world.given_back > 0
+    assert not world.short
+    assert [world.models[i].state for i in (0, 2)] == ["awake", "awake"], "nobody had to sleep"
+    everything_settles(world)
+
+
+def _read_all(world: World) -> None:
+    for _ in range(4):
+        world.deliver_all_up()
+        for index in range(len(world.models)):
+            while world.models[index].inbox:
+                world.deliver_down(index)
+    world.deliver_all_up()
 
 
 def test_waits_of_a_quiet_server_are_within_the_limit() -> None:

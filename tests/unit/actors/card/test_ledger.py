@@ -1,7 +1,17 @@
 """A card's account over time: what messages that cross do to it, and what it says."""
 
+import msgspec
+
 from actors.card.config import Terms
-from actors.card.ledger import CardLedger, Decision, Granting, Ordering, Refusing, Waiting
+from actors.card.ledger import (
+    CardLedger,
+    Decision,
+    Granting,
+    Ordering,
+    Refusing,
+    Shrinking,
+    Waiting,
+)
 from actors.card.messages import Account
 
 ASLEEP = Account(process_id=1)
@@ -55,6 +65,66 @@ def test_grant_that_nobody_wanted_any_more_comes_back() -> None:
     book.withdraw("a", 1)
     book.account("a", Account(process_id=1, read_ask=1), 20.0)
     assert book.card().free == 100
+
+
+GROWN = msgspec.structs.replace(AWAKE, held=90, kv=50, kv_most=60, grown=40, spare=40)
+
+
+def test_cache_that_is_given_back_is_granted_once() -> None:
+    book = ledger("a", "b", "c")
+    book.account("a", GROWN, 10.0)
+    wants(book, "b", 30)
+    wants(book, "c", 20)
+    orders = [each for each in decide(book) if isinstance(each, Shrinking)]
+    assert [(each.tenant, each.shrink.size) for each in orders] == [("a", 20)]
+    less = msgspec.structs.replace(GROWN, held=70, grown=20, spare=20, kv=30, answered_order=0)
+    book.account("a", less, 20.1)
+    granted, order = [d for d in decide(book, 20.1) if isinstance(d, Granting | Shrinking)]
+    assert granted == Granting("b", 1, at_once=False)
+    assert isinstance(order, Shrinking)
+    assert order.shrink.size == 20
+
+
+def test_growth_counts_from_its_grant_on_and_no_longer_once_it_is_told() -> None:
+    book = ledger("a")
+    book.account("a", AWAKE, 10.0)
+    book.ask("a", 2, 30, False, 20.0, 1.0, grows=True)
+    assert decide(book) == [Granting("a", 2, at_once=True)]
+    assert book.card().free == 10
+    book.account("a", AWAKE, 20.0)  # sent before the grant was read
+    assert book.card().free == 10
+    tenant = book.card().tenant("a")
+    assert tenant.awake
+    assert not tenant.moving
+    book.account("a", msgspec.structs.replace(AWAKE, held=90, read_ask=2), 20.1)
+    assert book.card().free == 10
+
+
+def test_growth_that_is_not_free_is_refused_at_once_and_idle_caches_shrink() -> None:
+    book = ledger("a", "b")
+    book.account("a", msgspec.structs.replace(GROWN, held=60), 10.0)
+    book.account("b", msgspec.structs.replace(AWAKE, held=40, busy=True), 10.0)
+    book.ask("b", 2, 10, False, 20.0, 1.0, grows=True)
+    refused, order = decide(book)
+    assert isinstance(refused, Refusing)
+    assert isinstance(order, Shrinking)
+    assert (order.tenant, order.shrink.size) == ("a", 10)
+    less = msgspec.structs.replace(GROWN, held=50, grown=30, spare=30, answered_order=0)
+    book.account("a", less, 20.1)
+    book.ask("b", 3, 10, False, 20.2, 1.0, grows=True)
+    assert decide(book, 20.2) == [Granting("b", 3, at_once=True)]
+
+
+def test_who_gave_nothing_is_not_asked_without_end() -> None:
+    book = ledger("a", "b")
+    book.account("a", msgspec.structs.replace(GROWN, busy=True), 10.0)
+    wants(book, "b", 30)
+    assert any(isinstance(each, Shrinking) for each in decide(book))
+    still = msgspec.structs.replace(GROWN, busy=True, answered_order=0)
+    book.account("a", still, 20.0)
+    assert not any(isinstance(each, Shrinking) for each in decide(book))
+    assert book.next_s <= 20.2
+    assert any(isinstance(each, Shrinking) for each in decide(book, 20.3))
 
 
 def test_order_that_could_not_be_followed_goes_to_somebody_else() -> None:

@@ -14,6 +14,7 @@ from actors.card.plan import (
     Evict,
     Grant,
     Refuse,
+    Shrink,
     Tenant,
     Wait,
     in_order,
@@ -58,6 +59,98 @@ def test_what_fits_is_granted() -> None:
 def test_one_byte_too_much_is_not() -> None:
     tight = replace(ask(40), size=40 * GIB + 1)
     assert evicted(plan(card(awake("a"), awake("b")), tight, NOW_S)) == ["a"]
+
+
+# --- KV cache that nobody uses ---
+
+
+def shrunk(outcome: object) -> dict[str, int]:
+    assert isinstance(outcome, Wait | Refuse), outcome
+    return {shrink.tenant: shrink.size // GIB for shrink in outcome.shrink}
+
+
+def cached(name: str, size: int = 30, spare: int = 10, **fields: object) -> Tenant:
+    """Awake, with KV cache that nobody uses."""
+    grown = {"kv": spare * GIB, "grown": spare * GIB, "spare": spare * GIB}
+    return awake(name, size, **grown | fields)  # type: ignore[arg-type]
+
+
+def test_cache_that_nobody_uses_goes_before_anybody_sleeps() -> None:
+    full = card(cached("a", 50, 25), awake("b", 40))
+    outcome = plan(full, ask(30), NOW_S)
+    assert (evicted(outcome), shrunk(outcome)) == ([], {"a": 20})
+    assert isinstance(outcome, Wait)
+    assert outcome.shrink == (Shrink("a", 20 * GIB, "30.00 GiB for new"),)
+    assert outcome.reason == "a give back KV cache"
+
+
+def test_idle_ones_give_back_first_and_nobody_more_than_is_missing() -> None:
+    tenants = (cached("busy", 30, 20, busy=True), cached("short", 30, 5, idle_s=1))
+    full = card(*tenants, cached("long", 40, 5, idle_s=9))
+    assert shrunk(plan(full, ask(3), NOW_S)) == {"long": 3}
+    assert shrunk(plan(full, ask(8), NOW_S)) == {"long": 5, "short": 3}
+    assert shrunk(plan(full, ask(12), NOW_S)) == {"long": 5, "short": 5, "busy": 2}
+
+
+def test_busy_pinned_and_just_woken_ones_give_back_at_once() -> None:
+    terms = Terms(pin=True, min_awake_s=1e6, preempt=Preempt.NEVER)
+    full = card(cached("a", 100, 60, busy=True, terms=terms))
+    assert shrunk(plan(full, ask(60), NOW_S)) == {"a": 60}
+
+
+def test_what_is_not_enough_alone_spares_some_of_those_who_sleep() -> None:
+    full = card(cached("a", 40, 20, idle_s=1), awake("b", 30, idle_s=9), awake("c", 30, idle_s=5))
+    outcome = plan(full, ask(50), NOW_S)
+    assert (evicted(outcome), shrunk(outcome)) == (["b"], {"a": 20})
+
+
+def test_what_is_on_its_way_back_is_waited_for_and_asked_for_once() -> None:
+    full = card(cached("a", 60, 30, giving=30 * GIB), awake("b", 40))
+    outcome = plan(full, ask(30), NOW_S)
+    assert (evicted(outcome), shrunk(outcome)) == ([], {})
+    assert isinstance(outcome, Wait)
+    assert outcome.reason == "a on the way to make room"
+    assert evicted(plan(full, ask(40), NOW_S)) == ["b"]
+
+
+def test_who_gave_less_than_it_had_said_is_asked_again_later() -> None:
+    later_s = NOW_S + 0.2
+    mean = cached("a", 100, 30, busy=True, spare_from_s=later_s)
+    outcome = plan(card(mean), ask(20), NOW_S)
+    assert isinstance(outcome, Wait)
+    assert (shrunk(outcome), outcome.until_s) == ({}, later_s)
+    assert shrunk(plan(card(mean), ask(20), later_s)) == {"a": 20}
+
+
+def test_pinned_cache_that_grew_is_no_reason_why_another_never_fits() -> None:
+    pinned = replace(cached("a", 90, 60, busy=True, terms=Terms(pin=True)), spare=0)
+    assert isinstance(plan(card(pinned), ask(60), NOW_S), Wait)
+    outcome = plan(card(pinned), ask(71), NOW_S)
+    assert isinstance(outcome, Refuse)
+    assert not outcome.ever
+
+
+def test_growth_gets_what_is_free_and_has_nobody_sleep() -> None:
+    more = ask(10, "a", grows=True, waits=False)
+    assert plan(card(awake("a", 80), awake("b", 10)), more, NOW_S) == Grant()
+    full = card(awake("a", 80), awake("b", 20, idle_s=1000))
+    outcome = plan(full, more, NOW_S)
+    assert isinstance(outcome, Refuse)
+    assert (outcome.ever, outcome.shrink) == (True, ())
+
+
+def test_growth_has_idle_ones_give_back_and_no_busy_ones() -> None:
+    more = ask(10, "a", grows=True, waits=False)
+    idle, busy = cached("b", 20, 10), cached("b", 20, 10, busy=True)
+    assert shrunk(plan(card(awake("a", 80), idle), more, NOW_S)) == {"b": 10}
+    assert shrunk(plan(card(awake("a", 80), busy), more, NOW_S)) == {}
+
+
+def test_growth_comes_behind_who_has_nothing_yet() -> None:
+    older = ask(10, "a", waited_s=5, grows=True, waits=False)
+    assert in_order([older, ask()], card(awake("a")), NOW_S) == [ask(), older]
+    claimed = card(awake("a", 80), claimed=15 * GIB)
+    assert isinstance(plan(claimed, older, NOW_S), Refuse)
 
 
 # --- who makes room ---

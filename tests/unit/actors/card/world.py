@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from actors.card.config import Preempt, Terms
-from actors.card.ledger import CardLedger, Granting, Ordering, Refusing
+from actors.card.ledger import CardLedger, Granting, Ordering, Refusing, Shrinking
 from actors.card.messages import Account
 from actors.protocol import SleepMode
 
@@ -13,6 +13,7 @@ BUDGET = 100
 MAX_WAIT_S = 8.0
 SIZES = (20, 34, 33, 50, 51, 100)  # one byte too many for two of them, and for three
 MAX_AWAKE = 2
+PART = 7  # of a KV cache that grows
 TERMS = (
     Terms(min_awake_s=0.5, max_wait_s=MAX_WAIT_S),
     Terms(min_awake_s=0.0, max_wait_s=MAX_WAIT_S, preempt=Preempt.FREEZE),
@@ -41,6 +42,9 @@ class Model:
     read_ask: int = -1
     answered: int = -1
     draining_for: int | None = None
+    grown: int = 0  # of `mapped`, parts that came since the wake
+    used: int = 0  # of these
+    grows: bool = False  # has asked for one more
     inbox: deque[object] = field(default_factory=deque)  # from the keeper
 
 
@@ -50,6 +54,7 @@ class World:
     Attributes:
         answered, refused: how long each request waited that got a worker, or a refusal.
         short: grants that the driver could not honour.
+        grants, given_back: parts that came and went.
         lost_keepers: how many have died.
     """
 
@@ -59,6 +64,7 @@ class World:
         self.answered: list[float] = []
         self.refused: list[float] = []
         self.short = 0
+        self.grants = self.given_back = 0
         self.lost_keepers = 0
         self.outbox: deque[tuple[int, Callable[[CardLedger], None]]] = deque()  # to which keeper
         self.keeper = 0  # which one there is
@@ -113,6 +119,19 @@ class World:
         self._begin(model, model.waiting)
         model.waiting = []
 
+    def grow(self, index: int) -> None:
+        """A busy model is short of blocks."""
+        model = self.models[index]
+        if model.state in ("awake", "draining") and model.in_flight and not model.grows:
+            self._ask(model, grows=True)
+
+    def use(self, index: int, size: int) -> None:
+        """Sequences have so much of what has grown, as far as it goes. The keeper may hear of it later."""
+        model = self.models[index]
+        before, model.used = model.used, min(size, model.grown) if model.in_flight else 0
+        if model.used != before:
+            self._tell(model)
+
     def idle_sleep(self, index: int) -> None:
         model = self.models[index]
         if model.state == "awake" and not model.in_flight:
@@ -140,6 +159,7 @@ class World:
         for model in self.models:
             model.inbox.clear()
             model.answered = -1
+            model.grows = False  # not without a keeper
             if model.state == "asking":  # by the driver's word
                 model.read_ask = model.number
                 if not self._map(model):
@@ -167,24 +187,33 @@ class World:
         if not model.inbox:
             return
         message = model.inbox.popleft()
-        if isinstance(message, Granting | Refusing) and (
-            model.state != "asking" or message.number != model.number
-        ):
+        if isinstance(message, Shrinking):
+            self._give_back(model, message)
+        elif isinstance(message, Granting | Refusing) and message.number == model.number:
+            self._answered(model, message)
+        elif isinstance(message, Ordering):
+            self._make_room(model, message)
+
+    def _answered(self, model: Model, message: Granting | Refusing) -> None:
+        if model.grows:
+            model.grows = False
+            if isinstance(message, Granting):
+                model.read_ask = message.number
+                self._map_part(model)
+        elif model.state != "asking":
             return  # it was withdrawn
-        if isinstance(message, Granting):
+        elif isinstance(message, Granting):
             model.read_ask = message.number
             if not self._map(model):
                 self.short += 1
                 self._tell(model, short=True)
                 self._ask(model)
-        elif isinstance(message, Refusing):
+        else:
             model.state = "asleep"
             if model.in_flight:  # frozen ones try again
                 self._ask(model)
             self.refused += [self.now_s - since_s for since_s in model.waiting]
             model.waiting = []
-        elif isinstance(message, Ordering):
-            self._make_room(model, message)
 
     def tick(self, seconds: float) -> None:
         """Time passes, no further than the ledger wants to be asked again."""
@@ -199,7 +228,7 @@ class World:
         if self.now_s < self.gathers_until_s:
             return
         for decision in self.ledger.decide(self.now_s):
-            if isinstance(decision, Granting | Refusing | Ordering):
+            if isinstance(decision, Granting | Refusing | Ordering | Shrinking):
                 model = next(m for m in self.models if m.name == decision.tenant)
                 model.inbox.append(decision)
 
@@ -214,15 +243,16 @@ class World:
         elif model.in_flight:  # what was frozen goes on
             self._tell(model)
 
-    def _ask(self, model: Model) -> None:
-        model.state = "asking"
+    def _ask(self, model: Model, grows: bool = False) -> None:
+        model.grows = grows
+        if not grows:
+            model.state = "asking"
         model.number += 1
         number, waited_s = model.number, model.terms.max_wait_s
+        size = PART if grows else model.size - model.mapped
         self._up(
             lambda ledger: (
-                ledger.ask(
-                    model.name, number, model.size - model.mapped, True, self.now_s, waited_s
-                )
+                ledger.ask(model.name, number, size, not grows, self.now_s, waited_s, grows)
                 if model.name in ledger._tenants
                 else None
             )
@@ -236,8 +266,33 @@ class World:
         self._tell(model)
         return True
 
+    def _map_part(self, model: Model) -> None:
+        if sum(m.mapped for m in self.models) + PART > BUDGET:
+            self.short += 1
+            self._tell(model, short=True)
+            return
+        self.grants += 1
+        model.mapped += PART
+        model.grown += PART
+        self._tell(model)
+
+    def _give_back(self, model: Model, order: Shrinking) -> None:
+        """Whole parts, as far as nobody uses them by now."""
+        if model.state == "awake":
+            parts = min(-(-order.shrink.size // PART), (model.grown - model.used) // PART)
+            self.given_back += parts
+            model.mapped -= parts * PART
+            model.grown -= parts * PART
+        model.answered = order.number
+        self._tell(model)
+
     def _sleep(self, model: Model) -> None:
+        if model.grows:
+            number = model.number
+            model.grows, model.read_ask = False, number
+            self._up(lambda ledger: ledger.withdraw(model.name, number))
         model.mapped, model.state = 0, "asleep"
+        model.grown = model.used = 0
         if model.draining_for is not None:
             model.answered, model.draining_for = model.draining_for, None
         self._tell(model)
@@ -272,6 +327,9 @@ class World:
             read_ask=model.read_ask,
             answered_order=model.answered,
             short=short,
+            kv=model.grown,
+            grown=model.grown,
+            spare=(model.grown - model.used) // PART * PART,
         )
 
     def _tell(self, model: Model, short: bool = False) -> None:

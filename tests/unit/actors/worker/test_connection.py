@@ -35,6 +35,8 @@ from actors.worker.messages import (
     CheckGrammar,
     Failed,
     FinishCompiling,
+    GiveBackKv,
+    GrowKv,
     Logged,
     NewSequence,
     Obtained,
@@ -45,6 +47,7 @@ from actors.worker.messages import (
     Sequences,
     Settle,
     Settled,
+    Short,
     Sized,
     Sleep,
     Starting,
@@ -89,6 +92,8 @@ DOWN: list[Any] = [
     Call(4, Score((1, 2, 3), 20)),
     Call(5, CheckGrammar(GRAMMAR)),
     Call(6, ReadDevice("node")),
+    Call(7, GrowKv(granted=True)),
+    Call(8, GiveBackKv(2**33)),
     Call(2**40, Stop()),
     Abandon(7),
     Begin(),
@@ -109,6 +114,7 @@ UP: list[Any] = [
     Settled(REPORT),
     State(STATE),
     State(BARE_STATE),
+    Short(2**30),
     Obtained("disk"),
     Logged(logging.WARNING, "actors.engine.engine", "zwei\nZeilen: ü"),
 ]
@@ -117,6 +123,8 @@ VALUES: dict[type, list[Any]] = {
     Sleep: [CHANGE],
     Score: [[None, *LOGPROBS], []],
     ReadDevice: [DeviceNow("GPU-1", "card", 2**36, 60, 40)],
+    GrowKv: [0, 1],
+    GiveBackKv: [0, 17],
 }
 
 ERRORS = [

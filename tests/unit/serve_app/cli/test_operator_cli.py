@@ -94,14 +94,15 @@ def test_status_has_a_line_for_each_shared_card(front: Front) -> None:
         27 * 2**20,
         0,
         (
-            CardTenant("org/one", "replica-0", 27 * 2**20, 0, awake=True),
+            CardTenant("org/one", "replica-0", 27 * 2**20, 0, True, 2 * 2**20, 60 * 2**20),
             CardTenant("org/one", "replica-1", 0, 0, awake=False),
         ),
         ("two for 60.00 MiB: org/one make room",),
     )
     front.model.card = card
-    assert "27.00 MiB of 84.00 MiB held, awake org/one, 1 asleep; waiting: two for" in " ".join(
-        run(front, "status").stdout.split()
+    assert (
+        "27.00 MiB of 84.00 MiB held, awake org/one (KV 2.00 MiB of 60.00 MiB), 1 asleep; waiting: two for"
+        in " ".join(run(front, "status").stdout.split())
     )
 
 
