@@ -91,8 +91,6 @@ class OnCard:
             kv=self._kv,
         )
         self._is_awake = True
-        worker.short = self._begin_growing
-        worker.changed = self._worker_changed
         return change
 
     async def give_back(self, size: int) -> None:
@@ -137,7 +135,10 @@ class OnCard:
         return await self._card.look()
 
     def tell_ready(self) -> None:
-        """A worker is ready, asleep."""
+        """A worker is ready, asleep. What it says of its KV cache is heard from now on."""
+        worker = self.runtime.worker
+        worker.short = self._begin_growing
+        worker.changed = self._worker_changed
         self._tell_asleep(self.runtime.worker.state.device_free)
 
     def _begin_growing(self, size: int) -> None:

@@ -8,26 +8,30 @@ import pytest
 
 from actors.engine.batching import kv_growth
 from actors.observer import GrantOutcome, GrowthOutcome, KvChange
+from actors.protocol import ReplicaState
 from actors.worker import kv_demand
 from tests.card_site import until
 from tests.integration.runtime_harness import ENGINE
-from tests.integration.test_shared_card import (
-    AWAKE,
+from tests.integration.shared_card_harness import (
     PROMPTS,
     Replica,
     alone,
-    checkpoints,
     replicas,
     run,
     states,
+    write_models,
 )
 
-__all__ = ["checkpoints"]
-
+AWAKE = ReplicaState.AWAKE
 PART = 2**18
 ROOM = 1.1  # for two with the least that they can have, and one of them with a large KV cache
 SHARED = ENGINE.model_copy(update={"max_model_len": 256, "num_blocks": None})
 LONG = tuple(f"Prompt {i}: " + "the quick brown fox " * 6 for i in range(8))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_models(tmp_path_factory.mktemp("models"), 2)
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +85,8 @@ def test_idle_neighbour_gives_back_its_cache_and_stays_awake(
     """A budget for the weights of both, and for one large KV cache."""
 
     async def scenario() -> None:
-        right = await alone(checkpoints[:2], SHARED)
-        async with replicas(tmp_path, checkpoints[:2], ROOM, engine=SHARED) as (site, made):
+        right = await alone(checkpoints, SHARED)
+        async with replicas(tmp_path, checkpoints, ROOM, engine=SHARED) as (site, made):
             one, two = made
             filled = await fill(one)
             await until(lambda: site.keeper_free() < two.model.runtime.worker.state.wake_bytes)
@@ -90,7 +94,7 @@ def test_idle_neighbour_gives_back_its_cache_and_stays_awake(
             assert states(made) == [AWAKE, AWAKE]
             assert not one.sleeps
             assert two.outcomes == [GrantOutcome.AFTER_ROOM]
-            assert KvChange.GIVEN_BACK in one.model_observed.changes
+            assert KvChange.GIVEN_BACK in one.kv_changes
             assert await one.tokens(PROMPTS[0]) == right[0]
             assert await fill(one) == filled
             assert states(made) == [AWAKE, AWAKE]
@@ -102,8 +106,8 @@ def test_busy_neighbour_gives_back_what_it_does_not_use(
     tmp_path: Path, checkpoints: list[Path]
 ) -> None:
     async def scenario() -> None:
-        right = await alone(checkpoints[:2], SHARED)
-        async with replicas(tmp_path, checkpoints[:2], ROOM, engine=SHARED) as (_, made):
+        right = await alone(checkpoints, SHARED)
+        async with replicas(tmp_path, checkpoints, ROOM, engine=SHARED) as (_, made):
             one, two = made
             expected = await one.tokens(LONG[0], 100)
             await fill(one)
@@ -142,7 +146,7 @@ def test_tokens_are_right_while_the_cache_grows_and_shrinks(
             await asyncio.gather(*(ask(number) for number in range(len(LONG))))
             done.set()
             await taking
-            changes = one.model_observed.changes
+            changes = one.kv_changes
             assert {KvChange.MAPPED, KvChange.GIVEN_BACK} <= set(changes)
             await one.client.give_back(2**40)
             assert mapped(one) == least(one)
