@@ -172,13 +172,6 @@ class ModelConfig(BaseModel):
         return self
 
     @property
-    def sleep_of_replica(self) -> SleepConfig:
-        """`sleep`; a pinned model is never idle for too long."""
-        if self.sharing.pin:
-            return self.sleep.model_copy(update={"idle_timeout_s": None})
-        return self.sleep
-
-    @property
     def engine_of_replica(self) -> EngineConfig:
         """`engine`, its device decided: a card that Ray did not reserve is not taken."""
         if self.engine.device == "auto" and self.num_gpus == 0:
