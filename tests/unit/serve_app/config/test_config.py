@@ -354,7 +354,7 @@ def test_name_is_taken_once(folder: Path) -> None:
     alias = {"model_id": "b", "source": {"id": "checkpoints/demo"}, "aliases": ["c", "a"]}
     with pytest.raises(ConfigError) as caught:
         AppArgs.model_validate({"models": [alias | {"model_id": "a", "aliases": []}, alias]})
-    assert str(caught.value) == "models.1.aliases: a is the name of models.0 already"
+    assert str(caught.value) == "models.1.aliases: a is the name of models.0 already (model b)"
 
 
 def test_default_target_is_no_higher_than_what_a_replica_takes(folder: Path) -> None:
@@ -401,7 +401,14 @@ def test_every_mistake_has_its_line(folder: Path) -> None:
             "[configs/demo.yaml]",
             "[{model_id: a, source: {id: checkpoints/demo}, sleep: {levl: 1}}]",
             "serve_config.yaml: applications.weights.args.models.0.sleep.levl: "
-            "unknown key; did you mean level?",
+            "unknown key; did you mean level? (model a)",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[{model_id: a, source: {id: checkpoints/demo}, sleep: {schedule: {awake: "
+            '[{cron: "61 8 * * *", duration: 1h}]}}}]',
+            "serve_config.yaml: applications.weights.args.models.0.sleep.schedule.awake.0.cron: "
+            "no cron expression: Bad minute, found '61 8 * * *' (model a)",
         ),
         (
             "[configs/demo.yaml]",
