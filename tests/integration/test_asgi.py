@@ -210,13 +210,17 @@ def test_schedule_decides_where_nobody_asks(tiny: ModelConfig) -> None:
     """Every minute a window of an hour: whenever this runs, it is in one."""
     always = [{"cron": "* * * * *", "duration": "1h"}]
 
-    def scheduled(name: str, **schedule: Any) -> ModelConfig:
-        sleep = {"idle_check_interval_s": 0.05, "schedule": schedule, "start_asleep": True}
+    def scheduled(name: str, start_asleep: bool, **schedule: Any) -> ModelConfig:
+        sleep = {
+            "idle_check_interval_s": 0.05,
+            "schedule": schedule,
+            "start_asleep": start_asleep,
+        }
         settings = tiny.model_dump() | {"model_id": name, "sleep": sleep}
         return ModelConfig.model_validate(settings)
 
     threads, switch_interval_s = torch.get_num_threads(), sys.getswitchinterval()
-    models = [scheduled("day", awake=always), scheduled("night", asleep=always)]
+    models = [scheduled("day", True, awake=always), scheduled("night", False, asleep=always)]
     with client_of(make_app(models, {})) as client:
         ends_s = time.monotonic() + 20
         while (day := status_of(client, "day"))["state"] != "awake":
@@ -224,6 +228,7 @@ def test_schedule_decides_where_nobody_asks(tiny: ModelConfig) -> None:
             time.sleep(0.01)
         assert day["reason"] == "schedule"
         assert day["schedule"]["wanted"] == "awake"
+        assert status_of(client, "night")["wakes"] == 0  # not even at the start
         for _ in range(2):  # a request wakes it, and it sleeps behind it
             assert answer(client, "night") == answer(client, "day")
             assert asleep_by_itself(client, "night")["reason"].endswith("by schedule")
