@@ -132,21 +132,12 @@ function whatNext(replica, now) {
 }
 
 function awakeNext(replica, now) {
-  const work = `${count(replica.in_flight, "request")} in flight`;
-  if (replica.in_flight) return [1, work];
-  if (replica.idle_timeout_s == null) return [1, `idle; ${STAYS[replica.idle_timeout_from]?.(replica) ?? "never sleeps by itself"}`];
+  if (replica.in_flight) return [1, `${count(replica.in_flight, "request")} in flight`];
+  if (replica.idle_timeout_s == null) return [1, `idle; stays awake (${replica.idle_timeout_from})`];
   const left = replica.quiet_since + replica.idle_timeout_s - now;
-  if (left <= 0) return [0, "sleeps any moment"];
-  const asked = replica.idle_timeout_from === "keep_alive" ? ", as a request asked" : "";
-  return [Math.min(1, left / replica.idle_timeout_s), `sleeps in ${countdown(left)}${asked}`];
+  const share = Math.min(1, Math.max(0, left / replica.idle_timeout_s || 0));
+  return [share, left > 0 ? `sleeps in ${countdown(left)}` : "sleeps any moment"];
 }
-
-/** Why one without an idle timeout stays awake, by whose word that is. */
-const STAYS = {
-  keep_alive: () => "a request asked it to stay awake",
-  pin: () => "pinned",
-  schedule: ({ schedule }) => `awake by its schedule${schedule?.until == null ? "" : ` until ${clock(schedule.until, false)}`}`,
-};
 
 // --- orders ---
 
