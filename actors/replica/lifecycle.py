@@ -13,8 +13,10 @@ wait), and ends in a settled state that releases every waiter.
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,11 +32,14 @@ from actors.errors import (
 )
 from actors.observer import Observer, SleepCause, WakeCause, WakeResult
 from actors.protocol import MemoryChange, ReplicaState, SleepCommand, SleepMode
-from actors.replica.idle import IdleClock
+from actors.replica.idle import IdleClock, IdleRules, IdleTimeout, TimeoutSource
+from actors.replica.schedule import Schedule, ScheduleConfig, Wanted
 
 logger = logging.getLogger(__name__)
 
 _HELD_RETRY_AFTER_S = 30.0  # nobody knows when an operator ends a hold; this keeps clients polite
+# Between two tries to wake for a schedule: each may have others on a full card make room.
+_SCHEDULE_RETRY_S = 60.0
 
 
 class SleepConfig(BaseModel):
@@ -47,11 +52,21 @@ class SleepConfig(BaseModel):
         gt=0,
         description="Sleep after this many seconds without an inference request; null: never.",
     )
+    max_keep_alive_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="The most that a request's `keep_alive` may ask for, in seconds; who asks for more, or for no end, "
+        "gets this, or `idle_timeout_s` where that is longer. No bound when absent.",
+    )
+    schedule: ScheduleConfig = Field(
+        default_factory=ScheduleConfig,
+        description="When the model is awake, or asleep, by the clock.",
+    )
     idle_check_interval_s: float = Field(
         default=5.0,
         gt=0,
-        description="The longest time between two looks at the idle clock, in seconds; there is one when "
-        "`idle_timeout_s` may be over.",
+        description="The longest time between two looks at the idle clock, and at the schedule, in seconds; there is "
+        "one when the idle timeout may be over.",
     )
     level: Literal[1, 2] = Field(
         default=1,
@@ -80,6 +95,14 @@ class SleepConfig(BaseModel):
     start_asleep: bool = Field(
         default=False, description="Start with the weights attached but not in device memory."
     )
+
+    def idle_rules(self, is_pinned: bool = False) -> IdleRules:
+        """How long it may be idle. One that is pinned, for good."""
+        return IdleRules(
+            math.inf if self.idle_timeout_s is None else self.idle_timeout_s,
+            math.inf if self.max_keep_alive_s is None else self.max_keep_alive_s,
+            is_pinned,
+        )
 
 
 class Effects(Protocol):
@@ -130,8 +153,18 @@ class Lifecycle:
         on_change: Callable[[], None] = lambda: None,
         held: bool = False,
         observer: Observer | None = None,
+        is_pinned: bool = False,
+        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self.idle = IdleClock(now)
+        """Make one, on its event loop.
+
+        Args:
+            now: seconds, of a clock that does not go backwards.
+            is_pinned: it never sleeps by being idle, whatever requests ask for.
+            wall: the time of day, for `config.schedule`.
+        """
+        self.schedule = Schedule(config.schedule, wall)
+        self.idle = IdleClock(now, config.idle_rules(is_pinned), self.schedule.wanted)
         self.reason = "starting"
         self.level = 0  # how deep it sleeps; 0 while it does not
         self.held = held
@@ -152,7 +185,8 @@ class Lifecycle:
         self._drained.set()
         self._drains = False  # waits for requests, or is about to
         self._wakes_asked = 0  # by operators
-        self._commands_waiting = 0  # of theirs, to wake
+        self._commands_waiting = 0  # of theirs, or the schedule's, to wake
+        self._look = asyncio.Event()  # at the idle clock: it may sleep sooner than it seemed
         self._going_on: asyncio.Task[None] | None = None  # wakes it for what `make_room` has frozen
         self._deep: SleepCause | None = None  # of the sleep at level 2 that it is in, or goes to
         self._transition: asyncio.Task[bool] | None = None
@@ -165,8 +199,13 @@ class Lifecycle:
         return self._state
 
     @asynccontextmanager
-    async def serving(self, request_id: str) -> AsyncIterator[None]:
+    async def serving(
+        self, request_id: str, keep_alive_s: float | None = None
+    ) -> AsyncIterator[None]:
         """Hold the replica awake for one request, waking it first if need be.
+
+        Args:
+            keep_alive_s: how long it may be idle afterwards, until another request begins; None: as configured.
 
         Raises:
             WakeTimeout: not awake within `wake_timeout_s`.
@@ -174,7 +213,7 @@ class Lifecycle:
             ReplicaFailed: the replica is in, or entered, FAILED.
         """
         await self._await_awake(request_id)
-        self.idle.begin()  # no await since AWAKE was seen: the state cannot have moved
+        self.idle.begin(keep_alive_s)  # no await since AWAKE was seen: the state cannot have moved
         self._drained.clear()
         if self.idle.in_flight == 1:
             self._effects.has_requests(True)
@@ -185,6 +224,7 @@ class Lifecycle:
             if self.idle.in_flight == 0:
                 self._drained.set()
                 self._effects.has_requests(False)
+                self._look_if_due()
 
     async def sleep(
         self,
@@ -243,7 +283,8 @@ class Lifecycle:
                     break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
         finally:
             self._commands_waiting -= 1
-        self.idle.touch()
+        self.idle.ordered_awake()
+        self._look_if_due()
 
     async def make_room(self, mode: SleepMode | None, reason: str) -> None:
         """Sleep, because another model wants the memory of the card; return when that is settled.
@@ -314,26 +355,79 @@ class Lifecycle:
         self._effects.fail_in_flight(failure)
 
     async def sleep_when_idle(self) -> None:
-        """Watch the idle clock until cancelled."""
-        timeout_s = self._config.idle_timeout_s
-        if timeout_s is None:
-            return
+        """Watch the idle clock until cancelled, or the replica has failed."""
         while True:
-            is_awake = self._state is ReplicaState.AWAKE
-            due_s = timeout_s - self.idle.idle_s() if is_awake else timeout_s
-            await asyncio.sleep(min(due_s, self._config.idle_check_interval_s))
-            idle_s = self.idle.idle_s()
-            if self._state is ReplicaState.AWAKE and idle_s >= timeout_s:
+            self._look.clear()
+            await self._until_look(min(self._sleeps_in_s(), self._config.idle_check_interval_s))
+            if self._sleeps_in_s() > 0:
+                continue
+            try:
+                await self.sleep(
+                    SleepCommand(level=self._config.level), self._why_idle(), SleepCause.IDLE
+                )
+            except DrainTimeout:  # a request came in between; it keeps the replica awake
+                continue
+            except ReplicaFailed:  # logged by the transition; the health check takes over
+                return
+
+    async def wake_by_schedule(self) -> None:
+        """Wake at the start of each window of `schedule.awake`, until cancelled or the replica has failed.
+
+        At its start only: who has it sleep in the middle of one, an operator or another model that needs the card,
+        has it sleep until a request comes. What is refused is tried again while the window lasts.
+        """
+        if self.schedule.is_empty:
+            return
+        before = Wanted.NEITHER
+        while True:
+            pause_s, wanted = self._config.idle_check_interval_s, self.schedule.wanted()
+            if wanted is Wanted.AWAKE and before is not Wanted.AWAKE:
                 try:
-                    await self.sleep(
-                        SleepCommand(level=self._config.level),
-                        f"idle {idle_s:.1f} s >= {timeout_s:g} s",
-                        SleepCause.IDLE,
-                    )
-                except DrainTimeout:  # a request came in between; it keeps the replica awake
-                    continue
-                except ReplicaFailed:  # logged by the transition; the health check takes over
+                    await self._wake_for_schedule()
+                except Unavailable as exc:
+                    logger.warning("%s: its schedule wants it awake: %s", self._name, exc)
+                    wanted, pause_s = before, max(exc.retry_after_s, _SCHEDULE_RETRY_S)
+                except ReplicaFailed:
                     return
+            before = wanted
+            await asyncio.sleep(pause_s)
+
+    async def _wake_for_schedule(self) -> None:
+        """Nothing becomes of it while an operator holds the replica asleep."""
+        self._commands_waiting += 1
+        try:
+            while self._state is not ReplicaState.AWAKE and not self.held:
+                if await self._step_to_awake("schedule", WakeCause.SCHEDULE):
+                    return
+        finally:
+            self._commands_waiting -= 1
+
+    def _sleeps_in_s(self) -> float:
+        """Until it may sleep by being idle; math.inf while it does not idle.
+
+        Who waits for a wake that has just ended goes on a little later, and would find it asleep again.
+        """
+        is_wanted = self.waiting_for_wake or self._commands_waiting
+        if self._state is not ReplicaState.AWAKE or is_wanted:
+            return math.inf
+        return self.idle.left_s()
+
+    def _look_if_due(self) -> None:
+        """Have the watch look, where it might not for too long: something has ended that kept it awake."""
+        if self._sleeps_in_s() <= self._config.idle_check_interval_s:
+            self._look.set()
+
+    async def _until_look(self, within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                await self._look.wait()
+        except TimeoutError:
+            return  # it is time
+
+    def _why_idle(self) -> str:
+        timeout: IdleTimeout = self.idle.timeout()
+        text = f"idle {self.idle.idle_s():.1f} s >= {timeout.seconds:g} s"
+        return text if timeout.source is TimeoutSource.SETTING else f"{text}, by {timeout.source}"
 
     async def _await_awake(self, request_id: str) -> None:
         started_s = self._now() if self._state is not ReplicaState.AWAKE else None
@@ -362,6 +456,7 @@ class Lifecycle:
         finally:
             self.waiting_for_wake -= 1
             self._give_up_unwanted_wake()
+            self._look_if_due()
 
     def _give_up_unwanted_wake(self) -> None:
         """Nobody sleeps to make room for a wake that nobody waits for."""
@@ -493,6 +588,8 @@ class Lifecycle:
         self.last_sleep = change
         self.sleeps += 1
         self.level = level
+        if not self.idle.in_flight:  # what is frozen goes on, and its word holds
+            self.idle.forget()
         self._observer.slept(cause, level, self.last_sleep_s, change.released_bytes)
         self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,12 @@ class Replica:
     outcomes: list[GrantOutcome]
     sleeps: list[SleepCause]
 
-    async def tokens(self, prompt: str, max_tokens: int = 12) -> list[int]:
+    async def tokens(
+        self, prompt: str, max_tokens: int = 12, keep_alive_s: float | None = None
+    ) -> list[int]:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         prepared = self.model.runtime.prepare(GenerateRequest("r", prompt, params))
-        async with self.lifecycle.serving("r"):
+        async with self.lifecycle.serving("r", keep_alive_s):
             events = [e async for e in self.model.runtime.generate(prepared)]
         return [token for event in events for token in event.token_ids]
 
@@ -170,6 +173,20 @@ def test_models_take_turns_and_each_says_what_it_says_alone(
             assert seen.held == sum(each.model.worker.memory.mapped_bytes for each in made)
             assert seen.held == site.card.total - CpuCard(site.account, site.card.total).free()
             assert seen.waiting == ()
+
+    run(scenario)
+
+
+def test_keep_alive_without_end_keeps_nobody_from_the_card(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints, room_for=1.5) as (_, made):
+            for _ in range(2):
+                for each, prompt in zip(made, PROMPTS, strict=True):
+                    assert await each.tokens(prompt, keep_alive_s=inf)
+                    assert states(made).count(AWAKE) == 1
+            assert set(made[0].sleeps) == {SleepCause.ROOM}
 
     run(scenario)
 
