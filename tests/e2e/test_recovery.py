@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -48,6 +49,18 @@ def test_configuration_that_cannot_work_is_told_in_the_log(
     servers.stop()
     with running(config_with("tiny_cpu.yaml", **change)) as server:
         wait_until(lambda: message in server.log(), 60, message, pause_s=0.2)
+        # Its first replica was never ready, so neither is the server.
+        wait_until(lambda: readiness(server) == (503, "starting"), 60, "readiness", pause_s=0.2)
+
+
+def readiness(server: ServeProcess) -> tuple[int, str | None]:
+    """Of the server as a whole; before there is an ingress, the proxy answers in words of its own."""
+    try:
+        answer = server.http.get("/health")
+    except httpx.TransportError:
+        return 0, None
+    is_ours = answer.headers.get("content-type") == "application/json"
+    return answer.status_code, answer.json().get("status") if is_ours else None
 
 
 # --- all others share one ---
@@ -90,6 +103,7 @@ def site(
             application["args"]["models"] = [pair, other]
         with serving(yaml.safe_dump(config), MODELSCOPE_ENDPOINT=hub.endpoint) as server:
             wait_until(lambda: len(replicas_of(server)) == 2, 60, "both replicas are there", 0.2)
+            assert readiness(server) == (200, "healthy")
             yield Site(server, hub, models_dir, checkpoint)
 
 
