@@ -13,6 +13,11 @@ from serve_app.process.environment import LOOPBACK
 
 collect_ignore = ["clients"]  # in an environment of their own: make test-clients
 
+# With a process of tests per core, torch's threads would only get in each other's way; OpenMP reads it at the
+# first import of torch.
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 os.environ.update(LOOPBACK)  # Ray reads it when anything imports it for the first time
 
 # From the end of the tests to the end of their process. What a test left running could keep it for ever.
@@ -40,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for folder in ("unit", "integration", "e2e"):
             if item.path.is_relative_to(TESTS / folder):
                 item.add_marker(folder)
+        if item.path.is_relative_to(TESTS / "e2e"):
+            item.add_marker("alone")
         if item.get_closest_marker("gpu") and not cuda_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
@@ -62,5 +69,5 @@ def tiny_checkpoint() -> Path:
 
     directory = PROJECT / "checkpoints" / "tiny"
     directory.parent.mkdir(exist_ok=True)
-    with FileLock(directory.with_suffix(".lock")):  # the unit tests run in several processes
+    with FileLock(directory.with_suffix(".lock")):  # tests run in several processes
         return write_checkpoint(directory, "tiny")

@@ -42,6 +42,8 @@ from actors.worker.model_worker import ModelWorker, build_module
 from actors.worker.watchdog import WatchdogConfig
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, LastWorker, load, run
 
+pytestmark = pytest.mark.alone  # steps have limits of fractions of a second
+
 
 @pytest.mark.parametrize(
     ("prompt", "sampling", "error", "message"),
