@@ -17,125 +17,25 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Literal, Protocol
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from actors.errors import (
     DrainTimeout,
     FrozenTooLong,
     HeldAsleep,
     ReplicaFailed,
-    ServingError,
     Unavailable,
     WakeTimeout,
 )
 from actors.observer import Observer, SleepCause, WakeCause, WakeResult
 from actors.protocol import MemoryChange, ReplicaState, SleepCommand, SleepMode
-from actors.replica.idle import IdleClock, IdleRules, IdleTimeout, TimeoutSource
-from actors.replica.schedule import Schedule, ScheduleConfig, Wanted
+from actors.replica.effects import Effects
+from actors.replica.idle import IdleClock, IdleTimeout, TimeoutSource
+from actors.replica.schedule import Schedule
+from actors.replica.sleep_config import SleepConfig
 
 logger = logging.getLogger(__name__)
 
 _HELD_RETRY_AFTER_S = 30.0  # nobody knows when an operator ends a hold; this keeps clients polite
-# Between two tries to wake for a schedule: each may have others on a full card make room.
-_SCHEDULE_RETRY_S = 60.0
-
-
-class SleepConfig(BaseModel):
-    """When a replica sleeps and how long anything may take."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    idle_timeout_s: float | None = Field(
-        default=300.0,
-        gt=0,
-        description="Sleep after this many seconds without an inference request; null: never.",
-    )
-    max_keep_alive_s: float | None = Field(
-        default=None,
-        ge=0,
-        description="The most that a request's `keep_alive` may ask for, in seconds; who asks for more, or for no end, "
-        "gets this, or `idle_timeout_s` where that is longer. No bound when absent.",
-    )
-    schedule: ScheduleConfig = Field(
-        default_factory=ScheduleConfig,
-        description="When the model is awake, or asleep, by the clock.",
-    )
-    idle_check_interval_s: float = Field(
-        default=5.0,
-        gt=0,
-        description="The longest time between two looks at the idle clock, and at the schedule, in seconds; there is "
-        "one when the idle timeout may be over.",
-    )
-    level: Literal[1, 2] = Field(
-        default=1,
-        description="What an idle sleep gives back: 1 device memory; 2 the host image as well, "
-        "so that the wake loads from disk.",
-    )
-    keep_layers: int = Field(
-        default=0,
-        ge=0,
-        description="How many of the first decoder layers stay on the device while asleep.",
-    )
-    drain_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="Seconds a sleep waits for requests in flight before the replica stays awake.",
-    )
-    wake_timeout_s: float = Field(
-        default=120.0, gt=0, description="Seconds a request waits for a wake before it gets 503."
-    )
-    frozen_timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds that requests frozen by a sleep in mode keep wait for a wake before they end "
-        "with an error.",
-    )
-    start_asleep: bool = Field(
-        default=False, description="Start with the weights attached but not in device memory."
-    )
-
-    def idle_rules(self, is_pinned: bool = False) -> IdleRules:
-        """How long it may be idle. One that is pinned, for good."""
-        return IdleRules(
-            math.inf if self.idle_timeout_s is None else self.idle_timeout_s,
-            math.inf if self.max_keep_alive_s is None else self.max_keep_alive_s,
-            is_pinned,
-        )
-
-
-class Effects(Protocol):
-    """What a transition does. The lifecycle never runs two of them at once."""
-
-    async def wake(self, cause: WakeCause) -> MemoryChange:
-        """Bring the weights back; on a card that others use, it may wait for room.
-
-        Raises:
-            Unavailable: not possible now, nothing changed; the replica stays asleep.
-        """
-
-    async def sleep(self, level: int) -> MemoryChange:
-        """Give memory back. Requests that are still running are frozen and go on after the wake."""
-
-    async def restart(self) -> None:
-        """Have another worker in the place of the one that failed; it starts asleep.
-
-        Raises:
-            ReplicaFailed: none lives.
-        """
-
-    def give_up_waiting(self, reason: str) -> None:
-        """Let a wake that still waits for room raise Unavailable; of no effect on one that has its room."""
-
-    def has_requests(self, busy: bool) -> None:
-        """The first request is in flight now, or none any more."""
-
-    def abort_in_flight(self) -> None:
-        """End every request in flight now, with finish reason "abort"."""
-
-    def fail_in_flight(self, error: ServingError) -> None:
-        """End every request in flight now, with `error`. Those that have ended are left as they are."""
 
 
 class Lifecycle:
@@ -370,34 +270,17 @@ class Lifecycle:
             except ReplicaFailed:  # logged by the transition; the health check takes over
                 return
 
-    async def wake_by_schedule(self) -> None:
-        """Wake at the start of each window of `schedule.awake`, until cancelled or the replica has failed.
+    async def wake_unless_held(self, reason: str, cause: WakeCause) -> None:
+        """Wake, but for nothing while an operator holds the replica asleep.
 
-        At its start only: who has it sleep in the middle of one, an operator or another model that needs the card,
-        has it sleep until a request comes. What is refused is tried again while the window lasts.
+        Raises:
+            Unavailable: not possible now; the replica is still asleep.
+            ReplicaFailed: the replica is in, or entered, FAILED.
         """
-        if self.schedule.is_empty:
-            return
-        before = Wanted.NEITHER
-        while True:
-            pause_s, wanted = self._config.idle_check_interval_s, self.schedule.wanted()
-            if wanted is Wanted.AWAKE and before is not Wanted.AWAKE:
-                try:
-                    await self._wake_for_schedule()
-                except Unavailable as exc:
-                    logger.warning("%s: its schedule wants it awake: %s", self._name, exc)
-                    wanted, pause_s = before, max(exc.retry_after_s, _SCHEDULE_RETRY_S)
-                except ReplicaFailed:
-                    return
-            before = wanted
-            await asyncio.sleep(pause_s)
-
-    async def _wake_for_schedule(self) -> None:
-        """Nothing becomes of it while an operator holds the replica asleep."""
         self._commands_waiting += 1
         try:
             while self._state is not ReplicaState.AWAKE and not self.held:
-                if await self._step_to_awake("schedule", WakeCause.SCHEDULE):
+                if await self._step_to_awake(reason, cause):
                     return
         finally:
             self._commands_waiting -= 1

@@ -6,7 +6,7 @@ from actors.card.tenant import CardClient
 from actors.errors import DeviceMemoryShort, ServingError, Unavailable
 from actors.observer import WakeCause
 from actors.protocol import CardStatus, MemoryChange
-from actors.replica.lifecycle import Effects
+from actors.replica.effects import Effects
 from actors.replica.runtime import ModelRuntime
 
 

@@ -37,7 +37,7 @@ from actors.card.config import CardConfig, SharingConfig
 from actors.checkpoints.directory import unsupported_weights
 from actors.checkpoints.source import Hub, ModelSource
 from actors.engine.config import EngineConfig
-from actors.replica.lifecycle import SleepConfig
+from actors.replica.sleep_config import SleepConfig
 from actors.text.message_form import ChatConfig, check_template, is_template_path
 from actors.worker.watchdog import WatchdogConfig
 from serve_app.config.autoscaling import AutoscalingConfig

@@ -8,12 +8,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from actors.errors import (
     InvalidRequest,
@@ -42,6 +42,7 @@ from actors.replica.lifecycle import Lifecycle
 from actors.replica.on_card import Workers
 from actors.replica.runtime import ModelRuntime
 from actors.replica.schedule import Wanted
+from actors.replica.schedule_watch import wake_by_schedule
 from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
 from actors.worker.messages import WorkerState
 from serve_app.config.files import ModelConfig
@@ -148,6 +149,14 @@ class Replica:
                 if isinstance(full, NeverFits) and self._config.sharing.pin:
                     raise  # it was to be there always
                 logger.info("%s starts asleep: %s", self._replica_id, full)
+
+    def watches(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs for as long as the replica does, by its name for the log: see `kept_running`."""
+        interval_s = self._config.sleep.idle_check_interval_s
+        return {
+            "the idle clock": self.lifecycle.sleep_when_idle,
+            "the schedule": lambda: wake_by_schedule(self.lifecycle, interval_s),
+        }
 
     async def generate(
         self, request: GenerateRequest

@@ -133,10 +133,7 @@ async def replica_in_process(
         await replica.begin()
         watches += [
             asyncio.create_task(kept_running(name, watch))
-            for name, watch in {
-                "the idle clock": replica.lifecycle.sleep_when_idle,
-                "the schedule": replica.lifecycle.wake_by_schedule,
-            }.items()
+            for name, watch in replica.watches().items()
         ]
         yield replica
     finally:

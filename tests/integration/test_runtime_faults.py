@@ -34,7 +34,8 @@ from actors.memory import workspaces
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.transfer import Transfer
 from actors.protocol import FinishReason, ReplicaState, SleepCommand, SleepMode, TokenEvent
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.sleep_config import SleepConfig
 from actors.worker import model_worker
 from actors.worker.lull import Lull
 from actors.worker.messages import Failed

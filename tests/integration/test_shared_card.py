@@ -16,8 +16,9 @@ from actors.memory.cpu_card import CpuCard
 from actors.observer import GrantOutcome, Observer, SleepCause, WakeCause
 from actors.protocol import GenerateRequest, ReplicaState, SamplingParams
 from actors.replica.in_process import InProcessModel, build_in_process
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
 from actors.replica.on_card import OnCard
+from actors.replica.sleep_config import SleepConfig
 from actors.worker.messages import Sized
 from actors.worker.model_worker import build_module
 from tests.card_site import CardSite, card_site, until

@@ -11,6 +11,7 @@ import pytest
 from actors.errors import NoRoom
 from actors.protocol import ReplicaState, SleepCommand, SleepMode
 from actors.replica.idle import IdleTimeout, TimeoutSource
+from actors.replica.schedule_watch import wake_by_schedule
 from tests.unit.actors.replica.lifecycle_bench import (
     ASLEEP,
     AWAKE,
@@ -320,7 +321,7 @@ def test_start_of_an_awake_window_wakes_it_once() -> None:
     async def scenario() -> None:
         bench = Bench(schedule={"awake": [OFFICE]})
         bench.clock.now_s = 8 * _HOUR_S - 1
-        watch = asyncio.create_task(bench.lifecycle.wake_by_schedule())
+        watch = asyncio.create_task(wake_by_schedule(bench.lifecycle, 0.001))
         await looked(bench.lifecycle.schedule, "wanted")
         assert bench.lifecycle.state is ASLEEP
         bench.clock.now_s += 1
@@ -348,7 +349,7 @@ def test_start_of_an_awake_window_does_not_end_a_hold() -> None:
         bench = Bench(schedule={"awake": [OFFICE]})
         bench.lifecycle.held = True
         bench.clock.now_s = 9 * _HOUR_S
-        watch = asyncio.create_task(bench.lifecycle.wake_by_schedule())
+        watch = asyncio.create_task(wake_by_schedule(bench.lifecycle, 0.001))
         await looked(bench.lifecycle.schedule, "wanted")
         assert bench.lifecycle.state is ASLEEP
         assert bench.effects.calls == []
@@ -358,13 +359,13 @@ def test_start_of_an_awake_window_does_not_end_a_hold() -> None:
 
 
 def test_scheduled_wake_that_is_refused_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.replica.lifecycle._SCHEDULE_RETRY_S", 0.001)
+    monkeypatch.setattr("actors.replica.schedule_watch._RETRY_S", 0.001)
 
     async def scenario() -> None:
         bench = Bench(schedule={"awake": [OFFICE]})
         bench.clock.now_s = 9 * _HOUR_S
         bench.effects.failure = NoRoom("the card is full", 0.001)
-        watch = asyncio.create_task(bench.lifecycle.wake_by_schedule())
+        watch = asyncio.create_task(wake_by_schedule(bench.lifecycle, 0.001))
         while bench.effects.calls.count("wake") < 3:
             await asyncio.sleep(0.001)
         bench.effects.failure = None
