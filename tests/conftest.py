@@ -4,6 +4,7 @@ import faulthandler
 import os
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 os.environ.update(LOOPBACK)  # Ray reads it when anything imports it for the first time
+
+if find_spec("hypothesis") is not None:  # not on every host with a GPU
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is, and nothing of the code.
+    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 # From the end of the tests to the end of their process. What a test left running could keep it for ever.
 EXIT_TIMEOUT_S = 60

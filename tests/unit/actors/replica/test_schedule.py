@@ -124,7 +124,7 @@ _MOMENTS = st.datetimes(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(awake=_WINDOWS, asleep=_WINDOWS, now=_MOMENTS, share=st.floats(0, 0.999))
 def test_nothing_changes_before_the_next_change(
     awake: Any, asleep: Any, now: datetime, share: float
@@ -144,7 +144,7 @@ def test_nothing_changes_before_the_next_change(
     assert hours_at(config, elsewhere) == hours
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(window=_WINDOW, now=_MOMENTS)
 def test_window_is_open_for_its_duration_behind_each_start(window: Any, now: datetime) -> None:
     (first,) = schedule([window]).awake

@@ -28,7 +28,7 @@ def test_sectors_in_use_are_not_taken_away() -> None:
         pool.use(5)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_groups_share_sectors_and_blocks_have_one_owner_at_a_time(data: st.DataObject) -> None:
     sizes = data.draw(st.sampled_from([(1,), (3,), (1, 4), (2, 3)]))
