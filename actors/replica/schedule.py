@@ -1,7 +1,7 @@
 """Hours in which a model is to be awake, or asleep. Pure: the time is passed in.
 
-A window begins when its cron expression fires in its time zone, and lasts for its duration, as a clock on
-the wall of nobody counts it: ten hours are ten hours, on the days on which summer time begins and ends, too.
+A window begins when its cron expression fires in its time zone, and lasts for its duration in elapsed time:
+ten hours are ten hours, also on the days on which summer time begins and ends.
 A start in the hour that is skipped then is at its end; one in the hour that comes twice is in the first of
 them. That is how Debian's cron has it, and CronSim (https://github.com/cuu508/cronsim) after it.
 """
