@@ -44,15 +44,15 @@ site: $(STAMP)
 serve-many: $(STAMP)
 	@exec $(VENV)/bin/sleepserve serve configs/many.yaml
 
-# The unit tests in a process per core; all others need the machine to themselves. With arguments, as one command.
+# In a process per core, but for those that need the machine to themselves. With arguments, as one command.
 test: NOT = gpu or slow or browser
 test-all: NOT = gpu or browser
 test test-all: $(STAMP)
 ifdef ARGS
 	$(PY) -m pytest -m "not ($(NOT))" $(ARGS)
 else
-	$(PY) -m pytest -m "not ($(NOT))" --numprocesses auto --maxprocesses 4 --dist worksteal tests/unit
-	$(PY) -m pytest -m "not ($(NOT))" tests/integration tests/e2e
+	$(PY) -m pytest -m "not (alone or $(NOT))" --numprocesses auto --maxprocesses 4 --dist worksteal tests/unit tests/integration
+	$(PY) -m pytest -m "alone and not ($(NOT))" tests/integration tests/e2e
 endif
 
 # With Debian's chromium: playwright would have to download its own.

@@ -22,6 +22,7 @@ class WakeCause(StrEnum):
     REQUEST = "request"
     COMMAND = "command"  # an operator, or the end of a hold
     START = "start"  # of a worker
+    SCHEDULE = "schedule"  # the hours began in which the model is to be awake
 
 
 class WakeResult(StrEnum):

@@ -119,6 +119,8 @@ class GenerateRequest:
     avoid: frozenset[str] = frozenset()  # replicas that could not serve it; others are asked first
     lost_workers: int = 0  # that failed while they had it, of whichever replica
     trace: str | None = None  # the W3C traceparent of whoever asks
+    # How long the replica may be idle behind it before it sleeps, in place of its own setting; math.inf: without end.
+    keep_alive_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,14 @@ class WakeReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ScheduleStatus:
+    """What a model's `sleep.schedule` wants of it."""
+
+    wanted: Literal["awake", "asleep", "neither"]
+    until: float | None  # seconds since the epoch; None: for good
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """A replica's own account of itself. Old as soon as it is read: it may steer, never gate."""
 
@@ -321,7 +331,7 @@ class ReplicaStatus:
     in_flight: int  # requests being generated
     waiting_for_wake: int
     idle_s: float  # seconds since the last inference request ended; 0 while one is in flight
-    idle_timeout_s: float | None  # it sleeps when `idle_s` gets there; None: never by itself
+    idle_timeout_s: float | None  # it sleeps when `idle_s` gets there; None: not by itself, for now
     sleeps: int
     wakes: int
     last_sleep_s: float | None
@@ -336,6 +346,9 @@ class ReplicaStatus:
     device_memory: DeviceMemoryStatus
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
     card: CardStatus | None = None  # None: it shares none, or the keeper does not answer
+    # Whose word `idle_timeout_s` is: the setting of that name, "keep_alive", "schedule" or "pin".
+    idle_timeout_from: str = "idle_timeout_s"
+    schedule: ScheduleStatus | None = None  # None: it has none
 
 
 Origin = Literal[

@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from actors.card.config import CardConfig
+from actors.replica.schedule import ScheduleConfig
 from serve_app import __version__
 from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.config.files import AppArgs, ModelConfig, WeightsArgs
@@ -157,7 +158,7 @@ def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
     number: dict[str, Any] = (
         {"num_replicas": model.num_replicas}
         if scaling is None
-        else {"autoscaling_config": serves_autoscaling(scaling)}
+        else {"autoscaling_config": serves_autoscaling(scaling, model.sleep.schedule)}
     )
     # The policy keeps as many replicas as requests need at this target, so the router keeps no more busy.
     packed = 0.0 if scaling is None else scaling.target_ongoing_requests
@@ -190,7 +191,10 @@ def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
     return _versioned(_bind(options(ModelReplica), model, card), contents)
 
 
-def serves_autoscaling(config: AutoscalingConfig) -> ServesAutoscaling:
+def serves_autoscaling(
+    config: AutoscalingConfig,
+    schedule: ScheduleConfig,
+) -> ServesAutoscaling:
     """Serve's settings around our policy.
 
     Serve delays and scales what a policy says (`_apply_default_params` in
@@ -211,7 +215,10 @@ def serves_autoscaling(config: AutoscalingConfig) -> ServesAutoscaling:
             downscale_to_zero_delay_s=0.0,
             policy=AutoscalingPolicy(
                 policy_function="serve_app.scaling.serve_policy:SleepAwarePolicy",
-                policy_kwargs={"settings": config.model_dump()},
+                policy_kwargs={
+                    "settings": config.model_dump(),
+                    "schedule": schedule.model_dump(mode="json"),
+                },
             ),
         )
 

@@ -4,6 +4,7 @@ import faulthandler
 import os
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,19 @@ from serve_app.process.environment import LOOPBACK
 
 collect_ignore = ["clients"]  # in an environment of their own: make test-clients
 
+# With a process of tests per core, torch's threads would only get in each other's way; OpenMP reads it at the
+# first import of torch.
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 os.environ.update(LOOPBACK)  # Ray reads it when anything imports it for the first time
+
+if find_spec("hypothesis") is not None:  # not on every host with a GPU
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is, and nothing of the code.
+    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 # From the end of the tests to the end of their process. What a test left running could keep it for ever.
 EXIT_TIMEOUT_S = 60
@@ -40,6 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for folder in ("unit", "integration", "e2e"):
             if item.path.is_relative_to(TESTS / folder):
                 item.add_marker(folder)
+        if item.path.is_relative_to(TESTS / "e2e"):
+            item.add_marker("alone")
         if item.get_closest_marker("gpu") and not cuda_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
@@ -62,5 +77,5 @@ def tiny_checkpoint() -> Path:
 
     directory = PROJECT / "checkpoints" / "tiny"
     directory.parent.mkdir(exist_ok=True)
-    with FileLock(directory.with_suffix(".lock")):  # the unit tests run in several processes
+    with FileLock(directory.with_suffix(".lock")):  # tests run in several processes
         return write_checkpoint(directory, "tiny")

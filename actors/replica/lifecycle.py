@@ -13,106 +13,29 @@ wait), and ends in a settled state that releases every waiter.
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Literal, Protocol
-
-from pydantic import BaseModel, ConfigDict, Field
+from datetime import UTC, datetime
 
 from actors.errors import (
     DrainTimeout,
     FrozenTooLong,
     HeldAsleep,
     ReplicaFailed,
-    ServingError,
     Unavailable,
     WakeTimeout,
 )
 from actors.observer import Observer, SleepCause, WakeCause, WakeResult
 from actors.protocol import MemoryChange, ReplicaState, SleepCommand, SleepMode
-from actors.replica.idle import IdleClock
+from actors.replica.effects import Effects
+from actors.replica.idle import IdleClock, IdleTimeout, TimeoutSource
+from actors.replica.schedule import Schedule
+from actors.replica.sleep_config import SleepConfig
 
 logger = logging.getLogger(__name__)
 
 _HELD_RETRY_AFTER_S = 30.0  # nobody knows when an operator ends a hold; this keeps clients polite
-
-
-class SleepConfig(BaseModel):
-    """When a replica sleeps and how long anything may take."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    idle_timeout_s: float | None = Field(
-        default=300.0,
-        gt=0,
-        description="Sleep after this many seconds without an inference request; null: never.",
-    )
-    idle_check_interval_s: float = Field(
-        default=5.0,
-        gt=0,
-        description="The longest time between two looks at the idle clock, in seconds; there is one when "
-        "`idle_timeout_s` may be over.",
-    )
-    level: Literal[1, 2] = Field(
-        default=1,
-        description="What an idle sleep gives back: 1 device memory; 2 the host image as well, "
-        "so that the wake loads from disk.",
-    )
-    keep_layers: int = Field(
-        default=0,
-        ge=0,
-        description="How many of the first decoder layers stay on the device while asleep.",
-    )
-    drain_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="Seconds a sleep waits for requests in flight before the replica stays awake.",
-    )
-    wake_timeout_s: float = Field(
-        default=120.0, gt=0, description="Seconds a request waits for a wake before it gets 503."
-    )
-    frozen_timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds that requests frozen by a sleep in mode keep wait for a wake before they end "
-        "with an error.",
-    )
-    start_asleep: bool = Field(
-        default=False, description="Start with the weights attached but not in device memory."
-    )
-
-
-class Effects(Protocol):
-    """What a transition does. The lifecycle never runs two of them at once."""
-
-    async def wake(self, cause: WakeCause) -> MemoryChange:
-        """Bring the weights back; on a card that others use, it may wait for room.
-
-        Raises:
-            Unavailable: not possible now, nothing changed; the replica stays asleep.
-        """
-
-    async def sleep(self, level: int) -> MemoryChange:
-        """Give memory back. Requests that are still running are frozen and go on after the wake."""
-
-    async def restart(self) -> None:
-        """Have another worker in the place of the one that failed; it starts asleep.
-
-        Raises:
-            ReplicaFailed: none lives.
-        """
-
-    def give_up_waiting(self, reason: str) -> None:
-        """Let a wake that still waits for room raise Unavailable; of no effect on one that has its room."""
-
-    def has_requests(self, busy: bool) -> None:
-        """The first request is in flight now, or none any more."""
-
-    def abort_in_flight(self) -> None:
-        """End every request in flight now, with finish reason "abort"."""
-
-    def fail_in_flight(self, error: ServingError) -> None:
-        """End every request in flight now, with `error`. Those that have ended are left as they are."""
 
 
 class Lifecycle:
@@ -130,8 +53,18 @@ class Lifecycle:
         on_change: Callable[[], None] = lambda: None,
         held: bool = False,
         observer: Observer | None = None,
+        is_pinned: bool = False,
+        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self.idle = IdleClock(now)
+        """Make one, on its event loop.
+
+        Args:
+            now: seconds, of a clock that does not go backwards.
+            is_pinned: it never sleeps by being idle, whatever requests ask for.
+            wall: the time of day, for `config.schedule`.
+        """
+        self.schedule = Schedule(config.schedule, wall)
+        self.idle = IdleClock(now, config.idle_rules(is_pinned), self.schedule.wanted)
         self.reason = "starting"
         self.level = 0  # how deep it sleeps; 0 while it does not
         self.held = held
@@ -152,7 +85,8 @@ class Lifecycle:
         self._drained.set()
         self._drains = False  # waits for requests, or is about to
         self._wakes_asked = 0  # by operators
-        self._commands_waiting = 0  # of theirs, to wake
+        self._commands_waiting = 0  # of theirs, or the schedule's, to wake
+        self._look = asyncio.Event()  # at the idle clock: it may sleep sooner than it seemed
         self._going_on: asyncio.Task[None] | None = None  # wakes it for what `make_room` has frozen
         self._deep: SleepCause | None = None  # of the sleep at level 2 that it is in, or goes to
         self._transition: asyncio.Task[bool] | None = None
@@ -165,8 +99,13 @@ class Lifecycle:
         return self._state
 
     @asynccontextmanager
-    async def serving(self, request_id: str) -> AsyncIterator[None]:
+    async def serving(
+        self, request_id: str, keep_alive_s: float | None = None
+    ) -> AsyncIterator[None]:
         """Hold the replica awake for one request, waking it first if need be.
+
+        Args:
+            keep_alive_s: how long it may be idle afterwards, until another request begins; None: as configured.
 
         Raises:
             WakeTimeout: not awake within `wake_timeout_s`.
@@ -174,7 +113,7 @@ class Lifecycle:
             ReplicaFailed: the replica is in, or entered, FAILED.
         """
         await self._await_awake(request_id)
-        self.idle.begin()  # no await since AWAKE was seen: the state cannot have moved
+        self.idle.begin(keep_alive_s)  # no await since AWAKE was seen: the state cannot have moved
         self._drained.clear()
         if self.idle.in_flight == 1:
             self._effects.has_requests(True)
@@ -185,6 +124,7 @@ class Lifecycle:
             if self.idle.in_flight == 0:
                 self._drained.set()
                 self._effects.has_requests(False)
+                self._look_if_due()
 
     async def sleep(
         self,
@@ -243,7 +183,8 @@ class Lifecycle:
                     break  # it was awake; a sleep that somebody asked for meanwhile is theirs to have
         finally:
             self._commands_waiting -= 1
-        self.idle.touch()
+        self.idle.ordered_awake()
+        self._look_if_due()
 
     async def make_room(self, mode: SleepMode | None, reason: str) -> None:
         """Sleep, because another model wants the memory of the card; return when that is settled.
@@ -314,26 +255,62 @@ class Lifecycle:
         self._effects.fail_in_flight(failure)
 
     async def sleep_when_idle(self) -> None:
-        """Watch the idle clock until cancelled."""
-        timeout_s = self._config.idle_timeout_s
-        if timeout_s is None:
-            return
+        """Watch the idle clock until cancelled, or the replica has failed."""
         while True:
-            is_awake = self._state is ReplicaState.AWAKE
-            due_s = timeout_s - self.idle.idle_s() if is_awake else timeout_s
-            await asyncio.sleep(min(due_s, self._config.idle_check_interval_s))
-            idle_s = self.idle.idle_s()
-            if self._state is ReplicaState.AWAKE and idle_s >= timeout_s:
-                try:
-                    await self.sleep(
-                        SleepCommand(level=self._config.level),
-                        f"idle {idle_s:.1f} s >= {timeout_s:g} s",
-                        SleepCause.IDLE,
-                    )
-                except DrainTimeout:  # a request came in between; it keeps the replica awake
-                    continue
-                except ReplicaFailed:  # logged by the transition; the health check takes over
+            self._look.clear()
+            await self._until_look(min(self._sleeps_in_s(), self._config.idle_check_interval_s))
+            if self._sleeps_in_s() > 0:
+                continue
+            try:
+                await self.sleep(
+                    SleepCommand(level=self._config.level), self._why_idle(), SleepCause.IDLE
+                )
+            except DrainTimeout:  # a request came in between; it keeps the replica awake
+                continue
+            except ReplicaFailed:  # logged by the transition; the health check takes over
+                return
+
+    async def wake_unless_held(self, reason: str, cause: WakeCause) -> None:
+        """Wake, but for nothing while an operator holds the replica asleep.
+
+        Raises:
+            Unavailable: not possible now; the replica is still asleep.
+            ReplicaFailed: the replica is in, or entered, FAILED.
+        """
+        self._commands_waiting += 1
+        try:
+            while self._state is not ReplicaState.AWAKE and not self.held:
+                if await self._step_to_awake(reason, cause):
                     return
+        finally:
+            self._commands_waiting -= 1
+
+    def _sleeps_in_s(self) -> float:
+        """Until it may sleep by being idle; math.inf while it does not idle.
+
+        Who waits for a wake that has just ended goes on a little later, and would find it asleep again.
+        """
+        is_wanted = self.waiting_for_wake or self._commands_waiting
+        if self._state is not ReplicaState.AWAKE or is_wanted:
+            return math.inf
+        return self.idle.left_s()
+
+    def _look_if_due(self) -> None:
+        """Have the watch look, where it might not for too long: something has ended that kept it awake."""
+        if self._sleeps_in_s() <= self._config.idle_check_interval_s:
+            self._look.set()
+
+    async def _until_look(self, within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                await self._look.wait()
+        except TimeoutError:
+            return  # it is time
+
+    def _why_idle(self) -> str:
+        timeout: IdleTimeout = self.idle.timeout()
+        text = f"idle {self.idle.idle_s():.1f} s >= {timeout.seconds:g} s"
+        return text if timeout.source is TimeoutSource.SETTING else f"{text}, by {timeout.source}"
 
     async def _await_awake(self, request_id: str) -> None:
         started_s = self._now() if self._state is not ReplicaState.AWAKE else None
@@ -362,6 +339,7 @@ class Lifecycle:
         finally:
             self.waiting_for_wake -= 1
             self._give_up_unwanted_wake()
+            self._look_if_due()
 
     def _give_up_unwanted_wake(self) -> None:
         """Nobody sleeps to make room for a wake that nobody waits for."""
@@ -493,6 +471,8 @@ class Lifecycle:
         self.last_sleep = change
         self.sleeps += 1
         self.level = level
+        if not self.idle.in_flight:  # what is frozen goes on, and its word holds
+            self.idle.forget()
         self._observer.slept(cause, level, self.last_sleep_s, change.released_bytes)
         self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
 

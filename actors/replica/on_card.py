@@ -8,7 +8,7 @@ from actors.card.tenant import CardClient, KvNow
 from actors.errors import DeviceMemoryShort, ReplicaFailed, ServingError, Unavailable
 from actors.observer import WakeCause
 from actors.protocol import CardStatus, MemoryChange
-from actors.replica.lifecycle import Effects
+from actors.replica.effects import Effects
 from actors.replica.runtime import ModelRuntime
 from actors.replica.worker_client import WorkerClient
 

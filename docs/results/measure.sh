@@ -100,7 +100,7 @@ wishes() {  # what people ask for: sampling, and a second turn
     run http_sampled 60 "${at_64[@]}" --url "$url" --extra-body '{"temperature": 0.8, "top_p": 0.95}' --json "$work/http_sampled.json"
     run http_qwen 60 "${at_64[@]}" --url "$url" --json "$work/http_qwen.json" \
         --extra-body '{"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}'
-    module=docs.results.turns run turns 60 "$url" "$(basename "$checkpoint")" --json "$work/turns.json"
+    module=docs.results.turns run turns 60 "$url" --json "$work/turns.json"
 }
 
 step() {

@@ -1,6 +1,6 @@
 """The first token of a chat's second turn, beside that of its first.
 
-python -m docs.results.turns URL MODEL --json turns.json
+python -m docs.results.turns URL --json turns.json
 """
 
 import argparse
@@ -20,10 +20,12 @@ ANSWER = "So far, so good. What would you like to know of it?"
 QUESTION = "What is the third word?"
 
 
-async def _measure(url: str, model: str) -> list[tuple[RequestRecord, RequestRecord]]:
+async def _measure(url: str) -> list[tuple[RequestRecord, RequestRecord]]:
     """Both turns of each chat, one chat after the other."""
     found = []
     async with Client(Target.parse(url, None, 60.0)) as client:
+        _, models = await client.call("GET", "/v1/models")
+        model = models["data"][0]["id"]
         chats = Workload(model, prompt_tokens=Lengths(TOKENS, TOKENS), max_tokens=16)
         counts = []
         for words in chats.probe_words():
@@ -65,10 +67,9 @@ def _told(records: list[RequestRecord]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
-    parser.add_argument("model")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    pairs = asyncio.run(_measure(asked.url, asked.model))
+    pairs = asyncio.run(_measure(asked.url))
     firsts, seconds = (list(turns) for turns in zip(*pairs, strict=True))
     turns = {"first": _told(firsts), "second": _told(seconds)}
     for name, told in turns.items():

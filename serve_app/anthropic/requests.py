@@ -26,6 +26,7 @@ from serve_app.openai.fields import (
     unsupported,
     wrong,
 )
+from serve_app.openai.keep_alive import KeepAlive
 from serve_app.openai.requests import Ask, ModelName, SamplingFields, Stops, TokenizeAsk
 
 # Fields that we know and cannot honour.
@@ -273,7 +274,7 @@ class CountTokensBody(Part):
         return must_call(tools, choice.name)
 
 
-class MessagesBody(CountTokensBody, SamplingFields):
+class MessagesBody(CountTokensBody, SamplingFields, KeepAlive):
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
     stop_sequences: Stops = Field(default=[])
     stream: bool = False
@@ -294,6 +295,7 @@ class MessagesBody(CountTokensBody, SamplingFields):
             stream=self.stream,
             include_usage=False,
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
+            keep_alive_s=self.keep_alive,
         )
 
 

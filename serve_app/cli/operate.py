@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -203,9 +204,24 @@ def status_table(told: Mapping[str, Any]) -> "Table":
                 _seconds(max(0.0, told["time"] - replica["quiet_since"])),
                 _gib(replica["mapped_bytes"]),
                 _seconds(replica["last_wake_s"]),
-                replica["reason"],
+                "; ".join(filter(None, (replica["reason"], _stays(replica)))),
             )
     return table
+
+
+def _stays(replica: Mapping[str, Any]) -> str:
+    """For how long a replica stays awake, where that is not for its `idle_timeout_s`."""
+    source, timeout_s = replica.get("idle_timeout_from"), replica["idle_timeout_s"]
+    if replica["state"] != "awake" or source in (None, "idle_timeout_s"):
+        return ""
+    if source == "schedule" and timeout_s is None:
+        until = replica["schedule"]["until"]
+        return "stays awake by its schedule" + (
+            "" if until is None else f" until {datetime.fromtimestamp(until):%a %H:%M}"
+        )
+    if timeout_s is None:
+        return f"stays awake ({source})"
+    return f"sleeps when quiet for {_seconds(timeout_s)} ({source})"
 
 
 def status_view(told: Mapping[str, Any]) -> "Group":

@@ -16,7 +16,7 @@ Wrong configuration is a `ConfigError`: one line per mistake, naming file, key a
 
 import os
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -37,7 +37,7 @@ from actors.card.config import CardConfig, SharingConfig
 from actors.checkpoints.directory import unsupported_weights
 from actors.checkpoints.source import Hub, ModelSource
 from actors.engine.config import EngineConfig
-from actors.replica.lifecycle import SleepConfig
+from actors.replica.sleep_config import SleepConfig
 from actors.text.message_form import ChatConfig, check_template, is_template_path
 from actors.worker.watchdog import WatchdogConfig
 from serve_app.config.autoscaling import AutoscalingConfig
@@ -172,13 +172,6 @@ class ModelConfig(BaseModel):
         return self
 
     @property
-    def sleep_of_replica(self) -> SleepConfig:
-        """`sleep`; a pinned model is never idle for too long."""
-        if self.sharing.pin:
-            return self.sleep.model_copy(update={"idle_timeout_s": None})
-        return self.sleep
-
-    @property
     def engine_of_replica(self) -> EngineConfig:
         """`engine`, its device decided: a card that Ray did not reserve is not taken."""
         if self.engine.device == "auto" and self.num_gpus == 0:
@@ -223,6 +216,17 @@ def _load_named(entry: object, info: ValidationInfo) -> object:
     return load_model_config(file)
 
 
+def _named(problem: Problem, args: Any) -> Problem:
+    """With the name of the model that it is about: who reads "models.7" would have to count."""
+    if problem.file or problem.key[:1] != ("models",) or len(problem.key) < 3:
+        return problem
+    entry = args["models"][problem.key[1]]
+    name = entry.get("model_id") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or problem.key[2] == "model_id":
+        return problem
+    return replace(problem, text=f"{problem.text} (model {name[:MAX_NAME_CHARS]})")
+
+
 def _find_files(config: ModelConfig, info: ValidationInfo) -> ModelConfig:
     return with_files(config, _project_in(info))
 
@@ -244,7 +248,7 @@ class _ModelList(BaseModel):
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
-            raise ConfigError(problems_of(error, cls)) from None
+            raise ConfigError(_named(each, obj) for each in problems_of(error, cls)) from None
 
     @model_validator(mode="after")
     def _models_differ(self) -> "_ModelList":

@@ -10,8 +10,12 @@ from starlette.responses import JSONResponse, Response
 from actors.protocol import ReplicaState
 from serve_app.front.endpoints import catalogue
 from serve_app.front.endpoints.endpoint import Handler, Handlers
+from serve_app.models.model_client import ModelClient
 from serve_app.models.registry import ServedModels
 from serve_app.openai.requests import ModelQuery
+
+# Of a model without a replica; the last two as in `/v1/models`.
+_UNKNOWN, _STARTING, _LOADING, _UNLOADED = "unknown", "starting", "loading", "unloaded"
 
 _FRESH_FOR_S = 1.0  # probes come every few seconds, of anybody and without a key
 
@@ -22,6 +26,9 @@ class Health:
     Liveness (`/ping`) answers that this process answers. Readiness (`/health`) is 503 only if no model can be
     served, or the one that is asked for cannot: one broken model must not take the others out of a load
     balancer. The states come from the replicas' lifecycles; no card is asked, and nothing is woken.
+
+    A model that is to have replicas cannot be served before its first one was ready. Later it can, whatever becomes
+    of them, and so can one that may have none: requests wait for the next replica, and start it.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class Health:
         self._models = models
         self._shows_names = shows_names
         self._now = now
+        self._were_ready: set[str] = set()  # as far as this process has seen
         self._known: Mapping[str, str] = {}
         self._known_until_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None
@@ -52,12 +60,15 @@ class Health:
         known = await self._states()
         chosen = {name: known[name] for name in self._models.chosen(query.model)}
         failed = sum(state == ReplicaState.FAILED for state in chosen.values())
-        status = "healthy" if not failed else "degraded" if failed < len(chosen) else "failed"
+        starting = sum(state == _STARTING for state in chosen.values())
+        serving = len(chosen) - failed - starting
+        if serving:
+            status = "degraded" if failed else "healthy"
+        else:
+            status = _STARTING if starting else "failed"
         names = {"models": chosen} if self._shows_names() else {}
-        counts = {"serving": len(chosen) - failed, "failed": failed}
-        return JSONResponse(
-            {"status": status, **counts, **names}, 503 if status == "failed" else 200
-        )
+        counts = {"serving": serving, "starting": starting, "failed": failed}
+        return JSONResponse({"status": status, **counts, **names}, 200 if serving else 503)
 
     async def _states(self) -> Mapping[str, str]:
         """Of all models; asked for once, however many want to know."""
@@ -70,18 +81,30 @@ class Health:
     async def _ask(self) -> None:
         try:
             found = await asyncio.gather(
-                *(self._models.known_states(model) for model in self._models.all.values())
+                *(self._state_of(name, model) for name, model in self._models.all.items())
             )
-            self._known = dict(zip(self._models.all, map(_state_of, found), strict=True))
+            self._known = dict(zip(self._models.all, found, strict=True))
             self._known_until_s = self._now() + _FRESH_FOR_S
         finally:
             self._asking = None
 
+    async def _state_of(self, name: str, model: ModelClient) -> str:
+        replicas = await self._models.known_states(model)
+        if replicas is None:
+            return _UNKNOWN  # they did not answer in time; that is no failure
+        if replicas:  # one that starts says nothing of itself
+            self._were_ready.add(name)
+            return _readiest(replicas)
+        scale = await self._models.known_scale(model)
+        if scale is None:
+            return _UNKNOWN
+        if scale.least > 0 and name not in self._were_ready:
+            return _STARTING
+        return _LOADING if scale.target > 0 else _UNLOADED
 
-def _state_of(replicas: Sequence[ReplicaState] | None) -> str:
+
+def _readiest(replicas: Sequence[ReplicaState]) -> str:
     """A model is as its readiest replica is."""
-    if replicas is None:
-        return "unknown"  # they did not answer in time; that is no failure
     order = (
         ReplicaState.AWAKE,
         ReplicaState.DRAINING,
@@ -90,4 +113,4 @@ def _state_of(replicas: Sequence[ReplicaState] | None) -> str:
         ReplicaState.RESTARTING,
         ReplicaState.FAILED,
     )
-    return next((str(state) for state in order if state in replicas), "starting")
+    return str(next(state for state in order if state in replicas))

@@ -10,6 +10,7 @@ from actors.protocol import ReplicaState, ReplicaStatus
 from serve_app.models.model_client import ModelClient
 from serve_app.models.remote_errors import unwrap
 from serve_app.openai.fields import shown
+from serve_app.scaling.manual import Scale
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,12 @@ class ServedModels:
 
     async def is_wanted(self, model: ModelClient) -> bool:
         """Whether it is to have replicas; where that cannot be told now, it counts as not."""
-        scale = await _known(model, self._in_time(model, model.scaler.read()))
+        scale = await self.known_scale(model)
         return scale is not None and scale.target > 0
+
+    async def known_scale(self, model: ModelClient) -> Scale | None:
+        """How many replicas it is to have; None where that cannot be told now."""
+        return await _known(model, self._in_time(model, model.scaler.read()))
 
     async def known_states(self, model: ModelClient) -> Sequence[ReplicaState] | None:
         """`states`, or None: health checks must not fail on one model."""

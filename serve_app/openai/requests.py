@@ -41,6 +41,7 @@ from serve_app.openai.fields import (
     to_tool_choice,
 )
 from serve_app.openai.grammar import GrammarFields
+from serve_app.openai.keep_alive import KeepAlive
 
 MAX_N = 128
 MAX_INT64 = 2**63 - 1
@@ -89,6 +90,7 @@ class Ask:
     continuous_usage: bool = False  # in every chunk, not in the last alone
     parallel_tool_calls: bool = True
     add_special_tokens: bool | None = None
+    keep_alive_s: float | None = None
 
     @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:
@@ -108,6 +110,7 @@ class Ask:
                 stream=self.stream,
                 add_special_tokens=self.add_special_tokens,
                 trace=trace,
+                keep_alive_s=self.keep_alive_s,
             )
             for index, prompt in enumerate(self.prompts)
         ]
@@ -188,7 +191,7 @@ class Sampling(SamplingFields, GrammarFields):
         )
 
 
-class _Body(Sampling):
+class _Body(Sampling, KeepAlive):
     """What all three forms have in common."""
 
     model: ModelName | None = None
@@ -217,6 +220,7 @@ class _Body(Sampling):
             continuous_usage=include_usage and bool(self.stream_options.continuous_usage_stats),
             parallel_tool_calls=parallel_tool_calls,
             add_special_tokens=self.add_special_tokens,
+            keep_alive_s=self.keep_alive,
         )
 
 

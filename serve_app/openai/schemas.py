@@ -130,8 +130,9 @@ ANSWERS: Schema = {
     "Replicas": {"type": "object"},
     "Health": an_object(
         "models",
-        status={"enum": ["healthy", "degraded", "failed"]},
+        status={"enum": ["healthy", "degraded", "starting", "failed"]},
         serving=COUNT,
+        starting=COUNT,
         failed=COUNT,
         models=mapping(TEXT),
     ),

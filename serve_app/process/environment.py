@@ -23,9 +23,13 @@ CHEAP_STREAMS: Mapping[str, str] = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 
+# Ray starts workers, and so all of our processes but itself, at niceness 15, so that they do not starve its own
+# (worker_niceness in src/ray/common/ray_config_def.h, 2.60): whatever else computes on the machine would go first.
+OWN_PRIORITY: Mapping[str, str] = {"RAY_worker_niceness": "0"}
+
 
 def serve_environment(given: Mapping[str, str]) -> dict[str, str]:
     """What `serve run` is started with on one machine; a variable of the user's own wins."""
     # As if the environment of this interpreter were activated: its programs are found by their names.
     path = [sysconfig.get_path("scripts"), *filter(None, [given.get("PATH")])]
-    return {**LOOPBACK, **CHEAP_STREAMS, **given, "PATH": os.pathsep.join(path)}
+    return {**LOOPBACK, **CHEAP_STREAMS, **OWN_PRIORITY, **given, "PATH": os.pathsep.join(path)}

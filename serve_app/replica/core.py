@@ -5,14 +5,15 @@ Puts a lifecycle and what computes together. No torch: it comes in with the toke
 
 import asyncio
 import logging
+import math
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from actors.errors import (
     InvalidRequest,
@@ -33,12 +34,15 @@ from actors.protocol import (
     Refusal,
     ReplicaState,
     ReplicaStatus,
+    ScheduleStatus,
     SleepCommand,
     TokenEvent,
 )
 from actors.replica.lifecycle import Lifecycle
 from actors.replica.on_card import Workers
 from actors.replica.runtime import ModelRuntime
+from actors.replica.schedule import Wanted
+from actors.replica.schedule_watch import wake_by_schedule
 from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
 from actors.worker.messages import WorkerState
 from serve_app.config.files import ModelConfig
@@ -116,12 +120,13 @@ class Replica:
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="long-prompts")
         self.lifecycle = Lifecycle(
             workers,
-            config.sleep_of_replica,
+            config.sleep,
             time.monotonic,
             f"{config.model_id}/{replica_id}",
             self._changed,
             held=held,
             observer=observer,
+            is_pinned=config.sharing.pin,
         )
 
     @property
@@ -136,13 +141,22 @@ class Replica:
             lambda: self._workers.runtime.worker.read_device(self._node), device
         )
         self._changed()
-        if not (self._config.sleep.start_asleep or self.lifecycle.held):
+        is_to_sleep = self.lifecycle.schedule.wanted() is Wanted.ASLEEP
+        if not (self._config.sleep.start_asleep or is_to_sleep or self.lifecycle.held):
             try:
                 await self.lifecycle.wake_up("start", WakeCause.START)
             except (NoRoom, NeverFits) as full:
                 if isinstance(full, NeverFits) and self._config.sharing.pin:
                     raise  # it was to be there always
                 logger.info("%s starts asleep: %s", self._replica_id, full)
+
+    def watches(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs for as long as the replica does, by its name for the log: see `kept_running`."""
+        interval_s = self._config.sleep.idle_check_interval_s
+        return {
+            "the idle clock": self.lifecycle.sleep_when_idle,
+            "the schedule": lambda: wake_by_schedule(self.lifecycle, interval_s),
+        }
 
     async def generate(
         self, request: GenerateRequest
@@ -170,7 +184,7 @@ class Replica:
                 await self.lifecycle.restarted()
                 # Before it wakes anybody.
                 await self._workers.runtime.check_grammar(prepared)
-                async with self.lifecycle.serving(request.request_id):
+                async with self.lifecycle.serving(request.request_id, request.keep_alive_s):
                     async for event in self._workers.runtime.generate(prepared):
                         has_sent = has_sent or bool(event.text or event.token_ids)
                         yield event
@@ -224,6 +238,7 @@ class Replica:
         lifecycle, worker = self.lifecycle, self._workers.runtime.worker
         device = replace(await self._device.now(), wake_bytes=worker.state.wake_bytes)
         card = None if self._look_at_card is None else await self._look_at_card()
+        timeout = lifecycle.idle.timeout()
         return ReplicaStatus(
             model_id=self._config.model_id,
             replica_id=self._replica_id,
@@ -235,7 +250,7 @@ class Replica:
             in_flight=lifecycle.idle.in_flight,
             waiting_for_wake=lifecycle.waiting_for_wake,
             idle_s=lifecycle.idle.idle_s(),
-            idle_timeout_s=self._config.sleep_of_replica.idle_timeout_s,
+            idle_timeout_s=timeout.seconds if math.isfinite(timeout.seconds) else None,
             sleeps=lifecycle.sleeps,
             wakes=lifecycle.wakes,
             last_sleep_s=lifecycle.last_sleep_s,
@@ -250,7 +265,17 @@ class Replica:
             device_memory=self._device_memory(worker.state),
             last_wake=worker.state.last_wake,
             card=card,
+            idle_timeout_from=timeout.source.value,
+            schedule=self._schedule_status(),
         )
+
+    def _schedule_status(self) -> ScheduleStatus | None:
+        schedule = self.lifecycle.schedule
+        if schedule.is_empty:
+            return None
+        hours = schedule.now()
+        until = None if hours.until is None else hours.until.timestamp()
+        return ScheduleStatus(hours.wanted.value, until)
 
     async def metrics(self) -> Snapshot:
         """What this replica has counted, and what it is now; never wakes it, never counts as use."""

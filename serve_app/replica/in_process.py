@@ -128,12 +128,17 @@ async def replica_in_process(
 
     failed = workers.runtime.worker.failed
     failed.add_done_callback(restart)
-    watch = asyncio.create_task(kept_running("the idle clock", replica.lifecycle.sleep_when_idle))
+    watches: list[asyncio.Task[None]] = []
     try:
         await replica.begin()
+        watches += [
+            asyncio.create_task(kept_running(name, watch))
+            for name, watch in replica.watches().items()
+        ]
         yield replica
     finally:
-        watch.cancel()
+        for watch in watches:
+            watch.cancel()
         failed.remove_done_callback(restart)  # from now on its end is no failure
         await loaded.halves.close()
         if not loaded.halves.worker.is_stopped:

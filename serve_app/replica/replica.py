@@ -151,7 +151,7 @@ class ModelReplica:
         self._watches = [
             asyncio.create_task(kept_running(name, watch))
             for name, watch in {
-                "the idle clock": self._lifecycle.sleep_when_idle,
+                **self._replica.watches(),
                 "what operators want": lambda: follower.follow(self._obey),
                 "gauges for Ray": self._mirror_gauges,
             }.items()

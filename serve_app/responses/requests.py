@@ -32,6 +32,7 @@ from serve_app.openai.fields import (
     wrong,
 )
 from serve_app.openai.grammar import JsonSchema, any_object
+from serve_app.openai.keep_alive import KeepAlive
 from serve_app.openai.requests import Ask, ModelName, SamplingFields
 
 # Fields that we know and cannot honour -> the values that ask for nothing, and why.
@@ -219,7 +220,7 @@ class ResponseAsk(Ask):
     told: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ResponsesBody(SamplingFields):
+class ResponsesBody(SamplingFields, KeepAlive):
     model: ModelName | None = None
     input: Annotated[
         _Items,
@@ -306,6 +307,7 @@ class ResponsesBody(SamplingFields):
             stream=self.stream,
             include_usage=False,
             parallel_tool_calls=self.parallel_tool_calls,
+            keep_alive_s=self.keep_alive,
             told={
                 "instructions": self.instructions,
                 "max_output_tokens": self.max_output_tokens,

@@ -8,11 +8,13 @@ updating every application (`ApplicationState` in serve/_private/application_sta
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
+    from actors.replica.schedule import Schedule
     from serve_app.config.autoscaling import AutoscalingConfig
     from serve_app.scaling.decide import Decision
     from serve_app.scaling.fleet import Fleet, ReplicaReport
@@ -28,11 +30,22 @@ class SleepAwarePolicy:
 
     Args:
         settings: those of `AutoscalingConfig`, as a dictionary.
+        schedule: those of `ScheduleConfig`, likewise.
+        wall: the time of day, for the schedule.
         now: a clock that does not go backwards; reports are as old as `ctx.current_time` says.
     """
 
-    def __init__(self, settings: dict[str, Any], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        now: Callable[[], float] = time.monotonic,
+        schedule: dict[str, Any] | None = None,
+        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         self._settings = settings
+        self._schedule_settings = schedule or {}
+        self._wall = wall
+        self._schedule: Schedule | None = None
         self._now = now
         self._config: AutoscalingConfig | None = None
         self._head: float | None = None
@@ -85,20 +98,25 @@ class SleepAwarePolicy:
         return frozenset(name for name in names - told if now_s - self._seen_s[name] <= grace_s)
 
     def _config_within(self, ctx: "AutoscalingContext") -> "AutoscalingConfig":
-        """Ours, with the bounds as Serve has them: `target_capacity` moves them."""
+        """Ours, with the bounds as Serve has them: `target_capacity` moves them.
+
+        While the schedule wants the model awake there is a replica that can be, unless Serve allows none.
+        """
+        from actors.replica.schedule import Schedule, ScheduleConfig, Wanted
         from serve_app.config.autoscaling import AutoscalingConfig
 
-        if self._config is None:
+        if self._config is None or self._schedule is None:
             from serve_app.process.logs import adopt_serve_handlers
 
             adopt_serve_handlers()
             self._head = _own_node()
             self._config = AutoscalingConfig.model_validate(self._settings)
-        bounds = {
-            "min_replicas": ctx.capacity_adjusted_min_replicas,
-            "max_replicas": ctx.capacity_adjusted_max_replicas,
-        }
-        return self._config.model_copy(update=bounds)
+            config = ScheduleConfig.model_validate(self._schedule_settings)
+            self._schedule = Schedule(config, self._wall)
+        least, most = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
+        if self._schedule.wanted() is Wanted.AWAKE:
+            least = min(max(least, 1), most)
+        return self._config.model_copy(update={"min_replicas": least, "max_replicas": most})
 
     def _tell(self, ctx: "AutoscalingContext", decision: "Decision") -> None:
         """Serve asks ten times a second; a decision is told when it is another than the last."""

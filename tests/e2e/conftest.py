@@ -11,13 +11,16 @@ from actors.checkpoints.making import write_checkpoint
 from tests.e2e.puzzles import Puzzle, find_puzzles
 from tests.e2e.serve_process import PROJECT, ServeProcess
 
-# Each module goes on with the server of the one before it where it can.
+# Each module goes on with the server of the one before it where it can, and the last of a server is who ends it.
 _ORDER = (
-    "test_bench_http",
-    "test_demo",
-    "test_soak",
+    "test_bench_http",  # own
+    "test_demo",  # own, drowsy
+    "test_ingresses",  # drowsy
+    "test_shutdown::test_interrupt_of_a_sleeper_leaves_nothing",  # drowsy
+    "test_soak",  # tiny, from here on
     "test_faults",
     "test_operator",
+    "test_workers",
     "test_shutdown",
     "test_scaling",
     "test_recovery",
@@ -26,13 +29,18 @@ _ORDER = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     positions = [i for i, item in enumerate(items) if item.path.parent == Path(__file__).parent]
-    ordered = sorted((items[i] for i in positions), key=lambda item: _rank(item.path.stem))
+    ordered = sorted((items[i] for i in positions), key=_rank)
     for position, item in zip(positions, ordered, strict=True):
         items[position] = item
 
 
-def _rank(module: str) -> int:
-    return _ORDER.index(module) if module in _ORDER else len(_ORDER)
+def _rank(item: pytest.Item) -> int:
+    module = item.path.stem
+    known = [name for name in (f"{module}::{item.name}", module) if name in _ORDER]
+    return _ORDER.index(known[0]) if known else len(_ORDER)
+
+
+INGRESSES = 3  # of `drowsy`
 
 
 class Servers:
@@ -84,6 +92,15 @@ def config_with(file: str, **changes: Any) -> str:
     return text
 
 
+def with_ingresses(config: str, count: int) -> str:
+    """The same with so many processes of the ingress behind the proxy."""
+    changed = yaml.safe_load(config)
+    (llm,) = (each for each in changed["applications"] if each["name"] == "llm")
+    llm["deployments"] = [{"name": "Ingress", "num_replicas": count}]
+    text: str = yaml.safe_dump(changed)
+    return text
+
+
 # Large enough that a process' memory shows whether its weights are there.
 _RANDOM = {"source": {"id": "checkpoints/demo"}, "dtype": "auto"}
 
@@ -122,8 +139,11 @@ def _scaling() -> str:
 
 CONFIGS: dict[str, Callable[[], str]] = {
     "own": _own_config,
-    "drowsy": lambda: config_with(
-        "demo.yaml", **_RANDOM, sleep={"idle_timeout_s": 3, "idle_check_interval_s": 0.1}
+    "drowsy": lambda: with_ingresses(
+        config_with(
+            "demo.yaml", **_RANDOM, sleep={"idle_timeout_s": 3, "idle_check_interval_s": 0.1}
+        ),
+        INGRESSES,
     ),
     "tiny": lambda: config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None}),
     "scaling": _scaling,
@@ -150,7 +170,7 @@ def own(servers: Servers) -> ServeProcess:
 
 @pytest.fixture
 def drowsy(servers: Servers) -> ServeProcess:
-    """The demo model, which sleeps after 3 idle seconds."""
+    """A model of the demo's size, which sleeps after 3 idle seconds, behind three ingresses."""
     return servers.get("drowsy")
 
 

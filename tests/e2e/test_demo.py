@@ -50,6 +50,16 @@ def _is_loopback(address: str) -> bool:
     return (mapped or ip).is_loopback
 
 
+def test_processes_are_as_nice_as_the_server_is(own: ServeProcess) -> None:
+    """Ray would have whatever else the machine computes go first."""
+    models = own.titled("ray::ServeReplica:")
+    assert len(models) == 3  # holder, ingress, model
+    workers = [psutil.Process(pid) for pid in own.workers()]
+    assert workers
+    expected = psutil.Process(own.pid).nice()
+    assert {process.nice() for process in (*models, *workers)} == {expected}
+
+
 def test_replica_begins_with_the_image_of_the_holder(own: ServeProcess) -> None:
     """Both start at the same time, and neither knows how long the other takes."""
     assert own.wake_up()["weights_from"] == "image"

@@ -2,14 +2,16 @@
 
 import os
 import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until
+from tests.e2e.conftest import INGRESSES
+from tests.e2e.serve_process import ServeProcess, wait_until
 
-INGRESSES = 3
 LOOKS = 30  # the proxy takes one of two at random; all three are hit
 
 
@@ -30,7 +32,7 @@ def ingresses(server: ServeProcess) -> set[int]:
     return {process.pid for process in server.titled("ray::ServeReplica:llm:Ingress")}
 
 
-# Nothing asks an ingress, so none can learn by the way.
+# Nothing asks an ingress, so none can learn by the way. Joined once: that takes seconds.
 _UNTIL_ALL_RUN = f"""
 import time
 from ray import serve
@@ -38,12 +40,31 @@ from ray import serve
 def states():
     return serve.status().applications["llm"].deployments["Ingress"].replica_states
 
-while states() != {{"RUNNING": {INGRESSES}}}:
-    time.sleep(0.05)
+for asked in sys.stdin:
+    while states() != {{"RUNNING": {INGRESSES}}}:
+        time.sleep(0.05)
+    print("all run", flush=True)
 """
 
 
-def replace_one(server: ServeProcess, process_id: int) -> None:
+@contextmanager
+def all_run(server: ServeProcess) -> Iterator[Callable[[], None]]:
+    """Yield a function that returns when Serve has all of the ingress."""
+    with server.driver(_UNTIL_ALL_RUN, stdin=subprocess.PIPE) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+
+        def wait() -> None:
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+            assert driver.stdout.readline() == "all run\n"
+
+        yield wait
+        driver.stdin.close()
+        assert driver.wait(60) == 0
+
+
+def replace_one(server: ServeProcess, process_id: int, until_all_run: Callable[[], None]) -> None:
     """Kill one of the ingress, and return when another one can be asked in its place."""
     others = ingresses(server) - {process_id}
     os.kill(process_id, signal.SIGKILL)
@@ -53,47 +74,41 @@ def replace_one(server: ServeProcess, process_id: int) -> None:
         return now > others and process_id not in now
 
     wait_until(another, what="another process of the ingress")
-    with server.driver(_UNTIL_ALL_RUN) as driver:
-        assert driver.wait(60) == 0
+    until_all_run()
 
 
-def test_all_processes_tell_the_same_also_after_a_replica_and_all_of_them_have_died() -> None:
-    config = yaml.safe_load((PROJECT / "serve_config.yaml").read_text())
-    (llm,) = (each for each in config["applications"] if each["name"] == "llm")
-    llm["deployments"] = [{"name": "Ingress", "num_replicas": INGRESSES}]
-    server = ServeProcess(yaml.safe_dump(config))
-    try:
-        server.wait_until_ready()
-        (model,) = server.model_states()
+def test_all_processes_tell_the_same_also_after_a_replica_and_all_of_them_have_died(
+    drowsy: ServeProcess,
+) -> None:
+    server = drowsy
+    (model,) = server.model_states()
 
-        def generate(count: int) -> int:
-            body = {"model": model, "prompt": "Once", "max_tokens": count, "ignore_eos": True}
-            answer = server.post("/v1/completions", **body).json()
-            return int(answer["usage"]["completion_tokens"])
+    def generate(count: int) -> int:
+        body = {"model": model, "prompt": "Once", "max_tokens": count, "ignore_eos": True}
+        answer = server.post("/v1/completions", **body).json()
+        return int(answer["usage"]["completion_tokens"])
 
-        told = generate(20)
-        wait_until(lambda: tokens(server) == told, what="the first tokens are counted")
-        assert {tokens(server) for _ in range(LOOKS)} == {told}
+    server.sleep()  # its worker has told all that it has counted before it says that it sleeps
+    told = tokens(server) + generate(20)
+    wait_until(lambda: tokens(server) == told, what="the first tokens are counted")
+    assert {tokens(server) for _ in range(LOOKS)} == {told}
 
-        with ThreadPoolExecutor(1) as pool:
-            long = pool.submit(generate, 200)
-            wait_until(lambda: server.get("/load")["server_load"] == 1, what="a request in flight")
-            told += long.result()
-        wait_until(lambda: tokens(server) == told, what="all tokens are counted")
-        assert {server.get("/load")["server_load"] for _ in range(LOOKS)} == {0}
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(generate, 200)
+        wait_until(lambda: server.get("/load")["server_load"] == 1, what="a request in flight")
+        told += long.result()
+    wait_until(lambda: tokens(server) == told, what="all tokens are counted")
+    assert {server.get("/load")["server_load"] for _ in range(LOOKS)} == {0}
 
-        (before,) = replicas(server)
-        os.kill(before, signal.SIGKILL)
-        wait_until(lambda: replicas(server) - {before}, what="a new replica")
-        assert all(tokens(server) >= told for _ in range(LOOKS))
-        told += generate(5)
-        wait_until(lambda: tokens(server) == told, what="both replicas' tokens are counted")
-        assert {tokens(server) for _ in range(LOOKS)} == {told}
+    (before,) = replicas(server)
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: replicas(server) - {before}, what="a new replica")
+    assert all(tokens(server) >= told for _ in range(LOOKS))
+    told += generate(5)
+    wait_until(lambda: tokens(server) == told, what="both replicas' tokens are counted")
+    assert {tokens(server) for _ in range(LOOKS)} == {told}
 
+    with all_run(server) as until_all_run:
         for process_id in ingresses(server):
-            replace_one(server, process_id)
-        assert {tokens(server) for _ in range(LOOKS)} == {told}
-    finally:
-        leftovers = server.interrupt()
-        server.remove_files()
-    leftovers.check()
+            replace_one(server, process_id, until_all_run)
+    assert {tokens(server) for _ in range(LOOKS)} == {told}

@@ -172,7 +172,6 @@ def test_any_sequence_of_orders_and_requests(
         settings=settings(
             max_examples=SEQUENCES,
             stateful_step_count=ORDERS,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -144,32 +144,30 @@ def test_replica_of_an_older_version_finishes_its_streams(tiny: ServeProcess) ->
 # --- Ctrl-C ---
 
 
-def asleep(server: ServeProcess) -> None:
-    server.sleep()
-    assert server.is_sleeping()
+def test_interrupt_of_a_sleeper_leaves_nothing(servers: Servers, drowsy: ServeProcess) -> None:
+    drowsy.sleep()
+    assert drowsy.is_sleeping()
+    leaves_nothing(servers, drowsy, "demo")
 
 
-def awake_and_streaming(server: ServeProcess) -> None:
-    server.wake_up()
-    request = server.http.build_request("POST", "/v1/completions", json=LONG | {"stream": True})
-    response = server.http.send(request, stream=True)
+def test_interrupt_in_mid_stream_leaves_nothing(servers: Servers, tiny: ServeProcess) -> None:
+    tiny.wake_up()
+    request = tiny.http.build_request("POST", "/v1/completions", json=LONG | {"stream": True})
+    response = tiny.http.send(request, stream=True)
     assert response.status_code == 200
-    assert server.wake_up()["in_flight"] == 1
+    assert tiny.wake_up()["in_flight"] == 1
+    leaves_nothing(servers, tiny, "tiny")
 
 
-@pytest.mark.parametrize("put", [asleep, awake_and_streaming])
-def test_interrupt_leaves_nothing(
-    servers: Servers, tiny: ServeProcess, put: Callable[[ServeProcess], None]
-) -> None:
-    put(tiny)
-    there = tiny.processes()
-    for pid in (tiny.actor_pid("llm:model:tiny"), *tiny.workers()):
+def leaves_nothing(servers: Servers, server: ServeProcess, model: str) -> None:
+    there = server.processes()
+    for pid in (server.actor_pid(f"llm:model:{model}"), *server.workers()):
         assert pid in {process.pid for process in there}
-    assert len(tiny.workers()) == 1
-    assert tiny.port in tiny.listening()
+    assert len(server.workers()) == 1
+    assert server.port in server.listening()
     servers.stop()  # checks processes, shared memory, sockets and the time
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{tiny.url}/health")
+        httpx.get(f"{server.url}/health")
 
 
 def test_make_serve_runs_it_in_the_foreground() -> None:

@@ -20,8 +20,8 @@ from actors.image.obtain import load_from_disk
 from actors.observer import Observer
 from actors.protocol import GenerateRequest, SamplingParams, TokenEvent
 from actors.replica.in_process import InProcessModel, build_in_process
-from actors.replica.lifecycle import SleepConfig
 from actors.replica.runtime import ModelRuntime
+from actors.replica.sleep_config import SleepConfig
 from actors.replica.streams import Prepared
 from actors.replica.supervisor import ByRuntime
 from actors.text.sampling_defaults import ResolvedSampling

@@ -13,8 +13,9 @@ from actors.memory.cpu_card import CpuCard
 from actors.observer import GrantOutcome, KvChange, Observer, SleepCause
 from actors.protocol import GenerateRequest, ReplicaState, SamplingParams
 from actors.replica.in_process import InProcessModel, build_in_process
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
 from actors.replica.on_card import OnCard
+from actors.replica.sleep_config import SleepConfig
 from actors.worker.messages import Sized
 from actors.worker.model_worker import build_module
 from tests.card_site import CardSite, card_site
@@ -61,10 +62,12 @@ class Replica:
     sleeps: list[SleepCause]
     kv_changes: list[KvChange]
 
-    async def tokens(self, prompt: str, max_tokens: int = 12) -> list[int]:
+    async def tokens(
+        self, prompt: str, max_tokens: int = 12, keep_alive_s: float | None = None
+    ) -> list[int]:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         prepared = self.model.runtime.prepare(GenerateRequest("r", prompt, params))
-        async with self.lifecycle.serving("r"):
+        async with self.lifecycle.serving("r", keep_alive_s):
             events = [e async for e in self.model.runtime.generate(prepared)]
         return [token for event in events for token in event.token_ids]
 

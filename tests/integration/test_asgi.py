@@ -5,9 +5,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,3 +171,67 @@ def test_uvicorn_serves_it_and_ends_at_ctrl_c(project: Path, tiny_checkpoint: Pa
             assert server.wait(60) == 0
         finally:
             server.kill()
+
+
+# --- how long a model stays awake ---
+
+
+def status_of(client: TestClient, model: str) -> dict[str, Any]:
+    (replica,) = client.get("/status").json()["models"][model]["replicas"].values()
+    return dict(replica)
+
+
+def asleep_by_itself(client: TestClient, model: str) -> dict[str, Any]:
+    """The status once it sleeps."""
+    ends_s = time.monotonic() + 20
+    while (status := status_of(client, model))["state"] != "asleep":
+        assert time.monotonic() < ends_s, status
+        time.sleep(0.01)
+    return status
+
+
+def test_keep_alive_of_a_request_is_its_model_s_idle_timeout(client: TestClient) -> None:
+    told = {}
+    for keep_alive in ("5m", -1, 0):
+        response = client.post(
+            "/v1/chat/completions", json={**HI, "model": "tiny", "keep_alive": keep_alive}
+        )
+        assert response.status_code == 200, response.text
+        told[keep_alive] = status_of(client, "tiny")
+    assert (told["5m"]["idle_timeout_s"], told["5m"]["idle_timeout_from"]) == (300, "keep_alive")
+    assert (told[-1]["idle_timeout_s"], told[-1]["idle_timeout_from"]) == (None, "keep_alive")
+    slept = asleep_by_itself(client, "tiny")
+    assert slept["reason"].endswith(">= 0 s, by keep_alive")
+    assert (slept["idle_timeout_s"], slept["idle_timeout_from"]) == (None, "idle_timeout_s")
+    assert sleeping(client)["other"] is False  # whose timeout nobody changed
+
+
+def test_schedule_decides_where_nobody_asks(tiny: ModelConfig) -> None:
+    """Every minute a window of an hour: whenever this runs, it is in one."""
+    always = [{"cron": "* * * * *", "duration": "1h"}]
+
+    def scheduled(name: str, start_asleep: bool, **schedule: Any) -> ModelConfig:
+        sleep = {
+            "idle_check_interval_s": 0.05,
+            "schedule": schedule,
+            "start_asleep": start_asleep,
+        }
+        settings = tiny.model_dump() | {"model_id": name, "sleep": sleep}
+        return ModelConfig.model_validate(settings)
+
+    threads, switch_interval_s = torch.get_num_threads(), sys.getswitchinterval()
+    models = [scheduled("day", True, awake=always), scheduled("night", False, asleep=always)]
+    with client_of(make_app(models, {})) as client:
+        ends_s = time.monotonic() + 20
+        while (day := status_of(client, "day"))["state"] != "awake":
+            assert time.monotonic() < ends_s, day
+            time.sleep(0.01)
+        assert day["reason"] == "schedule"
+        assert day["schedule"]["wanted"] == "awake"
+        assert status_of(client, "night")["wakes"] == 0  # not even at the start
+        for _ in range(2):  # a request wakes it, and it sleeps behind it
+            assert answer(client, "night") == answer(client, "day")
+            assert asleep_by_itself(client, "night")["reason"].endswith("by schedule")
+        assert status_of(client, "day")["sleeps"] == 0
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(switch_interval_s)

@@ -38,7 +38,7 @@ from serve_app.bench.wake import Plan, WakeBench
 from serve_app.bench.wake_report import tables
 from serve_app.cli.main import app
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 ENGINE = {
     "device": "cpu",

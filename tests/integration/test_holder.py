@@ -27,6 +27,8 @@ from tests.integration.holder_harness import (
     run,
 )
 
+pytestmark = pytest.mark.alone
+
 roomy = pytest.mark.parametrize("ray_store", [STORE], indirect=True)
 
 

@@ -18,6 +18,7 @@ from actors.image.store import store_room
 from tests.integration.holder_harness import STORE, image_key, image_request, run
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.parametrize("ray_store", [STORE], indirect=True),
     pytest.mark.usefixtures("ray_store"),
 ]

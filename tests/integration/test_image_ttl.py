@@ -11,6 +11,8 @@ from actors.checkpoints.source import ModelSource
 from actors.image import packer
 from actors.image.holder import ImageRequest, WeightHolder
 
+pytestmark = pytest.mark.alone
+
 MIB = 2**20
 TTL_S = 100.0
 

@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observer import WakeCause
 from actors.protocol import GenerateRequest, SamplingParams, SleepCommand, SleepMode
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.sleep_config import SleepConfig
 from serve_app.front.metrics_page import ModelMetrics, render
 from serve_app.front.peers import Totals
 from serve_app.metrics.instruments import Instruments, gauges, saved_bytes

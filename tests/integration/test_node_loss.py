@@ -20,7 +20,7 @@ from tests.integration.holder_harness import (
 )
 from tests.serve_process import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 NODE = {"num_cpus": 1, "object_store_memory": STORE, "node_ip_address": "127.0.0.1"}
 

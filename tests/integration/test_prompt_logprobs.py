@@ -268,6 +268,7 @@ def test_device_that_fails_fails_the_replica_and_everybody_on_it(
 HASTY = WatchdogConfig(step_timeout_s=0.5, copy_timeout_s=30, memory_timeout_s=30)
 
 
+@pytest.mark.alone  # its limit is fractions of a second
 def test_long_one_is_no_hang_but_a_piece_that_hangs_is(
     tiny_checkpoint: Path, image: WeightImage, pieces: Pieces
 ) -> None:

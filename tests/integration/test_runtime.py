@@ -15,7 +15,7 @@ from actors.errors import ContextLengthExceeded, Unavailable
 from actors.image.image import WeightImage
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.protocol import ChatPrompt, FinishReason, MessageForm
-from actors.replica.lifecycle import SleepConfig
+from actors.replica.sleep_config import SleepConfig
 from actors.worker import cleared
 from actors.worker.messages import Outputs
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run

@@ -34,13 +34,16 @@ from actors.memory import workspaces
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.transfer import Transfer
 from actors.protocol import FinishReason, ReplicaState, SleepCommand, SleepMode, TokenEvent
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.sleep_config import SleepConfig
 from actors.worker import model_worker
 from actors.worker.lull import Lull
 from actors.worker.messages import Failed
 from actors.worker.model_worker import ModelWorker, build_module
 from actors.worker.watchdog import WatchdogConfig
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, LastWorker, load, run
+
+pytestmark = pytest.mark.alone  # steps have limits of fractions of a second
 
 
 @pytest.mark.parametrize(

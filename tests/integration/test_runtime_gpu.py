@@ -26,7 +26,8 @@ from actors.image.image import WeightImage
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.protocol import ReplicaState, SleepCommand
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.sleep_config import SleepConfig
 from actors.worker import growth
 from actors.worker.lull import Lull
 from actors.worker.model_memory import ModelMemory

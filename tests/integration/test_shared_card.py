@@ -1,6 +1,7 @@
 """Models that share a card: who waits, who sleeps, and that each says what it says alone."""
 
 import asyncio
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,20 @@ def test_models_take_turns_and_each_says_what_it_says_alone(
             assert seen.held == sum(each.model.worker.memory.mapped_bytes for each in made)
             assert seen.held == site.card.total - CpuCard(site.account, site.card.total).free()
             assert seen.waiting == ()
+
+    run(scenario)
+
+
+def test_keep_alive_without_end_keeps_nobody_from_the_card(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints, room_for=1.5) as (_, made):
+            for _ in range(2):
+                for each, prompt in zip(made, PROMPTS, strict=True):
+                    assert await each.tokens(prompt, keep_alive_s=inf)
+                    assert states(made).count(AWAKE) == 1
+            assert set(made[0].sleeps) == {SleepCause.ROOM}
 
     run(scenario)
 

@@ -18,6 +18,8 @@ from serve_app.replica import worker_process
 from serve_app.replica.worker_process import WorkerProcess
 from tests.integration.conftest import local_ray
 
+pytestmark = pytest.mark.alone
+
 STORE = 100_000_000
 
 

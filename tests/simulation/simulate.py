@@ -23,22 +23,22 @@ _TICK_S = 5.0  # between two decisions
 class ReplicaModel:
     """What a replica takes: one NVIDIA H200, 7B shape, bf16.
 
-    Measured, docs/results/2026-11-24_h200: `awake_bytes`, `asleep_bytes` (what the driver says is in use
+    Measured, docs/results, 2026-11-24 and 25: `awake_bytes`, `asleep_bytes` (what the driver says is in use
     on the card) from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from serve.json, and so
     `image_start_s` (its redeploy) and `disk_start_s` (its first start), from the built applications until
-    the first token; `tokens_per_s` of a batch of so many from throughput.json.
+    the first token. `tokens_per_s` of a batch of so many from throughput.json.
     Chosen: `room`, `max_ongoing_requests`, small so that traces of a few thousand requests need several
     replicas; `idle_timeout_s`, `sleep.idle_timeout_s`.
     """
 
-    awake_bytes: float = 25688866816
-    asleep_bytes: float = 1049427968
+    awake_bytes: float = 25669992448
+    asleep_bytes: float = 992804864
     ttft_awake_s: float = 0.0191
     ttft_asleep_s: float = 0.2951
     image_start_s: float = 12.13
     disk_start_s: float = 31.56
     tokens_per_s: Mapping[int, float] = field(
-        default_factory=lambda: {1: 194.6, 16: 2793.7, 64: 8553.9, 256: 14627.0}
+        default_factory=lambda: {1: 217.1, 16: 3113.1, 64: 9488.2, 256: 16643.2}
     )
     room: int = 16
     idle_timeout_s: float = 60.0

@@ -93,7 +93,9 @@ _SEED = Form(
 )
 
 _ANY_OBJECT: Schema = {"type": "object"}
-_READY = Answer(ref("Health"), other_statuses={503: "All replicas have failed."})
+_READY = Answer(
+    ref("Health"), other_statuses={503: "All replicas have failed, or none was ready yet."}
+)
 _WHO_ANSWERS = an_object(message=schemas.TEXT, version=schemas.TEXT)
 _FILES = Answer(None, ("text/html", "text/css", "text/javascript", "image/svg+xml"))
 
@@ -148,7 +150,7 @@ REPLICAS = Endpoint(GET, "/replicas", ADMINS, _MODEL, _json("Replicas"),
 # --- probes, which have no key (vLLM asks for none at these either), and figures ---
 
 HEALTH = Endpoint(("GET", "POST"), "/health", PUBLIC, _MODEL, _READY,
-    "Readiness; 200 while asleep, too.")
+    "Readiness; 200 while asleep, too; 503 before the first replica was ready.")
 PING = Endpoint(("GET", "POST"), "/ping", PUBLIC, _NOTHING,
     Answer(an_object(status=const("alive"))), "Liveness.")
 VERSION = Endpoint(GET, "/version", PUBLIC, _NOTHING, Answer(an_object(version=schemas.TEXT)),

@@ -102,7 +102,6 @@ def _run(examples: int) -> None:
         settings=settings(
             max_examples=examples,
             stateful_step_count=30,
-            deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
         ),

@@ -2,18 +2,21 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 
 from actors.errors import (
     EngineDied,
 )
 from actors.observer import WakeCause
 from actors.protocol import MemoryChange, ReplicaState
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.sleep_config import SleepConfig
 
 AWAKE, DRAINING, ASLEEP = ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.ASLEEP
 WAKING, FAILED = ReplicaState.WAKING, ReplicaState.FAILED
 RESTARTING = ReplicaState.RESTARTING
 NOTHING = MemoryChange(0, 0, 0)
+MONDAY = datetime(2026, 11, 23, tzinfo=UTC)
 LOST = EngineDied("the generation loop ended")
 
 
@@ -107,15 +110,28 @@ class Clock:
 
 
 class Bench:
-    """A lifecycle on fakes; `states` records every state it enters."""
+    """A lifecycle on fakes; `states` records every state it enters.
 
-    def __init__(self, **config: object) -> None:
+    Attributes:
+        clock: seconds, of idle times; the time of day, too, counted from `MONDAY`.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] | None = None, is_pinned: bool = False, **config: object
+    ) -> None:
         self.effects = GatedEffects()
         self.clock = Clock()
         self.states: list[ReplicaState] = []
         defaults = {"idle_timeout_s": 10, "idle_check_interval_s": 0.001}
         settings = SleepConfig.model_validate(defaults | config)
-        self.lifecycle = Lifecycle(self.effects, settings, self.clock, "test")
+        self.lifecycle = Lifecycle(
+            self.effects,
+            settings,
+            now or self.clock,
+            "test",
+            is_pinned=is_pinned,
+            wall=lambda: MONDAY + timedelta(seconds=self.clock.now_s),
+        )
         enter = self.lifecycle._enter
 
         def record(state: ReplicaState, *rest: object) -> None:
@@ -129,8 +145,13 @@ class Bench:
         self.states.clear()
         self.effects.calls.clear()
 
-    async def request(self, until: asyncio.Event | None = None, name: str = "r") -> str:
-        async with self.lifecycle.serving(name):
+    async def request(
+        self,
+        until: asyncio.Event | None = None,
+        name: str = "r",
+        keep_alive_s: float | None = None,
+    ) -> str:
+        async with self.lifecycle.serving(name, keep_alive_s):
             assert self.lifecycle.state is not ASLEEP
             if until is not None:
                 await until.wait()
@@ -142,11 +163,13 @@ class Bench:
             await self.effects.has_ended.wait()
             raise self.effects.ended_with[0]
 
-    async def in_flight(self) -> tuple[asyncio.Task[str], asyncio.Event]:
+    async def in_flight(
+        self, keep_alive_s: float | None = None
+    ) -> tuple[asyncio.Task[str], asyncio.Event]:
         """A request that has begun, and what ends it."""
-        ends = asyncio.Event()
-        request = asyncio.create_task(self.request(ends))
-        await until(lambda: self.lifecycle.idle.in_flight == 1)
+        ends, before = asyncio.Event(), self.lifecycle.idle.in_flight
+        request = asyncio.create_task(self.request(ends, keep_alive_s=keep_alive_s))
+        await until(lambda: self.lifecycle.idle.in_flight == before + 1)
         return request, ends
 
 

@@ -12,7 +12,8 @@ from actors.errors import (
     WakeTimeout,
 )
 from actors.protocol import MemoryChange, MemoryLeft, ReplicaState, SleepCommand
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.sleep_config import SleepConfig
 from tests.unit.actors.replica.lifecycle_bench import (
     ASLEEP,
     AWAKE,

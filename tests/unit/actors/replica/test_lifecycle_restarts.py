@@ -14,7 +14,8 @@ from actors.errors import (
 )
 from actors.observer import Observer, WakeCause, WakeResult
 from actors.protocol import ReplicaState, SleepCommand, SleepMode
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.sleep_config import SleepConfig
 from tests.unit.actors.replica.lifecycle_bench import (
     ASLEEP,
     AWAKE,

@@ -7,7 +7,8 @@ import pytest
 from actors.errors import NoRoom, Unavailable
 from actors.observer import Observer, SleepCause
 from actors.protocol import SleepCommand, SleepMode
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.sleep_config import SleepConfig
 from tests.unit.actors.replica.lifecycle_bench import (
     ASLEEP,
     AWAKE,

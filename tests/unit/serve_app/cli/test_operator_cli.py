@@ -5,6 +5,8 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
 
 import pytest
 import uvicorn
@@ -19,7 +21,7 @@ from actors.protocol import (
     SleepMode,
 )
 from serve_app.cli.main import app
-from serve_app.cli.operate import _seconds, order_table, status_table
+from serve_app.cli.operate import _seconds, _stays, order_table, status_table
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
 from serve_app.front.app import build_asgi
@@ -230,3 +232,33 @@ def test_completion_can_be_installed() -> None:
     }
     result = CliRunner().invoke(app, [], env=asked, prog_name="sleepserve")
     assert result.stdout.split() == ["status"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, ""),
+        ({"idle_timeout_s": None}, ""),
+        ({"idle_timeout_s": None, "idle_timeout_from": "keep_alive"}, "stays awake (keep_alive)"),
+        (
+            {"idle_timeout_s": 3600.0, "idle_timeout_from": "keep_alive"},
+            "sleeps when quiet for 60 min (keep_alive)",
+        ),
+        ({"idle_timeout_s": None, "idle_timeout_from": "pin"}, "stays awake (pin)"),
+        (
+            {"idle_timeout_s": None, "idle_timeout_from": "schedule", "schedule": {"until": None}},
+            "stays awake by its schedule",
+        ),
+        ({"state": "asleep", "idle_timeout_from": "keep_alive"}, ""),
+    ],
+)
+def test_for_how_long_it_stays_awake(fields: dict[str, Any], told: str) -> None:
+    replica = {"state": "awake", "idle_timeout_s": 300.0, "idle_timeout_from": "idle_timeout_s"}
+    assert _stays(replica | fields) == told
+
+
+def test_until_when_a_schedule_keeps_it_awake() -> None:
+    until = datetime(2026, 11, 23, 18).timestamp()  # here, wherever that is
+    replica = {"state": "awake", "idle_timeout_s": None, "idle_timeout_from": "schedule"}
+    told = _stays(replica | {"schedule": {"until": until}})
+    assert told == "stays awake by its schedule until Mon 18:00"

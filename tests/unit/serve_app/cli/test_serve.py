@@ -10,7 +10,12 @@ from typer.testing import CliRunner, Result
 
 from serve_app.cli.main import app
 from serve_app.config.files import ModelConfig, check_file
-from serve_app.process.environment import CHEAP_STREAMS, LOOPBACK, serve_environment
+from serve_app.process.environment import (
+    CHEAP_STREAMS,
+    LOOPBACK,
+    OWN_PRIORITY,
+    serve_environment,
+)
 
 KEY = "user-key-1234567890"
 
@@ -273,7 +278,7 @@ def test_serve_run_is_started_with_the_configuration_and_the_key(started: Starte
     assert started.command[1:4] == ["-m", "ray.serve.scripts", "run"]
     assert started.config == printed("a/b")
     assert started.environment["SLEEPSERVE_API_KEYS"] == KEY
-    assert (LOOPBACK | CHEAP_STREAMS).items() <= started.environment.items()
+    assert (LOOPBACK | CHEAP_STREAMS | OWN_PRIORITY).items() <= started.environment.items()
     assert "Bearer $KEY" in result.stderr
     assert KEY not in result.stderr
 
@@ -295,7 +300,8 @@ def test_open_server_is_told_of(args: list[str], told: bool, started: Started) -
 
 
 def test_variable_of_the_user_wins() -> None:
-    environment = serve_environment({"RAY_SERVE_PROXY_USE_GRPC": "0", "PATH": "/bin"})
-    assert environment["RAY_SERVE_PROXY_USE_GRPC"] == "0"
+    own = {"RAY_SERVE_PROXY_USE_GRPC": "0", "RAY_worker_niceness": "5"}
+    environment = serve_environment({**own, "PATH": "/bin"})
+    assert own.items() <= environment.items()
     assert environment["PATH"].endswith(f"{os.pathsep}/bin")
-    assert environment.keys() == {*LOOPBACK, *CHEAP_STREAMS, "PATH"}
+    assert environment.keys() == {*LOOPBACK, *CHEAP_STREAMS, *OWN_PRIORITY, "PATH"}

@@ -16,6 +16,7 @@ from serve_app.config.files import (
     AppArgs,
     ModelConfig,
     WeightsArgs,
+    as_written,
     check_file,
     checkpoint_problem,
     load_model_config,
@@ -103,13 +104,6 @@ def test_budget_of_a_card_in_bytes() -> None:
     assert budget_bytes(0.5, 100) == 50
 
 
-def test_pinned_model_is_never_idle_for_too_long(folder: Path) -> None:
-    _write(folder / "configs" / "demo.yaml", MODEL + "sharing: {pin: true}\n")
-    config = load_model_config(folder / "configs" / "demo.yaml")
-    assert config.sleep_of_replica.idle_timeout_s is None
-    assert config.sleep.idle_timeout_s == 300
-
-
 def test_shipped_serve_config_listens_on_this_machine_only() -> None:
     assert "host: 127.0.0.1" in (PROJECT / "serve_config.yaml").read_text()
 
@@ -182,6 +176,44 @@ def test_model_in_place_is_the_same_as_in_a_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("window", "complaint"),
+    [
+        ('cron: "0 8 * *", duration: 1h', "cron: expected five fields: minute, hour, "),
+        (
+            'cron: "0 25 * * *", duration: 1h',
+            "cron: no cron expression: Bad hour, found '0 25 * * *'",
+        ),
+        ("cron: 8, duration: 1h", "cron: expected text, found 8"),
+        (
+            'cron: "0 8 * * *", timezone: Berlin, duration: 1h',
+            "timezone: no time zone of IANA's that is known here, found 'Berlin'; ",
+        ),
+        ('cron: "0 8 * * *", timezone: ../x, duration: 1h', "timezone: no time zone"),
+        ('cron: "0 8 * * *", duration: soon', "duration: must be a duration"),
+        ('cron: "0 8 * * *", duration: -1h', "duration: should be greater than 0, found -3600"),
+        ('cron: "0 8 * * *", duration: 8d', "duration: must be a duration"),
+        ('cron: "0 8 * * *", duration: 169h', "duration: should be less than or equal to 604800"),
+        ('cron: "0 8 * * *"', "duration: required, but missing"),
+    ],
+)
+def test_mistake_in_a_schedule(folder: Path, window: str, complaint: str) -> None:
+    text = MODEL + "sleep: {schedule: {asleep: [{" + window + "}]}}"
+    _write(folder / "configs" / "demo.yaml", text)
+    expected = f"configs/demo.yaml: sleep.schedule.asleep.0.{complaint}"
+    assert _complaint("configs/demo.yaml").startswith(expected)
+
+
+def test_schedule_is_read_as_it_was_written(folder: Path) -> None:
+    window = 'cron: "0 8 * * MON-FRI", timezone: Europe/Berlin, duration: 1h30m'
+    _write(
+        folder / "configs" / "demo.yaml", MODEL + "sleep: {schedule: {awake: [{" + window + "}]}}"
+    )
+    config = load_model_config(folder / "configs" / "demo.yaml")
+    assert config.sleep.schedule.awake[0].duration == 5400
+    assert ModelConfig.model_validate(as_written(config)) == config  # what Serve is handed
+
+
+@pytest.mark.parametrize(
     ("text", "complaint"),
     [
         (
@@ -201,6 +233,10 @@ def test_model_in_place_is_the_same_as_in_a_file(folder: Path) -> None:
             "sleep.idle_timeout_s: should be greater than 0, found -1",
         ),
         (MODEL + "sleep: 5", "sleep: expected a mapping, found 5"),
+        (
+            MODEL + "sleep: {max_keep_alive_s: -1}",
+            "sleep.max_keep_alive_s: should be greater than or equal to 0, found -1",
+        ),
         (
             MODEL + "engine: {num_blocks: 1.5}",
             "engine.num_blocks: expected a whole number, found 1.5",
@@ -318,7 +354,7 @@ def test_name_is_taken_once(folder: Path) -> None:
     alias = {"model_id": "b", "source": {"id": "checkpoints/demo"}, "aliases": ["c", "a"]}
     with pytest.raises(ConfigError) as caught:
         AppArgs.model_validate({"models": [alias | {"model_id": "a", "aliases": []}, alias]})
-    assert str(caught.value) == "models.1.aliases: a is the name of models.0 already"
+    assert str(caught.value) == "models.1.aliases: a is the name of models.0 already (model b)"
 
 
 def test_default_target_is_no_higher_than_what_a_replica_takes(folder: Path) -> None:
@@ -365,7 +401,14 @@ def test_every_mistake_has_its_line(folder: Path) -> None:
             "[configs/demo.yaml]",
             "[{model_id: a, source: {id: checkpoints/demo}, sleep: {levl: 1}}]",
             "serve_config.yaml: applications.weights.args.models.0.sleep.levl: "
-            "unknown key; did you mean level?",
+            "unknown key; did you mean level? (model a)",
+        ),
+        (
+            "[configs/demo.yaml]",
+            "[{model_id: a, source: {id: checkpoints/demo}, sleep: {schedule: {awake: "
+            '[{cron: "61 8 * * *", duration: 1h}]}}}]',
+            "serve_config.yaml: applications.weights.args.models.0.sleep.schedule.awake.0.cron: "
+            "no cron expression: Bad minute, found '61 8 * * *' (model a)",
         ),
         (
             "[configs/demo.yaml]",

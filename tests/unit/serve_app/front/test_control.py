@@ -307,7 +307,6 @@ def test_replicas_tells_what_is_wanted_and_what_there_is():
         ([S.ASLEEP], "asleep", 200),
         ([S.WAKING], "waking", 200),
         ([S.FAILED, S.ASLEEP], "asleep", 200),
-        ([], "starting", 200),
         ([S.FAILED], "failed", 503),
         ([S.FAILED, S.FAILED], "failed", 503),
     ],
@@ -324,6 +323,7 @@ def test_health_of_one_model_and_of_all(states, state, status, method):
     assert both.json() == {
         "status": "degraded" if status == 503 else "healthy",
         "serving": 1 if status == 503 else 2,
+        "starting": 0,
         "failed": 1 if status == 503 else 0,
         "models": {"ok": "awake", "fake": state},
     }
@@ -331,6 +331,71 @@ def test_health_of_one_model_and_of_all(states, state, status, method):
     assert one.json()["models"] == {"fake": state}
     with serving(FakeModel(states=states)) as client:
         assert client.request(method, "/health").status_code == status
+
+
+@pytest.fixture
+def starts() -> FakeModel:
+    """A model that is to have a replica, and has none yet."""
+    model = FakeModel(states=[])
+    model.scaler.scale = replace(model.scaler.scale, target=1)
+    return model
+
+
+def test_model_is_not_ready_before_its_first_replica_was(starts):
+    with serving(FakeModel("ok"), starts) as client:
+        one, both = client.get("/health?model=fake"), client.get("/health")
+    assert (one.status_code, both.status_code) == (503, 200)
+    told = {"status": "starting", "serving": 0, "starting": 1, "failed": 0}
+    assert one.json() == {**told, "models": {"fake": "starting"}}
+    assert both.json()["status"] == "healthy"
+    assert (both.json()["serving"], both.json()["starting"]) == (1, 1)
+
+
+def test_one_starts_and_one_has_failed_so_none_is_ready(starts):
+    with serving(FakeModel("broken", states=[S.FAILED]), starts) as client:
+        answer = client.get("/health")
+    assert answer.status_code == 503
+    told = {"status": "starting", "serving": 0, "starting": 1, "failed": 1}
+    assert answer.json() == {**told, "models": {"broken": "failed", "fake": "starting"}}
+
+
+def test_model_that_requests_start_is_ready(starts):
+    """Also while it starts for one of them."""
+    starts.scaler.scale = replace(starts.scaler.scale, target=0, least=0)
+    for target, state in ((0, "unloaded"), (1, "loading")):
+        starts.scaler.scale = replace(starts.scaler.scale, target=target)
+        with serving(starts) as client:
+            answer = client.get("/health")
+        assert (answer.status_code, answer.json()["models"]) == (200, {"fake": state})
+
+
+def test_model_that_was_ready_once_stays_so_while_its_replica_is_replaced(starts):
+    async def scenario() -> None:
+        now_s = 0.0
+        served = ServedModels({"fake": starts}, status_timeout_s=1.0)
+        health = Health(served, lambda: True, lambda: now_s)
+        request = Request(scope_of("/health", "GET"))
+        for states, state, status in (
+            ([], "starting", 503),
+            ([S.ASLEEP], "asleep", 200),
+            ([], "loading", 200),
+        ):
+            starts.states = states
+            answer = await health.ready(request, ModelQuery())
+            assert (answer.status_code, json.loads(answer.body)["models"]["fake"]) == (
+                status,
+                state,
+            )
+            now_s += 2.0
+
+    asyncio.run(scenario())
+
+
+def test_model_whose_scale_cannot_be_told_has_not_failed(starts, monkeypatch):
+    monkeypatch.setattr(starts.scaler, "read", not_deployed)
+    with serving(starts) as client:
+        answer = client.get("/health")
+    assert (answer.status_code, answer.json()["models"]) == (200, {"fake": "unknown"})
 
 
 def test_health_is_asked_of_replicas_once_a_second_and_of_no_device():

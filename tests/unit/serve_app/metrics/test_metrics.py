@@ -25,7 +25,8 @@ from actors.observer import (
     WakeResult,
 )
 from actors.protocol import MemoryChange, ReplicaState, SleepCommand, WakeReport
-from actors.replica.lifecycle import Lifecycle, SleepConfig
+from actors.replica.lifecycle import Lifecycle
+from actors.replica.sleep_config import SleepConfig
 from serve_app.config.http import HttpSettings
 from serve_app.front import peers
 from serve_app.front.app import build_asgi

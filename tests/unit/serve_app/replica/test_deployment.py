@@ -154,7 +154,7 @@ def answered(
     serving = 0
 
     @asynccontextmanager
-    async def hold_awake(request_id: str) -> AsyncIterator[None]:
+    async def hold_awake(request_id: str, keep_alive_s: float | None) -> AsyncIterator[None]:
         nonlocal serving
         serving += 1
         try:

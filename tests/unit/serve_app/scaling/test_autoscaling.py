@@ -377,7 +377,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(history=st.lists(fleets, min_size=1, max_size=4), config=configs)
 def test_any_fleet_has_a_decision_that_can_be_followed(
     history: Sequence[Fleet], config: AutoscalingConfig
@@ -401,7 +401,7 @@ def test_any_fleet_has_a_decision_that_can_be_followed(
 loads = st.floats(0, 1000)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(less=loads, more=loads, sleepers=st.integers(0, 5))
 def test_more_requests_never_want_fewer_replicas(less: float, more: float, sleepers: int) -> None:
     less, more = sorted((less, more))

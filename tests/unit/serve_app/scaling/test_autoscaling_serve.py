@@ -5,8 +5,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve._private.metrics_utils import TimeStampedValue
 
 from actors.protocol import ReplicaState
+from actors.replica.schedule import ScheduleConfig
 from serve_app.app import serves_autoscaling
 from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.scaling.serve_policy import SleepAwarePolicy, stop_order
@@ -56,7 +59,7 @@ class Controller:
 
     def deploy(self, **settings: Any) -> None:
         """Once more with other settings: what `serve deploy` comes to."""
-        config = serves_autoscaling(AutoscalingConfig(**(AT_ONCE | settings)))
+        config = serves_autoscaling(AutoscalingConfig(**(AT_ONCE | settings)), ScheduleConfig())
         info = DeploymentInfo(
             deployment_config=DeploymentConfig.from_default(autoscaling_config=config),
             replica_config=None,  # type: ignore[arg-type]  # not looked at
@@ -191,9 +194,50 @@ def test_replica_that_goes_on_telling_nothing_counts_as_fully_used() -> None:
     assert not quiet()
 
 
+def test_hours_of_being_awake_need_a_replica() -> None:
+    """One comes at their start, from none, and stays until their end."""
+    at = datetime(2026, 11, 23, 7, tzinfo=UTC)
+    hours = {"awake": [{"cron": "0 8 * * *", "duration": 36_000}]}
+    settings = AutoscalingConfig(**(AT_ONCE | {"min_replicas": 0})).model_dump()
+    now_s = 0.0
+    policy = SleepAwarePolicy(settings, lambda: now_s, hours, lambda: at)
+    controller = Controller(min_replicas=0)
+
+    def decide(target: int) -> int:
+        return policy(controller.state.get_autoscaling_context(target, {}))[0]
+
+    assert decide(0) == 0
+    at = at.replace(hour=8)
+    assert decide(0) == 1
+    controller.told(("a", AWAKE, 0, 0))
+    now_s = 36_000.0 - 1
+    assert decide(1) == 1
+    at = at.replace(hour=18)
+    assert decide(1) == 0
+
+
+def test_hours_of_being_awake_do_not_overrule_the_most_that_serve_allows() -> None:
+    hours = {"awake": [{"cron": "0 8 * * *", "duration": 36_000}]}
+    at = datetime(2026, 11, 23, 9, tzinfo=UTC)
+    settings = AutoscalingConfig(**(AT_ONCE | {"min_replicas": 0})).model_dump()
+    policy = SleepAwarePolicy(settings, schedule=hours, wall=lambda: at)
+    context = Controller(min_replicas=0).state.get_autoscaling_context(0, {})
+    nothing: Any = SimpleNamespace(**vars(context))
+    nothing.capacity_adjusted_min_replicas = nothing.capacity_adjusted_max_replicas = 0
+    assert policy(nothing)[0] == 0
+
+
+def test_schedule_reaches_the_policy() -> None:
+    schedule = ScheduleConfig.model_validate({"awake": [{"cron": "0 8 * * *", "duration": "10h"}]})
+    told = serves_autoscaling(AutoscalingConfig(), schedule).policy.policy_kwargs["schedule"]
+    assert ScheduleConfig.model_validate(told) == schedule
+
+
 def test_delays_are_ours_alone() -> None:
     """Serve would count its delays from our decision on, after ours have passed."""
-    config = serves_autoscaling(AutoscalingConfig(upscale_delay_s=7, downscale_delay_s=7))
+    config = serves_autoscaling(
+        AutoscalingConfig(upscale_delay_s=7, downscale_delay_s=7), ScheduleConfig()
+    )
     assert config.upscale_delay_s == 0
     assert config.downscale_delay_s == 0
     assert config.downscale_to_zero_delay_s == 0
@@ -286,7 +330,7 @@ def test_decisions_are_logged_and_counted_when_they_change(
 
 def test_controller_that_cannot_import_us_keeps_the_number(tmp_path: Path) -> None:
     """Serve sends the class by value, and calls it in a process of its own."""
-    policy = serves_autoscaling(AutoscalingConfig()).policy
+    policy = serves_autoscaling(AutoscalingConfig(), ScheduleConfig()).policy
     file = tmp_path / "policy"
     file.write_bytes(policy.get_serialized_policy_def() or b"")
     code = f"""

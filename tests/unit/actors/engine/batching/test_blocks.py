@@ -40,7 +40,7 @@ def test_the_lowest_are_given_out_first_so_that_the_last_can_be_taken_away() -> 
     assert all_of(pool) == [5, 6, 7, 8, 9]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_groups_share_sectors_and_blocks_have_one_owner_at_a_time(data: st.DataObject) -> None:
     sizes = data.draw(st.sampled_from([(1,), (3,), (1, 4), (2, 3)]))

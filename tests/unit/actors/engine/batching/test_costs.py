@@ -1,7 +1,7 @@
 """How long a step is thought to take, and what that leaves for prompts."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine.batching.costs import StepCosts
@@ -68,7 +68,6 @@ measurement = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(
     st.lists(measurement, max_size=30),
     st.integers(1, 256),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,35 +38,60 @@ def captured(*args: object, **kwargs: object) -> Iterator[None]:
     yield
 
 
-@pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    for name, fake in {
-        "Stream": lambda *_: None,
-        "stream": lambda *_: nullcontext(),
-        "graph": captured,
-        "graph_pool_handle": lambda: None,
-        "CUDAGraph": FakeGraph,
-        "synchronize": lambda: None,
-        "reset_peak_memory_stats": lambda: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(FakeGraph, "replays", 0)
+@pytest.fixture(scope="module")
+def no_card() -> Iterator[None]:
+    """What captures call of a card does nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, fake in {
+            "Stream": lambda *_: None,
+            "stream": lambda *_: nullcontext(),
+            "graph": captured,
+            "graph_pool_handle": lambda: None,
+            "CUDAGraph": FakeGraph,
+            "synchronize": lambda: None,
+            "reset_peak_memory_stats": lambda: None,
+        }.items():
+            patch.setattr(torch.cuda, name, fake)
+        yield
+
+
+def make_loop() -> Steps:
     model = build(tf.Qwen2Config(**SMALL | {"num_hidden_layers": 1, "head_dim": 16}), device="cpu")
     randomise(model)
     kind: Any = partial(GraphRunner, layers=None, pool=None)
-    made = model_steps(model.eval(), in_pages=True, sizes=(16, 24), kind=kind, overlaps=True)
+    return model_steps(model.eval(), in_pages=True, sizes=(16, 24), kind=kind, overlaps=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A loop whose graphs are captured, which takes the interpreter seconds, and what was left right after that."""
+
+    loop: Steps
+    used_blocks: int
+    written: bool
+
+
+@pytest.fixture(scope="module")
+def capture(no_card: None) -> Captured:
+    made = make_loop()
     FakeGraph.runner = made.runner
     made.runner.capture()
-    return made
+    return Captured(made, made.cache.used_blocks, bool(made.cache.written))
 
 
-def test_each_size_has_a_graph_and_nothing_is_left_of_the_capture(loop: Steps) -> None:
-    sizes = {(size.tokens, size.rows, size.has_prompts) for size in loop.runner._graphs}
+@pytest.fixture
+def loop(capture: Captured) -> Steps:
+    return capture.loop
+
+
+def test_each_size_has_a_graph_and_nothing_is_left_of_the_capture(capture: Captured) -> None:
+    runner = capture.loop.runner
+    sizes = {(size.tokens, size.rows, size.has_prompts) for size in runner._graphs}
     assert sizes == {(n, n, False) for n in (1, 2, 4)} | {(n, 4, True) for n in (16, 24)}
-    assert loop.cache.used_blocks == 0
-    assert not loop.cache.written
-    assert loop.runner._logits_RV is not None
-    assert len(loop.runner._logits_RV) == 4
+    assert capture.used_blocks == 0
+    assert not capture.written
+    assert runner._logits_RV is not None
+    assert len(runner._logits_RV) == 4
 
 
 def test_all_steps_are_replayed_but_the_first_after_a_wake(
@@ -94,8 +120,9 @@ def test_all_steps_are_replayed_but_the_first_after_a_wake(
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("no_card")
 def test_capture_that_has_the_host_wait_is_told_with_the_way_out(
-    loop: Steps, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @contextmanager
     def fails(*args: object, **kwargs: object) -> Iterator[None]:
@@ -103,21 +130,24 @@ def test_capture_that_has_the_host_wait_is_told_with_the_way_out(
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", fails)
+    loop = make_loop()
     with pytest.raises(RuntimeError, match=r"set engine\.use_cuda_graphs: false"):
         loop.runner.capture()
     assert not loop.runner._graphs
 
 
-def test_short_steps_run_compiled_where_their_graph_does_and_long_ones(loop: Steps) -> None:
+def test_short_steps_run_compiled_where_their_graph_does_and_long_ones(
+    loop: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Layers:
         active = False
 
     runner: GraphRunner = loop.runner
-    runner._layers = Layers()  # type: ignore[assignment]
+    monkeypatch.setattr(runner, "_layers", Layers())
     small, between = runner._prompt_size(16), graphs.StepSize(30, 2, has_prompts=True)
     large = graphs.StepSize(graphs._MANY, 2, has_prompts=True)
     for compiled in (False, True):
-        runner._compiled = compiled
+        monkeypatch.setattr(runner, "_compiled", compiled)
         for size, runs in ((small, True), (between, False), (large, True)):
             runner._choose_layers(size)
             assert runner._layers.active == (compiled and runs)  # type: ignore[union-attr]

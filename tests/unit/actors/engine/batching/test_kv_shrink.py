@@ -87,7 +87,7 @@ def alone(kind: str, prompts: Sequence[Sequence[int]], ends: Sequence[int]) -> l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=12, database=None)
+@settings(max_examples=12, database=None)
 @given(data=st.data())
 def test_no_token_is_wrong_whatever_the_timing(kind: str, data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 7))

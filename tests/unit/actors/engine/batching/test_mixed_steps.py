@@ -12,7 +12,7 @@ from tests.unit.actors.engine.small_models import SMALL, build, plain, randomise
 
 CUDA = torch.cuda.is_available()
 PROMPTS = [tuple(5 + (7 * i * n + n) % 85 for i in range(n)) for n in (3, 17, 40, 1, 9, 26, 12)]
-COUNT = 8
+COUNT = 6
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,7 @@ sequences = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     wanted=sequences,
     num_blocks=st.integers(8, 20),

@@ -1,0 +1,40 @@
+"""What the lifecycle of a replica has done: the Protocol between it and memory, worker and requests."""
+
+from typing import Protocol
+
+from actors.errors import ServingError
+from actors.observer import WakeCause
+from actors.protocol import MemoryChange
+
+
+class Effects(Protocol):
+    """What a transition does. The lifecycle never runs two of them at once."""
+
+    async def wake(self, cause: WakeCause) -> MemoryChange:
+        """Bring the weights back; on a card that others use, it may wait for room.
+
+        Raises:
+            Unavailable: not possible now, nothing changed; the replica stays asleep.
+        """
+
+    async def sleep(self, level: int) -> MemoryChange:
+        """Give memory back. Requests that are still running are frozen and go on after the wake."""
+
+    async def restart(self) -> None:
+        """Have another worker in the place of the one that failed; it starts asleep.
+
+        Raises:
+            ReplicaFailed: none lives.
+        """
+
+    def give_up_waiting(self, reason: str) -> None:
+        """Let a wake that still waits for room raise Unavailable; of no effect on one that has its room."""
+
+    def has_requests(self, busy: bool) -> None:
+        """The first request is in flight now, or none any more."""
+
+    def abort_in_flight(self) -> None:
+        """End every request in flight now, with finish reason "abort"."""
+
+    def fail_in_flight(self, error: ServingError) -> None:
+        """End every request in flight now, with `error`. Those that have ended are left as they are."""
