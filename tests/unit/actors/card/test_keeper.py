@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.card.tenant import CardClient
+from actors.card.tenant import CardClient, KvNow
 from actors.errors import NeverFits, NoRoom, Unavailable
-from actors.observer import GrantOutcome
+from actors.observer import GrantOutcome, GrowthOutcome
 from actors.protocol import CardStatus, SleepMode
 from tests.card_site import CardSite, card_site, run, until
 
@@ -22,6 +22,9 @@ class Tenant:
     def __init__(self, site: CardSite, name: str, process_id: int = 0, **sharing: object) -> None:
         self.client: CardClient = site.client(name, **sharing)
         self.client.make_room = self._make_room
+        self.client.give_back = self._give_back
+        self.held = self.grown = 0
+        self.growth = site.grants.growth
         self.outcomes = site.grants.outcomes
         self.orders: list[tuple[SleepMode | None, str]] = []
         self.gate = asyncio.Event()  # a sleep waits for it
@@ -40,8 +43,26 @@ class Tenant:
     async def wake(self, size: int, waits: bool = True) -> bool:
         by_grant = await self.client.wake(size, waits)
         self.awake = True
+        self.held, self.grown = size, 0
         self.client.settled(held=size, awake=True)
         return by_grant
+
+    async def grow(self, size: int) -> bool:
+        granted = await self.client.grow(size)
+        if granted:
+            self.held += size
+            self.grown += size
+        self._tell()
+        return granted
+
+    async def _give_back(self, size: int) -> None:
+        given = min(size, self.grown)
+        self.held -= given
+        self.grown -= given
+        self._tell()
+
+    def _tell(self) -> None:
+        self.client.resized(self.held, KvNow(self.grown, BUDGET, self.grown, self.grown))
 
     def work(self, busy: bool) -> None:
         self.busy = busy
@@ -83,6 +104,51 @@ def test_idle_neighbour_makes_room(tmp_path: Path) -> None:
             assert a.orders[0][0] is None
             assert b.outcomes == [GrantOutcome.AFTER_ROOM]
             assert (await seen(b)).held == 60
+
+    run(scenario)
+
+
+def test_cache_grows_at_once_or_not_and_goes_to_who_wakes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            await a.wake(20)
+            a.work(True)
+            assert [await a.grow(30) for _ in range(3)] == [True, True, False]
+            assert a.growth == [GrowthOutcome.GRANTED, GrowthOutcome.GRANTED, GrowthOutcome.REFUSED]
+            assert (await seen(a)).held == 80
+            await b.wake(50)
+            assert a.awake
+            assert a.orders == []
+            told = await seen(a)
+            assert told.held == 100
+            assert {(each.model_id, each.held, each.kv) for each in told.tenants} == {
+                ("a", 50, 30),
+                ("b", 50, 0),
+            }
+
+    run(scenario)
+
+
+def test_nothing_grows_without_a_keeper_or_with_one_that_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a").place()
+            await a.wake(20)
+            assert site.keeper is not None
+            with monkeypatch.context() as silent:
+                silent.setattr("actors.card.tenant._GROW_LIMIT_S", 0.02)
+                silent.setattr(site.keeper, "_decide", lambda card: None)
+                assert not await a.grow(30)
+            assert (await seen(a)).held == 20, "what was asked for is withdrawn"
+            await site.kill()
+            await until(lambda: a.client._connection is None)
+            assert not await a.grow(30)
+            await site.begin()
+            assert await a.client.until_there_is_a_keeper()
+            assert await a.grow(30)
 
     run(scenario)
 
