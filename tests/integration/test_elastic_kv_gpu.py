@@ -48,7 +48,7 @@ class Card:
         self.slowest_s = max(self.slowest_s, time.perf_counter() - began_s)
 
 
-@pytest.mark.parametrize("name", ["qwen2, 64", "qwen3, 256", "mistral, window", "gemma3, hybrid"])
+@pytest.mark.parametrize("name", ["qwen2, 64", "gemma2, soft caps"])
 def test_tokens_are_right_while_the_cache_grows_and_shrinks(name: str) -> None:
     """An access to what is unmapped would be the end of the process' context."""
     from actors.memory.cuda import CudaDriver
