@@ -200,11 +200,24 @@ class Edge:
             await response(scope, receive, send_named)
 
 
+# Paths of OpenAI's that clients try and that are not here on purpose, with what their users should learn.
+NOT_OFFERED: Mapping[str, str] = {
+    "/v1/embeddings": (
+        "embeddings are not offered: the models served here are trained to continue text, and nobody trained "
+        "their pooled states to be compared, so searches with them would silently be worse; serve an embedding "
+        "model beside this server, as by Hugging Face's text-embeddings-inference or `vllm serve MODEL --runner "
+        "pooling`, and point the client's embeddings at its address"
+    ),
+}
+
+
 async def http_exception(request: Request, exc: Exception) -> Response:
     """No such path, or not with this method: what Starlette's router raises."""
     assert isinstance(exc, HTTPException)
     code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_")
     row = Row(exc.status_code, _CLIENT, code)
     message = f"{exc.detail}: {request.method} {request.url.path}"
+    if exc.status_code == 404 and (why := NOT_OFFERED.get(request.url.path)):
+        message = f"{message}: {why}"
     body = _error_body(request.scope["dialect"], row, message)
     return JSONResponse(body, exc.status_code, exc.headers)

@@ -101,6 +101,19 @@ def test_unknown_path_is_404(client, path):
     is_error(response, 404, code, "model" if path == "/v1/models/" else None)
 
 
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_embeddings_are_refused_with_the_reason_and_what_to_use(client, model, method):
+    """Not with pooled states, which nobody trained to be compared (decision 82)."""
+    body = {"model": "fake", "input": "Hello"}
+    response = client.request(method, "/v1/embeddings", json=body)
+    message = is_error(response, 404, "not_found")["message"]
+    assert message.startswith(f"Not Found: {method} /v1/embeddings: embeddings are not offered: ")
+    assert "trained" in message
+    assert "text-embeddings-inference" in message
+    assert model.requests == []
+    works(client)
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_body_over_the_limit_is_413(model, declared):
     taken = []
