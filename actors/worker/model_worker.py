@@ -142,7 +142,7 @@ class ModelWorker:
                     engine.device,
                     cpu_card,
                     partial(self._ask, begin),
-                    grows_by_grant=budget_of is not None,
+                    budget_of is not None,
                 )
             self._demand = KvDemand(
                 self.memory.next_part_bytes, lambda size: self._send(Short(size))

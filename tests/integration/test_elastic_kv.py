@@ -105,14 +105,20 @@ def test_idle_neighbour_gives_back_its_cache_and_stays_awake(
 def test_busy_neighbour_gives_back_what_it_does_not_use(
     tmp_path: Path, checkpoints: list[Path]
 ) -> None:
+    """Without remembered prefixes, so that a sequence has the first blocks."""
+
     async def scenario() -> None:
-        right = await alone(checkpoints, SHARED)
-        async with replicas(tmp_path, checkpoints, ROOM, engine=SHARED) as (_, made):
+        engine = SHARED.model_copy(update={"prefix_caching": False})
+        right = await alone(checkpoints, engine)
+        async with replicas(tmp_path, checkpoints, ROOM, engine=engine) as (_, made):
             one, two = made
             expected = await one.tokens(LONG[0], 100)
             await fill(one)
+            before = mapped(one)
             long = asyncio.create_task(one.tokens(LONG[0], 100))
-            await until(lambda: one.lifecycle.idle.in_flight == 1)
+            await until(lambda: one.model.worker.engine_stats().kv_used_blocks > 0)
+            await one.client.give_back(PART)
+            assert mapped(one) < before
             assert await two.tokens(PROMPTS[1]) == right[1]
             assert await long == expected
             assert states(made) == [AWAKE, AWAKE]
