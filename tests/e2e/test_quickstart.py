@@ -301,7 +301,7 @@ def answered_by(program: str, config: Path, asked: list[str], data: Path) -> Non
 
 
 def test_what_open_webui_asks_is_answered(servers: Servers, hub: FakeHub, tmp_path: Path) -> None:
-    """As its backend/open_webui/routers/openai.py and tasks.py ask (commit 074d4883)."""
+    """As its backend's routers/tasks.py (commit 074d4883) and routers/openai.py ask."""
     section = "Open WebUI"
     with started(section, servers, hub, tmp_path) as server:
         for language, text in blocks(section)[1:]:
