@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.bench.http.client import Client, RequestRecord, Target
-from serve_app.bench.http.workload import Lengths, Scale, Workload
+from serve_app.bench.http.run import HttpBench
+from serve_app.bench.http.workload import Lengths, Workload
 from serve_app.bench.provenance import provenance
 
 CHATS = 20
@@ -22,18 +23,11 @@ QUESTION = "What is the third word?"
 
 async def _measure(url: str) -> list[tuple[RequestRecord, RequestRecord]]:
     """Both turns of each chat, one chat after the other."""
-    found = []
-    async with Client(Target.parse(url, None, 60.0)) as client:
-        _, models = await client.call("GET", "/v1/models")
-        model = models["data"][0]["id"]
-        chats = Workload(model, prompt_tokens=Lengths(TOKENS, TOKENS), max_tokens=16)
-        counts = []
-        for words in chats.probe_words():
-            probe = await client.ask(chats.path, chats.probe(words))
-            counts.append((words, _ended(probe).prompt_tokens or 0))
-        scale = Scale.fit(*counts)
-        assert scale is not None, f"prompts of {counts} words and tokens say nothing"
-        chats = Workload(model, prompt_tokens=Lengths(TOKENS, TOKENS), max_tokens=16, scale=scale)
+    target = Target.parse(url, None, 60.0)
+    bench = HttpBench(target, Workload("", prompt_tokens=Lengths(TOKENS, TOKENS), max_tokens=16))
+    await bench.run([])  # no load: it finds the model, and how many tokens it makes of a word
+    chats, found = bench.workload, []
+    async with Client(target) as client:
         for number in range(CHATS + 1):
             body = chats.body(0, number)
             first = _ended(await client.ask(chats.path, body))

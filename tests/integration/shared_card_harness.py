@@ -20,6 +20,7 @@ from actors.worker.messages import Sized
 from actors.worker.model_worker import build_module
 from tests.card_site import CardSite, card_site
 from tests.integration.runtime_harness import ENGINE, LastWorker, NotedLoad, load
+from tests.unit.actors.replica.lifecycle_bench import Causes
 
 PROMPTS = ("The first model", "says something", "of its own")
 
@@ -27,18 +28,6 @@ PROMPTS = ("The first model", "says something", "of its own")
 def write_models(folder: Path, count: int) -> list[Path]:
     """Checkpoints with weights of their own."""
     return [write_checkpoint(folder / str(i), "tiny", seed=i) for i in range(count)]
-
-
-class Sleeps(Observer):
-    """Remembers why."""
-
-    def __init__(self) -> None:
-        self.causes: list[SleepCause] = []
-
-    def slept(
-        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
-    ) -> None:
-        self.causes.append(cause)
 
 
 class KvChanges(Observer):
@@ -105,7 +94,7 @@ async def replica(
     workers.tell_ready()
     config = SleepConfig(idle_timeout_s=None)
     loop = asyncio.get_running_loop()
-    sleeps = Sleeps()
+    sleeps = Causes()
     lifecycle = Lifecycle(workers, config, loop.time, name, observer=sleeps)
     client.make_room = lifecycle.make_room
     client.give_back = workers.give_back

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from actors.errors import (
     EngineDied,
 )
-from actors.observer import WakeCause
+from actors.observer import Observer, SleepCause, WakeCause
 from actors.protocol import MemoryChange, ReplicaState
 from actors.replica.lifecycle import Lifecycle
 from actors.replica.sleep_config import SleepConfig
@@ -18,6 +18,18 @@ RESTARTING = ReplicaState.RESTARTING
 NOTHING = MemoryChange(0, 0, 0)
 MONDAY = datetime(2026, 11, 23, tzinfo=UTC)
 LOST = EngineDied("the generation loop ended")
+
+
+class Causes(Observer):
+    """Remembers why a replica slept."""
+
+    def __init__(self) -> None:
+        self.causes: list[SleepCause] = []
+
+    def slept(
+        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+    ) -> None:
+        self.causes.append(cause)
 
 
 class GatedEffects:

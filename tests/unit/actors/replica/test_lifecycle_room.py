@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.errors import NoRoom, Unavailable
-from actors.observer import Observer, SleepCause
+from actors.observer import SleepCause
 from actors.protocol import SleepCommand, SleepMode
 from actors.replica.lifecycle import Lifecycle
 from actors.replica.sleep_config import SleepConfig
@@ -15,21 +15,12 @@ from tests.unit.actors.replica.lifecycle_bench import (
     DRAINING,
     WAKING,
     Bench,
+    Causes,
     GatedEffects,
     run,
     settled,
     until,
 )
-
-
-class Causes(Observer):
-    def __init__(self) -> None:
-        self.causes: list[SleepCause] = []
-
-    def slept(
-        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
-    ) -> None:
-        self.causes.append(cause)
 
 
 def test_idle_replica_makes_room() -> None:
