@@ -32,6 +32,7 @@ from serve_app.models.model_client import ModelInfo
 from serve_app.models.tokenizer import LocalTokenizer
 from serve_app.process.heap import set_aside
 from serve_app.process.logs import adopt_serve_handlers
+from serve_app.process.spares import environment_of_replicas
 from serve_app.replica.replica import ModelReplica
 from serve_app.replica.worker_process import bundles
 from serve_app.routing.rank import CONTROL_ROOM
@@ -178,7 +179,7 @@ def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
         # The replica itself, and its worker; see there for who takes what.
         placement_group_bundles=bundles(model.num_cpus, model.num_gpus),
         placement_group_strategy="STRICT_PACK",
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=_of_replica(model),
         request_router_config=RequestRouterConfig(**router),
         **number,
         **_LIFE,
@@ -189,6 +190,12 @@ def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
     made_of = model.model_dump(mode="json", exclude=of_serve | of_front)
     contents = json.dumps([made_of, model.image_ttl_s, card.model_dump(mode="json")])
     return _versioned(_bind(options(ModelReplica), model, card), contents)
+
+
+def _of_replica(model: ModelConfig) -> dict[str, Any]:
+    """Processes wait for replicas that have a card; without one, they would take the cores that serve."""
+    options: dict[str, Any] = {"num_cpus": 0}
+    return options | ({"runtime_env": environment_of_replicas()} if model.num_gpus else {})
 
 
 def serves_autoscaling(

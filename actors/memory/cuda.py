@@ -3,6 +3,7 @@
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,16 @@ class _Opened:
     seen_by_nvml: bool  # whether NVML shows this process
 
 
+def _check_visible(count: int) -> None:
+    """Raises DeviceMemoryError if the driver shows others than it was told to: it reads the variable only once."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and count > len(visible.split(",")):
+        raise DeviceMemoryError(
+            f"CUDA_VISIBLE_DEVICES is {visible}, and the driver shows {count} cards: something in this process "
+            "asked for them before it was set"
+        )
+
+
 class CudaDriver:
     """MemoryDriver on one CUDA device.
 
@@ -51,6 +62,7 @@ class CudaDriver:
         self.device = torch.device("cuda", index)
         self._context: Any = None
         self._call(cu.cuInit, 0)
+        _check_visible(self._call(cu.cuDeviceGetCount))
         device = self._call(cu.cuDeviceGet, index)
         self._uuid = str(uuid.UUID(bytes=self._call(cu.cuDeviceGetUuid, device).bytes))
         if index not in self._opened:

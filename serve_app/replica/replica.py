@@ -42,6 +42,7 @@ from serve_app.config.files import ModelConfig
 from serve_app.metrics.instruments import Instruments, gauges
 from serve_app.metrics.ray_mirror import RayMirror
 from serve_app.metrics.tally import Snapshot, Tally
+from serve_app.process import spares
 from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import adopt_serve_handlers
 from serve_app.replica.card_keeper import connect_to_keeper, cpu_card_of
@@ -106,6 +107,7 @@ class ModelReplica:
             Exception: anything wrong with checkpoint, image or configuration; Serve reports it as
                 the reason why the deployment failed.
         """
+        spares.taken()
         adopt_serve_handlers()
         # Ray does not hide cards from actors that asked for none, and a card is for the worker to have. Not by a
         # runtime environment, which the worker would inherit.
@@ -148,6 +150,7 @@ class ModelReplica:
             workers.tell_ready()
         await self._replica.begin()
         set_aside()
+        await spares.keep_one_more()
         self._watches = [
             asyncio.create_task(kept_running(name, watch))
             for name, watch in {
@@ -190,7 +193,7 @@ class ModelReplica:
             memory_budget=card.memory_budget,
         )
         resources = bundles(config.num_cpus, config.num_gpus)[1]
-        reading = asyncio.create_task(asyncio.to_thread(_read_text_settings, config, checkpoint))
+        reading = asyncio.create_task(_read_text_settings(config, checkpoint))
 
         async def make_runtime(worker: WorkerClient) -> ModelRuntime:
             codec, defaults = await reading
@@ -297,9 +300,14 @@ async def _place_and_build(card: CardClient, budget: float | str, sized: Sized) 
     await card.build(sized.size)
 
 
-def _read_text_settings(
+async def _read_text_settings(
     config: ModelConfig, checkpoint: Path
 ) -> tuple["TextCodec", ResolvedSampling]:
+    await spares.imported()
+    return await asyncio.to_thread(_read_text, config, checkpoint)
+
+
+def _read_text(config: ModelConfig, checkpoint: Path) -> tuple["TextCodec", ResolvedSampling]:
     """Blocks for seconds: transformers comes in with the tokenizer."""
     with uncollected():
         from actors.text.codec import TextCodec

@@ -16,6 +16,7 @@ from actors.waits import at_most
 from actors.worker.connection import Connection
 from actors.worker.messages import Logged, Obtained, ToWorker
 from actors.worker.watchdog import WatchdogConfig
+from serve_app.process import spares
 from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import log_to
 
@@ -47,6 +48,7 @@ class WorkerActor:
     """Serves one replica over a local socket; Ray carries its start and its end."""
 
     def __init__(self, settings: WorkerSettings) -> None:
+        spares.taken()
         self._settings = settings
 
     def __repr__(self) -> str:
@@ -68,6 +70,7 @@ class WorkerActor:
         """
         settings, loop = self._settings, asyncio.get_running_loop()
         # Before there is a connection, on which silence counts: imports let nothing else run here meanwhile.
+        await spares.imported()
         with uncollected():
             from actors.image.holder import ImageRequest
             from actors.image.obtain import FastLoad
@@ -113,6 +116,7 @@ class WorkerActor:
             )
         self._service = WorkerService(worker, connection)
         set_aside()
+        await spares.keep_one_more()
         self._compiling = asyncio.create_task(self._set_compiled_aside(worker))
 
     async def _set_compiled_aside(self, worker: "ModelWorker") -> None:

@@ -18,6 +18,7 @@ from actors.errors import WorkerLost
 from actors.observer import Observer
 from actors.replica.worker_client import WorkerClient
 from actors.worker.messages import Sized
+from serve_app.process.spares import environment_of_worker
 from serve_app.replica.worker_actor import WorkerActor, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -174,5 +175,6 @@ def _place(settings: WorkerSettings, resources: Mapping[str, float]) -> Any:
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=1
         ),
+        "runtime_env": environment_of_worker(),
     }
     return ray.remote(WorkerActor).options(**options).remote(settings)

@@ -56,6 +56,16 @@ def test_router_knows_whether_replicas_remember_prompts(project: Path, remembers
     assert config.request_router_kwargs["prefix_caching"] is remembers
 
 
+@pytest.mark.parametrize(("num_gpus", "has_spares"), [(0, False), (0.5, True)])
+def test_processes_are_kept_for_models_with_a_card(
+    project: Path, num_gpus: float, has_spares: bool
+) -> None:
+    model = yaml.safe_load((project / "configs/demo.yaml").read_text()) | {"num_gpus": num_gpus}
+    models = deployments(build_app(AppArgs.model_validate({"models": [model]})))
+    options = models["model:demo"].ray_actor_options
+    assert bool(options.get("runtime_env")) is has_spares
+
+
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """`get_deploy_args` asks Ray for the job, and would start one."""

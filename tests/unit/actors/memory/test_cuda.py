@@ -22,7 +22,7 @@ from actors.memory.pinned import ByteArray, HostRange, host_range
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from actors.memory.cuda import CudaDriver
+from actors.memory.cuda import CudaDriver, _check_visible
 from actors.memory.cuda_link import CudaLink
 from actors.memory.cuda_pool import CudaPool
 
@@ -321,7 +321,7 @@ def test_reserving_waits_for_no_thread_that_frees_tensors(project: Path) -> None
     """Each would wait for the other: for the lock of torch's allocator, and for the GIL."""
     script = """
 import sys, threading, torch
-from actors.memory.cuda import CudaDriver
+from actors.memory.cuda import CudaDriver, _check_visible
 driver, stop = CudaDriver(0), threading.Event()
 sys.setswitchinterval(1e-6)
 def hammer():
@@ -488,7 +488,7 @@ def test_two_devices_from_the_same_pinned_bytes(payloads: list[memoryview]) -> N
 
 CONTEXT = """
 import torch
-from actors.memory.cuda import CudaDriver
+from actors.memory.cuda import CudaDriver, _check_visible
 
 driver = CudaDriver(0)
 first = driver.memory()
@@ -530,7 +530,7 @@ import mmap, random, sys, time
 import numpy as np, torch
 from actors.errors import DeviceMemoryShort
 from actors.memory.arena import DeviceArena
-from actors.memory.cuda import CudaDriver
+from actors.memory.cuda import CudaDriver, _check_visible
 
 seed, MIB = int(sys.argv[1]), 2**20
 driver = CudaDriver(0)
@@ -600,3 +600,33 @@ def test_two_replicas_on_one_card_wake_at_once(project: Path) -> None:
 def _line(replica: "subprocess.Popen[str]") -> str:
     assert replica.stdout is not None
     return replica.stdout.readline().strip()
+
+
+def test_cards_that_were_asked_for_before_it_was_said_which_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver reads CUDA_VISIBLE_DEVICES once: a worker would compute on its neighbour's card."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(
+        DeviceMemoryError, match="CUDA_VISIBLE_DEVICES is 1, and the driver shows 2"
+    ):
+        _check_visible(2)
+    _check_visible(1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    _check_visible(8)
+
+
+_NOT_INITIALISED = """
+import ctypes, importlib
+from serve_app.process.spares import IMPORTS
+for names in IMPORTS.values():
+    for name in names:
+        importlib.import_module(name)
+count = ctypes.c_int()
+print(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)))
+"""
+
+
+def test_what_is_imported_ahead_asks_for_no_card() -> None:
+    told = subprocess.run([sys.executable, "-c", _NOT_INITIALISED], capture_output=True, text=True)
+    assert told.stdout.split()[-1] == "3", told  # CUDA_ERROR_NOT_INITIALIZED

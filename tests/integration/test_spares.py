@@ -1,0 +1,127 @@
+"""Spare processes of a real Ray: one is kept, and the next actor of its environment is in it."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from serve_app.process import spares
+from tests.integration.conftest import local_ray
+
+pytestmark = pytest.mark.alone
+
+STORE = 100_000_000
+
+
+class Taker:
+    """What a process becomes."""
+
+    def __init__(self) -> None:
+        spares.taken()
+
+    def process(self) -> int:
+        return os.getpid()
+
+    async def imported(self) -> bool:
+        await spares.imported()
+        return "actors.worker.model_worker" in sys.modules
+
+    async def keep_one_more(self) -> None:
+        await spares.keep_one_more()
+
+
+class Parent:
+    """As a replica, whose environment the worker's comes on top of. Its workers live as long as it does."""
+
+    def take(self) -> Any:
+        environment = spares.environment_of_worker()
+        return ray.remote(Taker).options(num_cpus=0, runtime_env=environment).remote()
+
+
+@pytest.fixture(scope="module")
+def parents() -> Iterator[list[Any]]:
+    """Those that there are."""
+    with local_ray(STORE):
+        yield []
+
+
+def take(parents: list[Any], code: str) -> Any:
+    """A new replica's worker."""
+    own = {"env_vars": {"SLEEPSERVE_SPARE": f"replica:{code}"}}
+    parents.append(ray.remote(Parent).options(num_cpus=0, runtime_env=own).remote())
+    return ray.get(parents[-1].take.remote())
+
+
+def spare_processes(code: str) -> list[int]:
+    """By the names of their sockets, which they close when they are taken."""
+    words = Path("/proc/net/unix").read_text().split()
+    ours = [word for word in words if word.startswith(f"@sleepserve-spare:worker:{code}:")]
+    return [int(word.rpartition(":")[2]) for word in ours]
+
+
+def wait_for_spare(code: str) -> int:
+    ends_s = time.monotonic() + 60
+    while not (found := spare_processes(code)):
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+    (process,) = found
+    return process
+
+
+def test_next_one_is_there_already_with_its_imports_done(parents: list[Any]) -> None:
+    code = f"next-{os.getpid()}"
+    first = take(parents, code)
+    assert ray.get(first.imported.remote())
+    assert not spare_processes(code), "it is in use"
+    ray.get(first.keep_one_more.remote())
+    spare = wait_for_spare(code)
+    ray.get(first.keep_one_more.remote())
+    second = take(parents, code)
+    assert ray.get(second.process.remote()) == spare
+    assert ray.get(second.imported.remote())
+    ray.get(second.keep_one_more.remote())
+    assert wait_for_spare(code) != spare, "a third one, and no fourth"
+
+
+def test_code_that_has_changed_gets_no_process_of_older_code(parents: list[Any]) -> None:
+    older, newer = (f"{age}-{os.getpid()}" for age in ("older", "newer"))
+    ray.get(take(parents, older).keep_one_more.remote())
+    spare = wait_for_spare(older)
+    assert ray.get(take(parents, newer).process.remote()) != spare
+    assert spare_processes(older) == [spare]
+
+
+def test_where_no_spare_can_be_had_a_line_says_so_and_nothing_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise ConnectionError("no raylet")
+
+    monkeypatch.setenv("SLEEPSERVE_SPARE", "worker:refused")
+    monkeypatch.setattr(spares, "_start_one", refuse)
+    asyncio.run(spares.keep_one_more())
+    assert "no spare process: the next start imports for itself" in caplog.text
+
+
+def test_environment_changes_with_the_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(spares, "_ROOT", tmp_path)
+    file = tmp_path / "actors" / "engine.py"
+    file.parent.mkdir()
+    file.touch()
+    before = spares.environment_of_replicas()
+    assert spares.environment_of_replicas() == before
+    os.utime(file, ns=(1, 1))
+    assert spares.environment_of_replicas() != before
+
+
+def test_without_an_environment_of_its_own_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLEEPSERVE_SPARE", raising=False)
+    monkeypatch.setattr(spares, "_start_one", lambda: pytest.fail("asked"))
+    assert spares.environment_of_worker() is None
+    asyncio.run(spares.keep_one_more())
