@@ -2,14 +2,19 @@
 
 import asyncio
 import ipaddress
+import json
+import socket
 import time
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from typing import Any
 
 import openai
 import psutil
 import pytest
 
+from serve_app.front.early_body import MAX_EARLY_BYTES, PATIENCE_S
+from serve_app.process.environment import CHEAP_STREAMS
 from tests.e2e.serve_process import ServeProcess, wait_until
 
 MODEL = "demo"
@@ -177,6 +182,49 @@ def test_forms_of_the_seed_project(own: ServeProcess) -> None:
     assert own.post("/completions", **asked, stream=False).json() == {"output": text}
     # Without a body it is the seed's own prompt.
     assert own.http.post("/completions").text.startswith(PROMPT)
+
+
+# What is sent at a time, of a request with this body.
+WAYS: dict[str, Any] = {
+    "at once": lambda body: [_head(b"Content-Length: %d" % len(body)) + body],
+    "headers first": lambda body: [_head(b"Content-Length: %d" % len(body)), body],
+    "in parts": lambda body: [_head(b"Content-Length: %d" % len(body)), body[:9], body[9:]],
+    "chunked": lambda body: [
+        _head(b"Transfer-Encoding: chunked"),
+        b"%x\r\n%b\r\n" % (len(body), body),
+        b"0\r\n\r\n",
+    ],
+    "when asked for": lambda body: [
+        _head(b"Content-Length: %d\r\nExpect: 100-continue" % len(body)),
+        body,
+    ],
+}
+
+
+def _head(*headers: bytes) -> bytes:
+    lines = [b"POST /v1/completions HTTP/1.1", b"Host: 127.0.0.1", *headers]
+    return b"\r\n".join([*lines, b"Content-Type: application/json", b"", b""])
+
+
+@pytest.mark.parametrize("room", [0, 2 * MAX_EARLY_BYTES], ids=["small", "large"])
+@pytest.mark.parametrize("pause_s", [0.0, 2 * PATIENCE_S])
+def test_body_is_the_same_however_it_arrives(own: ServeProcess, pause_s: float, room: int) -> None:
+    """Serve's proxy sends some along with their requests, and has the ingress ask for the others."""
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    expected = own.post("/v1/completions", **asked).json()["choices"]
+    for way, packets in WAYS.items():
+        body = json.dumps(asked).encode() + b" " * room
+        with socket.create_connection(("127.0.0.1", own.port), timeout=30) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for packet in packets(body):
+                connection.sendall(packet)
+                time.sleep(pause_s)
+            with HTTPResponse(connection, method="POST") as response:
+                response.begin()  # behind any 100 Continue
+                assert response.status == 200, way
+                assert json.load(response)["choices"] == expected, way
+    told = [text for path, text in own.logs().items() if "/logs/serve/proxy_" in path]
+    assert any(CHEAP_STREAMS["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] in text for text in told)
 
 
 # --- the same model with a short idle timeout ---
