@@ -101,9 +101,6 @@ def rows(
             ("wake",),
         ),
         "rate": _rates("tokens per second", _medians(throughput["concurrency"]), "throughput"),
-        "rate_http": _rates(
-            "the same over HTTP, in bursts", _medians(serve["throughput"]), "serve"
-        ),
         "rate_closed": _rates(
             "tokens per second over HTTP, by `bench http`", closed, "http_closed"
         ),
@@ -119,7 +116,7 @@ def rows(
             ("serve", "wake", "wake_default", "soak"),
         ),
         "growth": Row(
-            f"growth over {soak['cycles']} sleeps and wakes: device, host memory",
+            f"growth per 1000 sleeps and wakes, of {soak['cycles']}: device, host memory",
             f"{_growth(soak, 'device_bytes')}, {_growth(soak, 'rss_anon_bytes')}",
             ("soak",),
         ),
