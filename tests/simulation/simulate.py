@@ -32,11 +32,11 @@ class ReplicaModel:
     """
 
     awake_bytes: float = 25669992448
-    asleep_bytes: float = 992804864
-    ttft_awake_s: float = 0.0191
-    ttft_asleep_s: float = 0.2951
-    image_start_s: float = 12.13
-    disk_start_s: float = 31.56
+    asleep_bytes: float = 990707712
+    ttft_awake_s: float = 0.0197
+    ttft_asleep_s: float = 0.2957
+    image_start_s: float = 8.36
+    disk_start_s: float = 54.69
     tokens_per_s: Mapping[int, float] = field(
         default_factory=lambda: {1: 217.1, 16: 3113.1, 64: 9488.2, 256: 16643.2}
     )
