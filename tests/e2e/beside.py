@@ -1,7 +1,8 @@
 """Another client, in a process of its own: `python -m tests.e2e.beside URL MODEL MAX_TOKENS [KEY]`.
 
 It asks for one stream after the other, and whether the front answers. Says `going` once tokens come, and when
-its standard input closes what it saw: the longest waits in seconds, and what was wrong.
+its standard input closes what it saw: the longest waits in seconds, and what was wrong. Time in which the machine
+stood still, as `lateness` saw it, is no wait for the server.
 
 A process, because what the test makes for the server keeps its own threads waiting.
 """
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+
+from tests.e2e.lateness import Waits, watched_machine
 
 _PROJECT = Path(__file__).parents[
     2
@@ -54,8 +57,7 @@ class Beside:
 
     def __init__(self, url: str, model: str, max_tokens: int, key: str) -> None:
         self.wrong: list[str] = []
-        self.longest_gap_s = 0.0
-        self.longest_ping_s = 0.0
+        self.gaps, self.pings = Waits(), Waits()
         self.going = threading.Event()
         self._url = url
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -96,9 +98,9 @@ class Beside:
                 for line in filter(None, response.iter_lines()):
                     if '"error"' in line:
                         self.wrong.append(line)
-                    now_s = time.perf_counter()
+                    now_s = time.monotonic()
                     if self.going.is_set() and last_s is not None:
-                        self.longest_gap_s = max(self.longest_gap_s, now_s - last_s)
+                        self.gaps.add(last_s, now_s)
                     last_s, tokens = now_s, tokens + 1
                     if tokens == _GOING_TOKENS:
                         self.going.set()
@@ -108,22 +110,29 @@ class Beside:
     def _ping(self, client: httpx.Client) -> None:
         self.going.wait()
         while not self._ends.wait(_PING_INTERVAL_S):
-            began_s = time.perf_counter()
+            began_s = time.monotonic()
             status = client.get("/ping").status_code
-            self.longest_ping_s = max(self.longest_ping_s, time.perf_counter() - began_s)
+            self.pings.add(began_s, time.monotonic())
             if status != 200:
                 self.wrong.append(f"ping: {status}")
 
 
 def main(url: str, model: str, max_tokens: str, key: str) -> None:
     client = Beside(url, model, int(max_tokens), key)
-    client.start()
-    client.going.wait()
-    print("going", flush=True)
-    sys.stdin.read()
-    client.stop()
-    names = ("wrong", "longest_gap_s", "longest_ping_s")
-    print(json.dumps({name: getattr(client, name) for name in names}))
+    with watched_machine() as lateness:
+        client.start()
+        client.going.wait()
+        print("going", flush=True)
+        sys.stdin.read()
+        client.stop()
+    saw = {
+        "wrong": client.wrong,
+        "longest_gap_s": client.gaps.longest_s(lateness),
+        "longest_ping_s": client.pings.longest_s(lateness),
+        "with_lateness_s": [client.gaps.longest_s(), client.pings.longest_s()],
+        "latest_s": max((late.ended_s - late.began_s for late in lateness), default=0.0),
+    }
+    print(json.dumps(saw))
 
 
 if __name__ == "__main__":

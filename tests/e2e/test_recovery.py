@@ -32,29 +32,37 @@ def serving(config: str, **environment: str) -> Iterator[ServeProcess]:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "message", "answer"),
     [
-        pytest.param(
+        pytest.param(  # no application could be built, so Serve's proxy has none to ask
             {"sleep": {"idle_timeout": 3}},
             "sleep.idle_timeout: unknown key; did you mean",
+            (404, None),
             marks=pytest.mark.slow,
         ),
-        ({"engine": {"max_model_len": 10**7}}, "engine.max_model_len is 10000000, but"),
+        (  # the first replica was never ready, so neither is the server
+            {"engine": {"max_model_len": 10**7}},
+            "engine.max_model_len is 10000000, but",
+            (503, "starting"),
+        ),
     ],
 )
 def test_configuration_that_cannot_work_is_told_in_the_log(
-    servers: Any, tiny_checkpoint: Path, change: dict[str, Any], message: str
+    servers: Any,
+    tiny_checkpoint: Path,
+    change: dict[str, Any],
+    message: str,
+    answer: tuple[int, str | None],
 ) -> None:
     """`sleepserve check` tells before anything starts; this is for who did not ask it."""
     servers.stop()
     with running(config_with("tiny_cpu.yaml", **change)) as server:
         wait_until(lambda: message in server.log(), 60, message, pause_s=0.2)
-        # Its first replica was never ready, so neither is the server.
-        wait_until(lambda: readiness(server) == (503, "starting"), 60, "readiness", pause_s=0.2)
+        wait_until(lambda: readiness(server) == answer, 60, "readiness", pause_s=0.2)
 
 
 def readiness(server: ServeProcess) -> tuple[int, str | None]:
-    """Of the server as a whole; before there is an ingress, the proxy answers in words of its own."""
+    """Of the server as a whole; without an ingress, the proxy answers in words of its own."""
     try:
         answer = server.http.get("/health")
     except httpx.TransportError:
