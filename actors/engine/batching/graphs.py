@@ -18,6 +18,7 @@ from actors.engine.batching.runner import Runner
 from actors.engine.batching.scheduling import Row, Step
 from actors.engine.batching.sequence import LoopSequence
 from actors.engine.model.compiled_layers import CompiledLayers
+from actors.engine.model.first_layers import first_of_each_kind
 from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.memory import workspaces
 from actors.memory.driver import AllocatorPool
@@ -175,11 +176,16 @@ class GraphRunner(Runner):
             self.cache.reset()
 
     def _run_padding(self, size: StepSize) -> None:
-        """Run a step of padding without a graph, and have the pool hold what it took, sampling included."""
+        """Run a step of padding without a graph, and have the pool hold what it took, sampling included.
+
+        Layers are alike, but compiled ones may be guarded each by itself. Through all 28 of a 7B, this took as long
+        as to capture them.
+        """
         self.inputs.fill(Step((), 0), 0, size)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with self._on_stream():
+        depth = nullcontext() if self._compiled else first_of_each_kind(self.model)
+        with depth, self._on_stream():
             self.inputs.upload(0, by_kernel=False)
             logits_RV = self._padding(size)
             self._sampler.prepare([], self.inputs.params_of(0))
