@@ -20,9 +20,10 @@ from actors.card.config import CardConfig
 from actors.replica.schedule import ScheduleConfig
 from serve_app import __version__
 from serve_app.config.autoscaling import AutoscalingConfig
-from serve_app.config.files import AppArgs, ModelConfig, WeightsArgs
+from serve_app.config.files import AppArgs, WeightsArgs
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
+from serve_app.config.model import ModelConfig
 from serve_app.front.app import build_asgi
 from serve_app.front.peers import Account, Everybody, News
 from serve_app.front.serve_peers import ServePeers

@@ -25,9 +25,10 @@ from actors.protocol import (
     TokenEvent,
 )
 from serve_app.config.compose import shipped
-from serve_app.config.files import ModelConfig, load_model_config
+from serve_app.config.files import load_model_config
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
+from serve_app.config.model import ModelConfig
 from serve_app.front.app import build_asgi
 from serve_app.models.first_token import Patience
 from serve_app.models.model_client import ModelInfo, Scrape

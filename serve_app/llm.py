@@ -26,7 +26,7 @@ from actors.protocol import (
 )
 from actors.text.validation import MAX_LOGPROBS
 from serve_app.config.errors import validate
-from serve_app.config.files import ModelConfig
+from serve_app.config.model import ModelConfig
 from serve_app.openai.chat import ChatForm, Part
 from serve_app.openai.fields import (
     MAX_COUNT,

@@ -27,7 +27,7 @@ from serve_app.config.errors import ConfigError
 from serve_app.openai.requests import SEED_PROMPT
 
 if TYPE_CHECKING:
-    from serve_app.config.files import ModelConfig
+    from serve_app.config.model import ModelConfig
 
 
 def evaluate(
@@ -170,7 +170,8 @@ def _check_combination(
 
 
 def _config_of(model: str, keep_layers: int | None) -> "ModelConfig":
-    from serve_app.config.files import ModelConfig, checkpoint_problem, load_model_config
+    from serve_app.config.files import checkpoint_problem, load_model_config
+    from serve_app.config.model import ModelConfig
 
     path = Path(model)
     if path.is_dir():

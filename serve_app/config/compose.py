@@ -15,15 +15,15 @@ from serve_app.config.files import (
     ARGS_OF,
     LLM,
     WEIGHTS,
-    ModelConfig,
     ServeConfig,
     as_written,
     checkpoint_problem,
     is_serve_config,
     load_model_config,
     read_serve_config,
-    with_files,
 )
+from serve_app.config.model import ModelConfig
+from serve_app.config.paths import with_files
 
 Settings = dict[str, Any]  # what a YAML file says
 

@@ -4,21 +4,15 @@ Two kinds of file. `serve_config.yaml` is Ray Serve's own; the `args` of our two
 are `WeightsArgs` and `AppArgs`. A file in `configs/` describes one model: `ModelConfig`. The list
 `models` of either application names such files, or holds the same keys in place.
 
-Relative paths start from the *project* of the file they stand in: the nearest folder, going up from
-the file, that has a `serve_config.yaml` or a `pyproject.toml` (the file's own folder if none has).
-Ray builds an application in a worker process, hands over `args` alone, and does not say which file
-they came from. There the project is the one around the worker's working directory (that of `serve
-run`; on a cluster made with `ray start`, that of `ray start`), or else the one this package is
-installed from with `pip install -e`. On a cluster of several nodes, write absolute paths.
+Relative paths start from the project that `paths` finds.
 
 Wrong configuration is a `ConfigError`: one line per mistake, naming file, key and remedy.
 """
 
-import os
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import (
@@ -29,18 +23,12 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 
-from actors.card.config import CardConfig, SharingConfig
+from actors.card.config import CardConfig
 from actors.checkpoints.directory import unsupported_weights
-from actors.checkpoints.source import Hub, ModelSource
-from actors.engine.config import EngineConfig
-from actors.replica.sleep_config import SleepConfig
-from actors.text.message_form import ChatConfig, check_template, is_template_path
-from actors.worker.watchdog import WatchdogConfig
-from serve_app.config.autoscaling import AutoscalingConfig
+from actors.checkpoints.source import Hub
 from serve_app.config.errors import (
     ConfigError,
     Problem,
@@ -51,158 +39,13 @@ from serve_app.config.errors import (
 )
 from serve_app.config.http import MAX_NAME_CHARS, HttpSettings
 from serve_app.config.keys import read_keys, variables_in
+from serve_app.config.model import ModelConfig
+from serve_app.config.paths import project_around, project_of_process, shown, with_files
 
-_PROJECT_MARKERS = ("serve_config.yaml", "pyproject.toml")
-# What `autoscaling` could say when it was Ray Serve's AutoscalingConfig, and ours has not.
-_SERVES_KEYS = (
-    "initial_replicas",
-    "metrics_interval_s",
-    "smoothing_factor",
-    "upscale_smoothing_factor",
-    "downscale_smoothing_factor",
-    "upscaling_factor",
-    "downscaling_factor",
-    "aggregation_function",
-    "policy",
-)
 _SHAPES = ("demo", "tiny")  # what `sleepserve make-checkpoint` makes in no time
 
 
 # --- what the files may say ---
-
-
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/-]*$", max_length=MAX_NAME_CHARS)]
-
-
-class ModelConfig(BaseModel):
-    """One model and the replicas that serve it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model_id: _Name = Field(description="The `model` that clients ask for.")
-    aliases: tuple[_Name, ...] = Field(
-        default=(), description="Other names by which clients may ask for it."
-    )
-    source: ModelSource = Field(description="Where the checkpoint comes from.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of the weights; `auto` takes the checkpoint's own."
-    )
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="Limits of the engine.")
-    sleep: SleepConfig = Field(
-        default_factory=SleepConfig, description="When a replica sleeps, and how long things take."
-    )
-    sharing: SharingConfig = Field(
-        default_factory=SharingConfig,
-        description="How the model shares its card with others, where `card.memory_budget` is set.",
-    )
-    watchdog: WatchdogConfig = Field(
-        default_factory=WatchdogConfig,
-        description="When a device that does not answer has its worker replaced.",
-    )
-    chat: ChatConfig = Field(
-        default_factory=ChatConfig, description="What the model's messages are made of."
-    )
-    generation_config: Literal["auto", "none"] = Field(
-        default="auto",
-        description="Defaults of temperature, top_p, top_k, min_p, repetition_penalty and a chat's max_tokens, "
-        "for requests that do not name them: `auto` takes what the checkpoint's generation_config.json "
-        "has of them; `none` takes OpenAI's.",
-    )
-    num_replicas: int = Field(
-        default=1, gt=0, description="Replicas to keep; not together with `autoscaling`."
-    )
-    max_scaleout_replicas: int = Field(
-        default=32,
-        gt=0,
-        description="Replicas that POST /scaleout may ask for where there is no `autoscaling`.",
-    )
-    autoscaling: AutoscalingConfig | None = Field(
-        default=None,
-        description="How many replicas, and when; `num_replicas` holds when absent. "
-        "Every key below has its default as soon as one of them is given.",
-    )
-    max_ongoing_requests: int = Field(
-        default=64, gt=0, description="Requests a replica takes at once, computing or waiting."
-    )
-    max_queued_requests: int = Field(
-        default=256,
-        ge=-1,
-        description="Requests that may wait for a replica until more are refused; -1: no limit.",
-    )
-    num_cpus: float = Field(
-        default=1.0,
-        ge=0,
-        description="CPU cores that Ray sets aside for each replica: beside a GPU for the replica's own process, "
-        "without one for its worker, which computes with them.",
-    )
-    num_gpus: float = Field(
-        default=0.0,
-        ge=0,
-        description="GPUs that Ray sets aside for each replica, for its worker: 1, a share of one, or 0, which "
-        "serves on the CPU. The replica's own process takes none.",
-    )
-
-    @field_validator("autoscaling", mode="before")
-    @classmethod
-    def _keys_are_ours(cls, value: object) -> object:
-        if isinstance(value, dict) and (theirs := [key for key in value if key in _SERVES_KEYS]):
-            text = "a key of Ray Serve's own policy, which is not used; remove it"
-            raise ConfigError(Problem(text, (key,)) for key in theirs)
-        return value
-
-    @model_validator(mode="after")
-    def _keys_agree(self) -> "ModelConfig":
-        if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
-            raise ConfigError([Problem("not together with autoscaling", ("num_replicas",))])
-        scaling, room = self.autoscaling, self.max_ongoing_requests
-        if scaling is not None and "target_ongoing_requests" in scaling.model_fields_set:
-            target = scaling.target_ongoing_requests
-            if target > room:
-                text = (
-                    f"{target:g}, but max_ongoing_requests is {room}: a replica never has so many, so "
-                    "none would be created while requests queue"
-                )
-                raise ConfigError([Problem(text, ("autoscaling", "target_ongoing_requests"))])
-        if self.engine.device == "cuda" and self.num_gpus == 0:
-            text = "0, but engine.device is cuda; set num_gpus: 1"
-            raise ConfigError([Problem(text, ("num_gpus",))])
-        if self.num_gpus > 1:
-            text = f"{self.num_gpus:g}, but a replica computes on one GPU; set 1, and more replicas"
-            raise ConfigError([Problem(text, ("num_gpus",))])
-        return self
-
-    @property
-    def engine_of_replica(self) -> EngineConfig:
-        """`engine`, its device decided: a card that Ray did not reserve is not taken."""
-        if self.engine.device == "auto" and self.num_gpus == 0:
-            return self.engine.model_copy(update={"device": "cpu"})
-        return self.engine
-
-    def unused_card(self, has_driver: bool) -> str | None:
-        """A line about a card that nobody asked for, where there is one.
-
-        Args:
-            has_driver: there is a card here (`actors.engine.model.cards.has_nvidia_driver`).
-        """
-        if not has_driver or self.num_gpus or self.engine.device != "auto":
-            return None
-        return (
-            f"{self.model_id} computes on the CPU although there is an NVIDIA GPU: num_gpus is 0. Set "
-            "num_gpus: 1 to use it, or engine.device: cpu to say that it should not"
-        )
-
-    @property
-    def image_ttl_s(self) -> float | None:
-        """How long the image stays when there is no replica; None: for good."""
-        return None if self.autoscaling is None else self.autoscaling.image_ttl_s
-
-    @property
-    def scaling(self) -> AutoscalingConfig | None:
-        """`autoscaling`, its default target no higher than what a replica takes at once."""
-        if self.autoscaling is None:
-            return None
-        target = min(self.autoscaling.target_ongoing_requests, float(self.max_ongoing_requests))
-        return self.autoscaling.model_copy(update={"target_ongoing_requests": target})
 
 
 def _load_named(entry: object, info: ValidationInfo) -> object:
@@ -232,7 +75,7 @@ def _find_files(config: ModelConfig, info: ValidationInfo) -> ModelConfig:
 
 
 def _project_in(info: ValidationInfo) -> Path:
-    return info.context["project"] if info.context else _project_of_process()
+    return info.context["project"] if info.context else project_of_process()
 
 
 class _ModelList(BaseModel):
@@ -335,11 +178,11 @@ def load_model_config(path: str | Path) -> ModelConfig:
     try:
         config = validate(ModelConfig, _read_yaml(file))
     except ConfigError as error:
-        raise error.inside(file=_shown(file)) from error
+        raise error.inside(file=shown(file)) from error
     try:
-        return with_files(config, _project_around(file.absolute().parent))
+        return with_files(config, project_around(file.absolute().parent))
     except ConfigError as error:
-        raise error.inside(file=_shown(file)) from error
+        raise error.inside(file=shown(file)) from error
 
 
 def checkpoint_problem(config: ModelConfig) -> Problem | None:
@@ -362,8 +205,8 @@ def checkpoint_problem(config: ModelConfig) -> Problem | None:
         return None
     remedy = "name a directory with config.json and *.safetensors, or a hub in source.hub"
     if folder.name in _SHAPES:
-        remedy = f"`sleepserve make-checkpoint {_shown(folder)} --shape {folder.name}` makes it"
-    return Problem(f"no checkpoint in {_shown(folder)}; {remedy}", ("source", "id"))
+        remedy = f"`sleepserve make-checkpoint {shown(folder)} --shape {folder.name}` makes it"
+    return Problem(f"no checkpoint in {shown(folder)}; {remedy}", ("source", "id"))
 
 
 def check_file(path: str | Path) -> tuple[ModelConfig, ...]:
@@ -379,9 +222,9 @@ def check_file(path: str | Path) -> tuple[ModelConfig, ...]:
             config = load_model_config(file)
             _require_checkpoints((config,), [str(file.absolute())], file.parent)
             return (config,)
-        return _check_serve_config(data, _project_around(file.absolute().parent)).models
+        return _check_serve_config(data, project_around(file.absolute().parent)).models
     except ConfigError as error:
-        raise error.inside(file=_shown(file)) from error
+        raise error.inside(file=shown(file)) from error
 
 
 def is_serve_config(path: str | Path) -> bool:
@@ -394,7 +237,7 @@ def is_serve_config(path: str | Path) -> bool:
     try:
         return file.is_file() and "applications" in _read_yaml(file)
     except ConfigError as error:
-        raise error.inside(file=_shown(file)) from error
+        raise error.inside(file=shown(file)) from error
 
 
 def read_serve_config(path: str | Path) -> ServeConfig:
@@ -405,9 +248,9 @@ def read_serve_config(path: str | Path) -> ServeConfig:
     """
     file = Path(path)
     try:
-        return _check_serve_config(_read_yaml(file), _project_around(file.absolute().parent))
+        return _check_serve_config(_read_yaml(file), project_around(file.absolute().parent))
     except ConfigError as error:
-        raise error.inside(file=_shown(file)) from error
+        raise error.inside(file=shown(file)) from error
 
 
 def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
@@ -462,7 +305,7 @@ def _require_checkpoints(
     problems = []
     for index, (model, entry) in enumerate(zip(models, entries, strict=True)):
         if problem := checkpoint_problem(model):
-            file = _shown(project / entry) if isinstance(entry, str) else ""
+            file = shown(project / entry) if isinstance(entry, str) else ""
             problems.append(problem.inside(() if file else ("models", index), file))
     if problems:
         raise ConfigError(problems)
@@ -495,66 +338,3 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError([Problem(f"expected a mapping, found {data!r}")])
     return data
-
-
-# --- paths ---
-
-
-def _project_around(folder: Path) -> Path:
-    return _marked(folder) or folder
-
-
-def _project_of_process() -> Path:
-    return _marked(Path.cwd()) or _marked(Path(__file__).parent) or Path.cwd()
-
-
-def _marked(folder: Path) -> Path | None:
-    for candidate in (folder, *folder.parents):
-        if any((candidate / marker).is_file() for marker in _PROJECT_MARKERS):
-            return candidate
-    return None
-
-
-def with_files(config: ModelConfig, project: Path) -> ModelConfig:
-    """The same with its source located, and its chat template read."""
-    config = _with_located_source(config, project)
-    if config.chat.template is None:
-        return config
-    template = _read_template(config.chat.template, project)
-    return config.model_copy(update={"chat": config.chat.model_copy(update={"template": template})})
-
-
-def _read_template(template: str, project: Path) -> str:
-    """The chat template itself, where its path may be given.
-
-    Raises:
-        ConfigError: it cannot be read, or is none.
-    """
-    if not is_template_path(template):
-        return template
-    file = project / Path(template).expanduser()
-    try:
-        text = file.read_text(encoding="utf-8")
-        check_template(text)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError([Problem(f"{_shown(file)}: {why}", ("chat", "template"))]) from error
-    return text
-
-
-def _with_located_source(config: ModelConfig, project: Path) -> ModelConfig:
-    """Its checkpoint's path absolute, or the folder named where what comes from a hub is kept."""
-    if config.source.hub is not Hub.PATH:
-        home = os.environ.get("SLEEPSERVE_HOME")  # where `sleepserve download` puts things, too
-        if config.source.models_dir is not None or home is None:
-            return config
-        source = config.source.model_copy(update={"models_dir": str(Path(home) / "models")})
-        return config.model_copy(update={"source": source})
-    folder = project / Path(config.source.id).expanduser()
-    source = config.source.model_copy(update={"id": str(folder)})
-    return config.model_copy(update={"source": source})
-
-
-def _shown(path: Path) -> str:
-    """As short as it can be said from here."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -8,7 +8,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from serve_app.config.files import AppArgs, ModelConfig, WeightsArgs
+from serve_app.config.files import AppArgs, WeightsArgs
+from serve_app.config.model import ModelConfig
 
 
 def settings_table() -> str:

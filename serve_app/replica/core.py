@@ -45,7 +45,7 @@ from actors.replica.schedule import Wanted
 from actors.replica.schedule_watch import wake_by_schedule
 from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
 from actors.worker.messages import WorkerState
-from serve_app.config.files import ModelConfig
+from serve_app.config.model import ModelConfig
 from serve_app.metrics.instruments import Instruments, gauges, saved_bytes
 from serve_app.metrics.tally import Snapshot
 from serve_app.process.heap import give_back

@@ -15,7 +15,7 @@ from actors.errors import ReplicaFailed
 from actors.observer import Observer
 from actors.replica.runtime import ModelRuntime
 from actors.replica.supervisor import ByRuntime
-from serve_app.config.files import ModelConfig
+from serve_app.config.model import ModelConfig
 from serve_app.metrics.instruments import Instruments
 from serve_app.metrics.tally import Tally
 from serve_app.process.ending import end_despite

@@ -38,7 +38,7 @@ from actors.replica.supervisor import WorkerSupervisor
 from actors.replica.worker_client import WorkerClient
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.messages import Sized
-from serve_app.config.files import ModelConfig
+from serve_app.config.model import ModelConfig
 from serve_app.metrics.instruments import Instruments, gauges
 from serve_app.metrics.ray_mirror import RayMirror
 from serve_app.metrics.tally import Snapshot, Tally

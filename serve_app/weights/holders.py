@@ -19,7 +19,8 @@ from ray.util import list_named_actors
 
 from actors.image.layout import PACKER_VERSION
 from actors.protocol import HeldImage
-from serve_app.config.files import ModelConfig, WeightsArgs
+from serve_app.config.files import WeightsArgs
+from serve_app.config.model import ModelConfig
 from serve_app.metrics import catalogue as metrics
 from serve_app.process.logs import adopt_serve_handlers, log_to_stderr
 from serve_app.process.node_actor import NAMESPACE, find_or_make

@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from starlette.testclient import TestClient
 
 from serve_app.asgi import make_app
-from serve_app.config.files import ModelConfig, load_model_config
+from serve_app.config.files import load_model_config
+from serve_app.config.model import ModelConfig
 from serve_app.tracing.tracer import tracer_to
 from tests.unit.asgi_client import client_of
 

@@ -25,7 +25,7 @@ from serve_app.bench.http.workers import (
     processes,
     workers_for,
 )
-from serve_app.config.files import ModelConfig
+from serve_app.config.model import ModelConfig
 from tests.serve_process import ServeProcess, free_port
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from serve_app.bench.eval.verdict import (
     Tokens,
     Woke,
 )
-from serve_app.config.files import ModelConfig
+from serve_app.config.model import ModelConfig
 from serve_app.replica.in_process import Loaded, load_model
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from serve_app.config.errors import validate
-from serve_app.config.files import ModelConfig
 from serve_app.config.http import HttpSettings
+from serve_app.config.model import ModelConfig
 from serve_app.process.environment import CHEAP_STREAMS
 from tests.dockerfile import read_steps
 

@@ -9,7 +9,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from serve_app.cli.main import app
-from serve_app.config.files import ModelConfig, check_file
+from serve_app.config.files import check_file
+from serve_app.config.model import ModelConfig
 from serve_app.process.environment import (
     CHEAP_STREAMS,
     LOOPBACK,

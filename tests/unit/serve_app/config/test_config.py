@@ -14,13 +14,13 @@ from serve_app.cli.main import app
 from serve_app.config.errors import ConfigError
 from serve_app.config.files import (
     AppArgs,
-    ModelConfig,
     WeightsArgs,
     as_written,
     check_file,
     checkpoint_problem,
     load_model_config,
 )
+from serve_app.config.model import ModelConfig
 
 PROJECT = Path(__file__).parents[4]
 MODEL = "model_id: demo\nsource: {id: checkpoints/demo}\n"
