@@ -120,7 +120,7 @@ def test_wake_measures_each_variant_as_often_as_asked(
         f"wake_{name}" for name in ("ttft", "kept")
     }
     assert f"<td>{1e3 * rows['kept-4']['ttft_asleep_s']['median']:.1f}</td>" in page
-    assert all(result[name] for name in ("device", "cpus", "torch", "ray", "command"))
+    assert all(result[name] for name in ("device", "cpus", "cpu_ms", "torch", "ray", "command"))
     assert json.loads(json.dumps(result)) == result
     assert any(
         line.startswith("unpinned ") and "skipped, no CUDA device" in line

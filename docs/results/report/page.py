@@ -162,7 +162,8 @@ def _machine(result: Result) -> str:
     driver = f", driver {result['driver']}" if result.get("driver") else ""
     versions = [f"{name} {result[name]}" for name in _VERSIONS if result.get(name)]
     software = ", ".join([source_of(result), f"Python {result['python']}", *versions])
-    return f"{result['device']}{driver}, {result['cpus']} CPUs; {software}"
+    speed = f" of {result['cpu_ms']:.0f} ms" if "cpu_ms" in result else ""  # later than others
+    return f"{result['device']}{driver}, {result['cpus']} CPUs{speed}; {software}"
 
 
 def _about(kind: str, result: Result, told: Result) -> Table:

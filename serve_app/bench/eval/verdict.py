@@ -189,7 +189,7 @@ class Report(_Part):
     """Everything; grows while the evaluation runs."""
 
     format: Literal[1] = 1
-    environment: dict[str, str | int | bool | None] = {}
+    environment: dict[str, str | int | float | bool | None] = {}
     about: About
     plan: Plan
     baseline: Baseline = Field(default_factory=Baseline)

@@ -14,6 +14,7 @@ MACHINE = {
     "device": "NVIDIA H200",
     "driver": "580.1",
     "cpus": 16,
+    "cpu_ms": 31.4,
     "python": "3.12.3",
     "sleepserve": "0.1.0",
     "commit": "0123456789abcdef0123456789abcdef01234567",
