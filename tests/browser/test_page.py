@@ -1,12 +1,14 @@
 """The status page in a real browser: what it shows, and that it says so without colour."""
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.errors import DeviceMemoryShort
+from actors.protocol import ScheduleStatus
 from tests.browser.conftest import Stage, looking
 from tests.e2e.conftest import config_with
 from tests.e2e.serve_process import ServeProcess
@@ -49,6 +51,13 @@ def test_every_state_can_be_seen(
         shows(page, "coder-3b", "awake")
         page.get_by_text(re.compile(r"sleeps in 3:0\d")).wait_for()
         shoot(page, "awake")
+        hours = ScheduleStatus("awake", time.time() + 3 * 3600 + 90)
+        said = {"idle_timeout_s": None, "idle_timeout_from": "schedule", "schedule": hours}
+        stage.run(lambda: stage.code.say(**said))
+        page.get_by_text("idle; stays awake for 3 h 1 m (schedule)").wait_for()
+        stage.run(lambda: stage.code.say(idle_timeout_from="pin"))
+        page.get_by_text("idle; stays awake (pin)").wait_for()
+        stage.run(lambda: stage.code.say(idle_timeout_s=300.0, idle_timeout_from="idle_timeout_s"))
 
         for _ in range(4):  # so that the diagrams have something to show
             press(page, "Sleep", "r1-distill-7b")

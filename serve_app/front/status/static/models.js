@@ -133,7 +133,9 @@ function whatNext(replica, now) {
 
 function awakeNext(replica, now) {
   if (replica.in_flight) return [1, `${count(replica.in_flight, "request")} in flight`];
-  if (replica.idle_timeout_s == null) return [1, `idle; stays awake (${replica.idle_timeout_from})`];
+  const from = replica.idle_timeout_from;
+  const until = from === "schedule" && replica.schedule.until;
+  if (replica.idle_timeout_s == null) return [1, `idle; stays awake ${until ? `for ${span(until - now)} ` : ""}(${from})`];
   const left = replica.quiet_since + replica.idle_timeout_s - now;
   const share = Math.min(1, Math.max(0, left / replica.idle_timeout_s || 0));
   return [share, left > 0 ? `sleeps in ${countdown(left)}` : "sleeps any moment"];
