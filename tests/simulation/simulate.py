@@ -31,12 +31,12 @@ class ReplicaModel:
     replicas; `idle_timeout_s`, `sleep.idle_timeout_s`.
     """
 
-    awake_bytes: float = 25669992448
+    awake_bytes: float = 25655312384
     asleep_bytes: float = 990707712
-    ttft_awake_s: float = 0.0197
-    ttft_asleep_s: float = 0.2957
-    image_start_s: float = 8.36
-    disk_start_s: float = 54.69
+    ttft_awake_s: float = 0.0225
+    ttft_asleep_s: float = 0.3018
+    image_start_s: float = 8.17
+    disk_start_s: float = 42.23
     tokens_per_s: Mapping[int, float] = field(
         default_factory=lambda: {1: 217.1, 16: 3113.1, 64: 9488.2, 256: 16643.2}
     )
