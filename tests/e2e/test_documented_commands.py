@@ -1,8 +1,8 @@
 """What the documents show is typed, against the demo model or a hub on loopback.
 
 Each `sleepserve ...` once, wherever it is shown; and the blocks of a shell in README.md, docs/benchmarks.md and
-docs/security.md as they are printed, but for the port. docs/quickstart.md is test_quickstart's, what needs docker,
-kubectl or systemd that of tests/unit/configs, `make` that of whoever runs these tests.
+docs/security.md as they are printed, but for the port. docs/quickstart.md is test_quickstart's, docs/deploy.md that of
+tests/unit/docs/test_deploy_commands.py, `make` that of whoever runs these tests.
 """
 
 import json
