@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -83,6 +84,11 @@ class FakeHub:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a process that shall ask this hub."""
+        return {"MODELSCOPE_ENDPOINT": self.endpoint}
+
     def content_requests(self, path: str) -> list[Request]:
         """The GETs of one file's content, in order."""
         return [r for r in self.requests if r.file == path and r.method == "GET"]
@@ -101,6 +107,12 @@ class FakeHub:
     def wait_for_listings(self, count: int, timeout_s: float) -> bool:
         with self.changed:
             return self.changed.wait_for(lambda: self.listings >= count, timeout_s)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """What a hub has that serves this folder."""
+    found = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in found}
 
 
 def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:

@@ -1,5 +1,6 @@
 """A `serve run` to talk to: its process, and what tests ask it for."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ import psutil
 from tests import serve_process as base
 from tests.serve_process import PROJECT, Leftovers
 
-__all__ = ["PROJECT", "ServeProcess", "running", "wait_until", "wait_until_gone"]
+__all__ = ["PROJECT", "WITH_A_GPU", "ServeProcess", "running", "wait_until", "wait_until_gone"]
 
 START_DEADLINE_S = 120.0
+# Environment of a Ray that counts a card, which nobody asks for what it computes with.
+WITH_A_GPU = {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 1})}
 _JSON = {"content-type": "application/json"}  # of bodies of bytes, too
 
 T = TypeVar("T")

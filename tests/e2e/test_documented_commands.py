@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import block_with
 from tests.e2e.conftest import Servers
-from tests.e2e.serve_process import PROJECT, ServeProcess
-from tests.fake_hub import FakeHub
+from tests.e2e.serve_process import PROJECT, WITH_A_GPU, ServeProcess
+from tests.fake_hub import FakeHub, files_in
 from tests.unit.docs.test_commands import shown
 
 pytestmark = pytest.mark.slow
@@ -97,8 +98,7 @@ def test_what_is_shown_in_part_is_filled_in() -> None:
 def hub() -> Iterator[FakeHub]:
     """Has the demo model under the name of the README's."""
     folder = PROJECT / "configs" / "demo" / "model"
-    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    with FakeHub(files, model_id=_HUB_ID) as hub:
+    with FakeHub(files_in(folder), model_id=_HUB_ID) as hub:
         yield hub
 
 
@@ -129,7 +129,7 @@ def typed(text: str, folder: Path, hub: FakeHub) -> "subprocess.CompletedProcess
             "PYTHONPATH": str(PROJECT),
             "HOME": str(folder / "home"),
             "SLEEPSERVE_HOME": str(folder / "home"),
-            "MODELSCOPE_ENDPOINT": hub.endpoint,
+            **hub.environment,
         },
         capture_output=True,
         text=True,
@@ -156,13 +156,8 @@ def test_command_does_what_it_says(
 # --- whole blocks ---
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```sh\n(.*?)```", (PROJECT / page).read_text(encoding="utf-8"), re.DOTALL)
-
-
-def block_with(part: str, page: str) -> str:
-    (found,) = (block for block in blocks(page) if part in block)
-    return found
+def block(page: str, part: str) -> str:
+    return block_with(part, (PROJECT / page).read_text(encoding="utf-8"))
 
 
 def asks(server: ServeProcess, text: str, folder: Path, hub: FakeHub) -> str:
@@ -175,7 +170,7 @@ def asks(server: ServeProcess, text: str, folder: Path, hub: FakeHub) -> str:
 def test_the_demo_answers_as_the_readme_asks(
     servers: Servers, checkout: Path, hub: FakeHub
 ) -> None:
-    told = asks(servers.get("own"), block_with('"model": "demo"', "README.md"), checkout, hub)
+    told = asks(servers.get("own"), block("README.md", '"model": "demo"'), checkout, hub)
     answer = json.loads(told)
     assert answer["usage"]["completion_tokens"] == 32
     assert answer["choices"][0]["text"].strip()
@@ -184,14 +179,14 @@ def test_the_demo_answers_as_the_readme_asks(
 def test_the_benchmark_that_is_shown_writes_what_it_says(
     servers: Servers, checkout: Path, hub: FakeHub
 ) -> None:
-    asks(servers.get("own"), block_with("bench http", "docs/benchmarks.md"), checkout, hub)
+    asks(servers.get("own"), block("docs/benchmarks.md", "bench http"), checkout, hub)
     result = json.loads((checkout / "result.json").read_text(encoding="utf-8"))
     assert result["rounds"]
     assert (checkout / "result.db").stat().st_size
 
 
 def test_keys_are_nobody_elses(checkout: Path, hub: FakeHub) -> None:
-    done = typed(block_with("umask", "docs/security.md"), checkout, hub)
+    done = typed(block("docs/security.md", "umask"), checkout, hub)
     assert done.returncode == 0, done.stderr
     for name in ("inference", "admin"):
         file = checkout / "home" / ".config" / "sleepserve" / name
@@ -206,9 +201,9 @@ class InCheckout(ServeProcess):
         self._own_folder = folder
         super().__init__(
             (folder / "serve_config.yaml").read_text(encoding="utf-8"),
-            MODELSCOPE_ENDPOINT=hub.endpoint,
+            **WITH_A_GPU,
+            **hub.environment,
             SLEEPSERVE_HOME=str(folder / "home"),
-            RAY_OVERRIDE_RESOURCES=json.dumps({"GPU": 1}),  # none is asked for what it computes
             PYTHONPATH=str(PROJECT),
         )
 
@@ -220,7 +215,7 @@ def test_a_real_model_is_served_as_the_readme_says(
     servers: Servers, checkout: Path, hub: FakeHub
 ) -> None:
     servers.stop()
-    text = block_with("deepseek-7b.yaml", "README.md").replace(
+    text = block("README.md", "deepseek-7b.yaml").replace(
         "sleepserve doctor serve_config.yaml", "sleepserve check serve_config.yaml"
     )  # which says that this machine has no card
     done = typed(text, checkout, hub)
@@ -228,7 +223,7 @@ def test_a_real_model_is_served_as_the_readme_says(
     server = InCheckout(checkout, hub)
     try:
         server.wait_until_ready()
-        told = asks(server, block_with("Why is the sky blue?", "README.md"), checkout, hub)
+        told = asks(server, block("README.md", "Why is the sky blue?"), checkout, hub)
         assert server.is_sleeping()
     finally:
         leftovers = server.interrupt()

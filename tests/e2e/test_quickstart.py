@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,24 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.documents import StandIns, blocks, values
 from tests.e2e.conftest import Servers
-from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until
-from tests.fake_hub import FakeHub
+from tests.e2e.serve_process import PROJECT, WITH_A_GPU, ServeProcess, wait_until
+from tests.fake_hub import FakeHub, files_in
 from tests.serve_process import OBJECT_STORE_BYTES, free_port
 
 pytestmark = pytest.mark.slow
 
 _PAGE = (PROJECT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-_BLOCK = re.compile(r"```(sh|python)\n(.*?)```", re.DOTALL)
 _PORT = "8000"
 _LIMIT_S = 120
 _MODEL = "Qwen/Qwen2.5-7B-Instruct"
-_ONE_GPU = json.dumps({"GPU": 1})  # none is asked for what it computes with
-
-# In place of docker: says what it was asked for.
-_DOCKER = f"""#!{sys.executable}
-import json, pathlib, sys
-with pathlib.Path(__file__).with_name("told").open("a") as told:
-    print(json.dumps(sys.argv[1:]), file=told)
-"""
 
 
-def blocks(section: str) -> list[tuple[str, str]]:
+def typed_in(section: str) -> list[tuple[str, str]]:
     """Language and text of each block; the first starts the server."""
     found = [part for part in _PAGE.split("\n## ") if part.startswith(f"{section}\n")]
-    return _BLOCK.findall(found[0])
+    return blocks(found[0], "sh", "python")
 
 
 class Printed(ServeProcess):
@@ -54,11 +45,7 @@ class Printed(ServeProcess):
         self._text = text
         self._own_folder = folder
         self._own_environment = environment
-        self._programs = folder / "programs"
-        self._programs.mkdir()
-        docker = self._programs / "docker"
-        docker.write_text(_DOCKER)
-        docker.chmod(0o755)
+        self._programs = StandIns(folder / "programs", ["docker"])
         super().__init__(f"port: {_PORT}", **environment)
 
     def _command(self, config_file: Path) -> list[str]:
@@ -80,7 +67,7 @@ class Printed(ServeProcess):
             env={
                 **os.environ,
                 **self._own_environment,
-                "PATH": f"{self._programs}:{scripts}:{os.environ['PATH']}",
+                "PATH": f"{self._programs.folder}:{scripts}:{os.environ['PATH']}",
                 "PYTHONPATH": str(PROJECT),
             },
             capture_output=True,
@@ -97,24 +84,13 @@ class Printed(ServeProcess):
 
     def started_in_docker(self) -> list[list[str]]:
         """The arguments of each `docker` that was typed."""
-        told = (self._programs / "told").read_text(encoding="utf-8")
-        return [json.loads(line) for line in told.splitlines()]
-
-
-def values(arguments: list[str], option: str) -> list[str]:
-    """Of an option that may be there several times."""
-    return [value for name, value in pairwise(arguments) if name == option]
+        return [words[1:] for words in self._programs.told()]
 
 
 @pytest.fixture
 def hub(tiny_checkpoint: Path) -> Iterator[FakeHub]:
-    files = {
-        str(file.relative_to(tiny_checkpoint)): file.read_bytes()
-        for file in tiny_checkpoint.rglob("*")
-        if file.is_file()
-    }
     names = set(re.findall(r"Qwen/Qwen[\w.-]+", _PAGE))
-    with FakeHub(files, model_id=_MODEL, also=frozenset(names)) as hub:
+    with FakeHub(files_in(tiny_checkpoint), model_id=_MODEL, also=frozenset(names)) as hub:
         yield hub
 
 
@@ -122,12 +98,8 @@ def hub(tiny_checkpoint: Path) -> Iterator[FakeHub]:
 def started(section: str, servers: Servers, hub: FakeHub, folder: Path) -> Iterator[Printed]:
     """The server of a section, ready; at the end it must leave nothing."""
     servers.stop()
-    environment = {
-        "MODELSCOPE_ENDPOINT": hub.endpoint,
-        "SLEEPSERVE_HOME": str(folder / "home"),
-        "RAY_OVERRIDE_RESOURCES": _ONE_GPU,
-    }
-    server = Printed(blocks(section)[0][1], folder, environment)
+    environment = WITH_A_GPU | hub.environment | {"SLEEPSERVE_HOME": str(folder / "home")}
+    server = Printed(typed_in(section)[0][1], folder, environment)
     try:
         server.wait_until_ready()
         yield server
@@ -142,7 +114,7 @@ def test_page_does_what_it_says(
     servers: Servers, hub: FakeHub, tmp_path: Path, section: str
 ) -> None:
     with started(section, servers, hub, tmp_path) as server:
-        told = "".join(server.type(language, text) for language, text in blocks(section)[1:])
+        told = "".join(server.type(language, text) for language, text in typed_in(section)[1:])
     assert "asleep" in told
     assert hub.requests
 
@@ -168,7 +140,7 @@ def test_prometheus_and_grafana_find_what_they_are_shown(
     section = "Prometheus and Grafana"
     (tmp_path / "configs").symlink_to(PROJECT / "configs")
     with started(section, servers, hub, tmp_path) as server:
-        for language, text in blocks(section)[1:]:
+        for language, text in typed_in(section)[1:]:
             server.type(language, text)
         prometheus, grafana = server.started_in_docker()
         config = tmp_path / "prometheus.yml"
@@ -304,7 +276,7 @@ def test_what_open_webui_asks_is_answered(servers: Servers, hub: FakeHub, tmp_pa
     """As its backend's routers/tasks.py (commit 074d4883) and routers/openai.py ask."""
     section = "Open WebUI"
     with started(section, servers, hub, tmp_path) as server:
-        for language, text in blocks(section)[1:]:
+        for language, text in typed_in(section)[1:]:
             server.type(language, text)
         (container,) = server.started_in_docker()
         assert values(container, "--network") == ["host"]  # so its loopback is the server's
@@ -373,18 +345,12 @@ for address in 10.0.0.1 10.0.0.2; do ip address add $address/32 dev lo; done
 _INSIDE = """
 import os, subprocess, sys
 from pathlib import Path
-from tests.fake_hub import FakeHub
+from tests.fake_hub import FakeHub, files_in
 
 script, checkpoint, model = sys.argv[1:]
-files = {
-    str(file.relative_to(checkpoint)): file.read_bytes()
-    for file in Path(checkpoint).rglob("*")
-    if file.is_file()
-}
 subprocess.run(["bash", "-ec", os.environ["ADDRESSES"]], check=True)
-with FakeHub(files, model_id=model) as hub:
-    environment = os.environ | {"MODELSCOPE_ENDPOINT": hub.endpoint}
-    done = subprocess.run(["bash", "-e", script], env=environment)
+with FakeHub(files_in(Path(checkpoint)), model_id=model) as hub:
+    done = subprocess.run(["bash", "-e", script], env=os.environ | hub.environment)
 sys.exit(done.returncode)
 """
 
@@ -401,7 +367,7 @@ def test_two_nodes_serve_one_model(servers: Servers, tiny_checkpoint: Path, tmp_
     if not has_own_machine():
         pytest.skip("no network namespaces here")
     servers.stop()
-    texts = [text for language, text in blocks("Two nodes") if language == "sh"]
+    texts = [text for language, text in typed_in("Two nodes") if language == "sh"]
     (shown,) = (i for i, text in enumerate(texts) if "sleepserve status" in text)
     texts.insert(shown + 1, "curl -s http://127.0.0.1:8000/replicas > replicas.json")
     # Those that have ended and whom nobody waited for, there being no init, do not count.
@@ -418,7 +384,7 @@ def test_two_nodes_serve_one_model(servers: Servers, tiny_checkpoint: Path, tmp_
             "PATH": f"{scripts}:{os.environ['PATH']}",
             "PYTHONPATH": str(PROJECT),
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),
-            "RAY_OVERRIDE_RESOURCES": _ONE_GPU,
+            **WITH_A_GPU,
             "RAY_TMPDIR": ray_folder,
             "RAY_USAGE_STATS_ENABLED": "0",
             "SLEEPSERVE_HOME": str(tmp_path / "home"),

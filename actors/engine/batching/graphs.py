@@ -18,7 +18,7 @@ from actors.engine.batching.runner import Runner
 from actors.engine.batching.scheduling import Row, Step
 from actors.engine.batching.sequence import LoopSequence
 from actors.engine.model.compiled_layers import CompiledLayers
-from actors.engine.model.first_layers import first_of_each_kind
+from actors.engine.model.first_layers import FirstLayers
 from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.memory import workspaces
 from actors.memory.driver import AllocatorPool
@@ -128,10 +128,13 @@ class GraphRunner(Runner):
         with workspaces.in_use(), torch.no_grad():
             self._run_longest_prompt()
             layers = None if self._compiled else self._layers
+            # Layers are alike, but compiled ones may be guarded each by itself.
+            first = None if self._compiled else FirstLayers(self.model)
             with nullcontext() if layers is None else layers.recording():
                 for size in self.padded_sizes:
                     # First without a graph: nothing may compile or load while one is captured.
-                    self._run_padding(size)
+                    with nullcontext() if first is None else first.alone():
+                        self._run_padding(size)
                     self._capture_size(size, pool)
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started_s
@@ -176,16 +179,11 @@ class GraphRunner(Runner):
             self.cache.reset()
 
     def _run_padding(self, size: StepSize) -> None:
-        """Run a step of padding without a graph, and have the pool hold what it took, sampling included.
-
-        Layers are alike, but compiled ones may be guarded each by itself. Through all 28 of a 7B, this took as long
-        as to capture them.
-        """
+        """Run a step of padding without a graph, and have the pool hold what it took, sampling included."""
         self.inputs.fill(Step((), 0), 0, size)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        depth = nullcontext() if self._compiled else first_of_each_kind(self.model)
-        with depth, self._on_stream():
+        with self._on_stream():
             self.inputs.upload(0, by_kernel=False)
             logits_RV = self._padding(size)
             self._sampler.prepare([], self.inputs.params_of(0))

@@ -9,29 +9,39 @@ from transformers import PreTrainedModel
 from actors.image.decoder_layers import decoder_layers
 
 
-@contextmanager
-def first_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
-    """Have forwards of the model run its first decoder layers only: as many as it takes to have one of each kind.
+class FirstLayers:
+    """The first decoder layers of a model: as many as it takes to have one of each kind.
 
-    They run the kernels of a whole forward, and need as much memory beside weights and cache; the logits mean
-    nothing. No other thread may use the model meanwhile.
+    Forwards through them run the kernels of a whole forward, and need as much memory beside weights and cache; the
+    logits mean nothing.
     """
-    layers = decoder_layers(model)
-    if not layers:
-        yield
-        return
-    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
-    first: dict[object, int] = {}
-    for index, (_, layer) in enumerate(layers):
-        first.setdefault((types[index], _kind(layer)), index)
-    owner, _, name = layers[0][0].removesuffix(".0").rpartition(".")
-    parent = model.get_submodule(owner)
-    whole = getattr(parent, name)
-    setattr(parent, name, whole[: max(first.values()) + 1])
-    try:
-        yield
-    finally:
-        setattr(parent, name, whole)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        layers = decoder_layers(model)
+        self._list: tuple[nn.Module, str] | None = None  # whose attribute it is, and its name
+        if not layers:
+            return
+        types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+        first: dict[object, int] = {}
+        for index, (_, layer) in enumerate(layers):
+            first.setdefault((types[index], _kind(layer)), index)
+        self._count = max(first.values()) + 1
+        owner, _, name = layers[0][0].removesuffix(".0").rpartition(".")
+        self._list = model.get_submodule(owner), name
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have forwards run these only. No other thread may use the model meanwhile."""
+        if self._list is None:
+            yield
+            return
+        owner, name = self._list
+        whole = getattr(owner, name)
+        setattr(owner, name, whole[: self._count])
+        try:
+            yield
+        finally:
+            setattr(owner, name, whole)
 
 
 def _kind(layer: nn.Module) -> object:

@@ -12,9 +12,9 @@ import typer
 import typer.main
 
 from serve_app.cli.main import app
+from tests.documents import shell_blocks
 
 PROJECT = Path(__file__).parents[3]
-_BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 _HERE_DOCUMENT = re.compile(r"<<'?(\w+)'?\n.*?\n\1\n", re.DOTALL)
 _PROGRAM = "sleepserve"
 # Where one command ends: what is behind is the shell's.
@@ -45,11 +45,11 @@ def shown() -> Iterator[Shown]:
     for page in pages():
         name = str(page.relative_to(PROJECT))
         text = page.read_text(encoding="utf-8")
-        for block in _BLOCK.findall(text):
+        for block in shell_blocks(text):
             lines = _HERE_DOCUMENT.sub("\n", block).replace("\\\n", " ").splitlines()
             for line in lines:
                 yield from (Shown(name, words) for words in commands_in(line))
-        for inline in _INLINE.findall(_BLOCK.sub("", text)):
+        for inline in _INLINE.findall(text):
             yield from (Shown(name, words) for words in commands_in(filled_in(inline)))
 
 

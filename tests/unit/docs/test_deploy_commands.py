@@ -9,20 +9,14 @@ import os
 import re
 import stat
 import subprocess
-import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
 from serve_app.config.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE, read_keys
+from tests.documents import StandIns, block_with, values
 
-_STUB = f"""#!{sys.executable}
-import json, os, pathlib, sys
-with pathlib.Path(os.environ["TOLD"]).open("a") as told:
-    print(json.dumps([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]), file=told)
-"""
 _PROGRAMS = ("docker", "kubectl", "useradd", "systemctl", "python3", "pip")
 _OF_ROOT = re.compile(r"(?<![\w/])/(?=(?:opt|etc)/)")
 
@@ -37,47 +31,29 @@ class Shell:
         self._checkout.mkdir()
         for name in ("configs", "serve_config.yaml", "Dockerfile"):
             (self._checkout / name).symlink_to(project / name)
-        self._told = folder / "told"
-        programs = folder / "programs"
-        for directory in (
-            programs,
-            self.root / "opt/sleepserve/bin",
-            self.root / "etc/systemd/system",
-        ):
+        scripts = self.root / "opt/sleepserve/bin"
+        for directory in (scripts, self.root / "etc/systemd/system"):
             directory.mkdir(parents=True)
-        for place in [programs / name for name in _PROGRAMS] + [
-            self.root / "opt/sleepserve/bin/pip"
-        ]:
-            place.write_text(_STUB)
-            place.chmod(0o755)
-        self._environment = {
-            **os.environ,
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "TOLD": str(self._told),
-        }
+        self._programs = StandIns(folder / "programs", _PROGRAMS)
+        self._programs.add(scripts / "pip")
 
     def type(self, part: str) -> list[list[str]]:
         """The block that has it; what the programs were asked, in order."""
-        blocks = re.findall(r"```sh\n(.*?)```", self._page, re.DOTALL)
-        (text,) = (block for block in blocks if part in block)
+        text = _OF_ROOT.sub(f"{self.root}/", block_with(part, self._page))
         done = subprocess.run(
-            ["/bin/bash", "-euc", _OF_ROOT.sub(f"{self.root}/", text)],
+            ["/bin/bash", "-euc", text],
             cwd=self._checkout,
-            env=self._environment,
+            env={**os.environ, "PATH": f"{self._programs.folder}:{os.environ['PATH']}"},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in self._told.read_text().splitlines()]
+        return self._programs.told()
 
 
 @pytest.fixture
 def shell(project: Path, tmp_path: Path) -> Shell:
     return Shell(project, tmp_path)
-
-
-def values(words: list[str], option: str) -> list[str]:
-    return [value for name, value in pairwise(words) if name == option]
 
 
 def test_images_are_built_with_arguments_that_the_dockerfile_has(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 
-from actors.engine.model.first_layers import first_of_each_kind
+from actors.engine.model.first_layers import FirstLayers
 from actors.image.decoder_layers import decoder_layers
 from tests.unit.actors.engine.small_architectures import ARCHITECTURES, refusal_of, small
 from tests.unit.actors.engine.small_models import SMALL, build
@@ -47,7 +47,7 @@ def test_as_many_layers_run_as_there_are_kinds(name: str) -> None:
     ran: list[int] = []
     for index, (_, layer) in enumerate(decoder_layers(model)):
         layer.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
-    with first_of_each_kind(model):
+    with FirstLayers(model).alone():
         model(IDS)
     assert ran == list(range(expected))
     ran.clear()
@@ -57,7 +57,7 @@ def test_as_many_layers_run_as_there_are_kinds(name: str) -> None:
 
 def test_an_error_leaves_the_model_whole() -> None:
     model = build(tf.Qwen2Config(**DEEP), device="cpu")
-    with pytest.raises(RuntimeError, match="out of"), first_of_each_kind(model):
+    with pytest.raises(RuntimeError, match="out of"), FirstLayers(model).alone():
         raise RuntimeError("out of memory")
     assert len(decoder_layers(model)) == 6
 
@@ -68,5 +68,5 @@ def test_every_architecture_that_is_served_can_run_so(name: str) -> None:
     if refusal_of(build(small(name))):
         return
     model = build(small(name), device="cpu").eval()
-    with first_of_each_kind(model), torch.no_grad():
+    with FirstLayers(model).alone(), torch.no_grad():
         assert model(IDS, use_cache=False).logits.shape == (1, 5, 96)
