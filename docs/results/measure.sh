@@ -6,9 +6,9 @@
 #
 #   part     steps                                         about, on an H200
 #   pages    pages                                         5 min: 4:20, and 0:41 for the checkpoint
-#   wake     wake, wake_default, throughput, timeline      7 min: 2:35, 1:20, 1:45, 1:00
+#   wake     wake, throughput, wake_default, timeline      7 min: 2:35, 1:30, 1:20, 1:00
 #   serve    serve, http, load                             8 min: 4:05, 2:40, 1:35
-#   soak     soak, eval, wishes                            6 min: 400 cycles of 0.38 s (SOAK_CYCLES), 1:00, 1:50
+#   soak     soak, eval, wishes                            6 min: 400 cycles of 0.35 s (SOAK_CYCLES), 1:00, 1:50
 #   others   others, kept                                  6 min: 4:10, 1:50
 #
 # pages goes first: what it says of the default page size holds for all others. The README's table is made of
@@ -132,7 +132,7 @@ step() {
 part() {  # NAME
     local steps=$1 each
     case $1 in
-    wake) steps='wake wake_default throughput timeline' ;;
+    wake) steps='wake throughput wake_default timeline' ;;
     serve) steps='serve http load' ;;
     soak) steps='soak eval wishes' ;;
     others) steps='others kept' ;;

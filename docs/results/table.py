@@ -51,7 +51,6 @@ def summary(**results: Result) -> str:
 
 def rows(
     wake: Result,
-    wake_default: Result,
     serve: Result,
     throughput: Result,
     http_closed: Result,
@@ -60,7 +59,6 @@ def rows(
 ) -> dict[str, Row]:
     """Each row by a key; the arguments are named after their files."""
     http, again = serve["latency"], serve["redeploy"]
-    cache = wake_default["kv_bytes"] / 2**30
     closed = {
         str(r["load"]["concurrency"]): r["output_tokens_per_s"] for r in http_closed["rounds"]
     }
@@ -68,7 +66,7 @@ def rows(
     mapped = (wake["weights_bytes"] + wake["kv_bytes"]) / 2**30
     left = (wake["left_bytes"]["median"] - wake["context_bytes"]["median"]) / 2**30
     context = wake["context_bytes"]["median"] / 2**30
-    ours = wake, wake_default, soak
+    ours = wake, soak
     return {
         "asleep": Row(
             f"first token of a sleeping replica, KV cache of {wake['kv_bytes'] / 2**30:.0f} GiB",
@@ -80,21 +78,12 @@ def rows(
             f"{wake['weights_bytes'] / wake['pinned_gb_per_s'] / 1e6:.1f} ms",
             ("wake",),
         ),
-        "asleep_default": Row(
-            f"first token of a sleeping replica, KV cache of {cache:.0f} GiB, the default here",
-            _ms(wake_default["ttft_asleep_s"]),
-            ("wake_default",),
-        ),
         "asleep_http": Row(
             "first token of a sleeping replica over HTTP", _ms(http["ttft_asleep_s"]), ("serve",)
         ),
         "awake": Row("first token of an awake replica", _ms(wake["ttft_awake_s"]), ("wake",)),
         "awake_http": Row("the same over HTTP", _ms(http["ttft_awake_s"]), ("serve",)),
-        "sleep": Row(
-            "going to sleep, with the smaller cache / the default",
-            f"{_ms(wake['sleep_s'])} / {_ms(wake_default['sleep_s'])}",
-            ("wake", "wake_default"),
-        ),
+        "sleep": Row("going to sleep", _ms(wake["sleep_s"]), ("wake",)),
         "left": Row(
             f"left on the card asleep, of {mapped:.1f} GiB weights and KV cache",
             f"{left:.2f} GiB, and {context:.2f} GiB of CUDA's context",
@@ -113,7 +102,7 @@ def rows(
         "wrong": Row(
             f"wrong answers after wakes, of {http['cycles'] + sum(r['compared'] for r in ours)}",
             str(http["wrong"] + sum(r["wrong"] for r in ours)),
-            ("serve", "wake", "wake_default", "soak"),
+            ("serve", "wake", "soak"),
         ),
         "growth": Row(
             f"growth per 1000 sleeps and wakes, of {soak['cycles']}: device, host memory",

@@ -23,7 +23,7 @@ _TICK_S = 5.0  # between two decisions
 class ReplicaModel:
     """What a replica takes: one NVIDIA H200, 7B shape, bf16.
 
-    Measured, docs/results, 2026-11-24 and 25: `awake_bytes`, `asleep_bytes` (what the driver says is in use
+    Measured, docs/results, 2026-11-25: `awake_bytes`, `asleep_bytes` (what the driver says is in use
     on the card) from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from serve.json, and so
     `image_start_s` (its redeploy) and `disk_start_s` (its first start), from the built applications until
     the first token. `tokens_per_s` of a batch of so many from throughput.json.
@@ -32,13 +32,13 @@ class ReplicaModel:
     """
 
     awake_bytes: float = 25655312384
-    asleep_bytes: float = 990707712
-    ttft_awake_s: float = 0.0225
-    ttft_asleep_s: float = 0.3018
-    image_start_s: float = 8.17
-    disk_start_s: float = 42.23
+    asleep_bytes: float = 992804864
+    ttft_awake_s: float = 0.0167
+    ttft_asleep_s: float = 0.2910
+    image_start_s: float = 6.10
+    disk_start_s: float = 42.72
     tokens_per_s: Mapping[int, float] = field(
-        default_factory=lambda: {1: 217.1, 16: 3113.1, 64: 9488.2, 256: 16643.2}
+        default_factory=lambda: {1: 214.5, 16: 3100.2, 64: 9733.5, 256: 17028.5}
     )
     room: int = 16
     idle_timeout_s: float = 60.0
