@@ -72,8 +72,16 @@ def test_id_of_a_request_that_wakes_the_model(
     wait_for(server, INGRESS, request_id, f"POST {path} 200")
     wait_for(server, REPLICA, request_id, "asleep -> waking", "waking -> awake", "CALL generate OK")
     # `serve run` leaves the proxy's own lines as text (ray/serve/scripts.py, 2.60).
-    proxy = "".join(text for path, text in server.logs().items() if "/serve/proxy_" in path)
-    assert f" {request_id} -- POST {path} 200 " in proxy
+    wait_until(
+        lambda: any(
+            f" {request_id} -- POST {path} 200 " in text
+            for file, text in server.logs().items()
+            if "/serve/proxy_" in file
+        ),
+        20,
+        f"the proxy's line of {request_id}",
+        pause_s=0.2,
+    )
 
 
 @pytest.mark.parametrize(
