@@ -24,11 +24,10 @@ SHARED_MEMORY = Path("/dev/shm")
 STOP_DEADLINE_S = 30.0
 OBJECT_STORE_BYTES = 400_000_000
 
-# A shell's background job ignores SIGINT, and so would its children.
 _LISTEN_TO_SIGINT = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
+os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 _JOIN = """
@@ -90,7 +89,7 @@ class ServeProcess:
         self.started_s = time.time()
         with self._log.open("wb") as log:
             self._leader = subprocess.Popen(
-                [sys.executable, "-c", _LISTEN_TO_SIGINT, *self._command(config_file)],
+                listening_to_sigint(self._command(config_file)),
                 cwd=self._folder(),
                 env=_environment(self._home) | environment,
                 stdin=subprocess.DEVNULL,
@@ -225,6 +224,11 @@ class ServeProcess:
                 return []
             psutil.wait_procs(left, timeout=0.1)
         return self.processes()
+
+
+def listening_to_sigint(command: list[str]) -> list[str]:
+    """The same command: a shell's background job ignores SIGINT, and so would its children, if these are tests."""
+    return [sys.executable, "-c", _LISTEN_TO_SIGINT, *command]
 
 
 def free_port() -> int:

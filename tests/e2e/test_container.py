@@ -21,7 +21,12 @@ import pytest
 from tests.dockerfile import CleanRoot, Step, make_base, prepare_base, read_steps, stages
 from tests.e2e.conftest import Servers
 from tests.e2e.serve_process import PROJECT, wait_until
-from tests.serve_process import OBJECT_STORE_BYTES, STOP_DEADLINE_S, free_port
+from tests.serve_process import (
+    OBJECT_STORE_BYTES,
+    STOP_DEADLINE_S,
+    free_port,
+    listening_to_sigint,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,8 +60,19 @@ class Container:
         )
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                listening_to_sigint(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
+
+    def kill(self) -> None:
+        """The first process inside takes all others with it; it does not go with ours, having changed its user."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            for process in self.inside()[:1]:
+                process.kill()
+            self.process.wait(10)
 
     def inside(self) -> list[psutil.Process]:
         assert self.process is not None
@@ -120,9 +136,7 @@ def test_image_serves_as_its_user_and_stops_by_its_signal(
         first.send_signal(signal.SIGINT)
         assert container.process.wait(STOP_DEADLINE_S) == 0, container.log.read_text()[-3000:]
     finally:
-        if container.process.poll() is None:
-            container.process.kill()  # takes the first process inside with it, and that all others
-            container.process.wait(10)
+        container.kill()
 
 
 def is_up(container: Container) -> bool:
