@@ -282,6 +282,22 @@ class CardTenant:
     awake: bool
     kv: int = 0  # of `held`, the KV cache
     kv_most: int = 0  # that it may have
+    moving: bool = False  # between awake and asleep, or asked to make room
+
+
+@dataclass(frozen=True, slots=True)
+class CardWait:
+    """Who waits for memory of a shared card."""
+
+    model_id: str
+    replica_id: str
+    size: int  # bytes
+    waited_s: float
+    limit_s: float  # that it waits at most
+    reason: str  # what ends the wait; empty before the keeper has decided
+    turn_in_s: float | None = (
+        None  # until those whom `reason` names may be asked; None: time alone changes nothing
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,11 +305,23 @@ class CardStatus:
     """A shared card, by its keeper's account; bytes."""
 
     id: str
+    total: int  # of the card
     budget: int  # for all tenants together
     held: int  # by them
-    drift: int  # by how much the driver's figure was more, when nothing moved
+    others: int  # of processes that are no tenants, as far as that is sure
+    drift: int  # by how much the driver's figure was more than `held`, when nothing moved
     tenants: tuple[CardTenant, ...]
-    waiting: tuple[str, ...]  # who waits for what, and what ends it; the next first
+    waiting: tuple[CardWait, ...]  # the next first
+    seen_s: float  # by its node's clock, when it was first seen so: of two accounts the higher is the newer
+
+
+@dataclass(frozen=True, slots=True)
+class LastSleep:
+    """Why a replica slept last."""
+
+    cause: str  # as `sleepserve_sleeps_total` has it
+    for_model: str  # that wanted its memory; empty: nobody did
+    ago_s: float  # since it was asleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +377,7 @@ class ReplicaStatus:
     # Whose word `idle_timeout_s` is: the setting of that name, "keep_alive", "schedule" or "pin".
     idle_timeout_from: str = "idle_timeout_s"
     schedule: ScheduleStatus | None = None  # None: it has none
+    last_sleep: LastSleep | None = None  # None: it never slept
 
 
 Origin = Literal[

@@ -10,6 +10,7 @@ from actors.protocol import (
     DeviceNow,
     FinishReason,
     GenerateRequest,
+    LastSleep,
     MemoryLeft,
     MessageForm,
     Prompt,
@@ -41,6 +42,7 @@ class FakeModel:
         asked_for_states: how often replica_states was called.
         scrape: what `metrics` gives; while `hang_status`, it never does.
         card: what its replicas share.
+        last_sleep: of each replica.
         form: how its messages are written, in chats.
     """
 
@@ -79,6 +81,7 @@ class FakeModel:
         self.asked_for_states = 0
         self.scrape = Scrape()
         self.card: CardStatus | None = None
+        self.last_sleep: LastSleep | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         self.requests.append(request)
@@ -173,6 +176,7 @@ class FakeModel:
                 ),
                 last_wake=WakeReport(1024, 0.5, 2.048e-6, 3, 1024, 0.25, intact=True),
                 card=self.card,
+                last_sleep=self.last_sleep,
             )
             for number, state in enumerate(self.states)
         ]

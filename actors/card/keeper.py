@@ -115,7 +115,8 @@ class CardKeeper:
                 case Withdraw(number):
                     ledger.withdraw(member.name, number)
                 case Look():
-                    member.connection.send(Seen(ledger.status(member.card, now_s)))
+                    seen = ledger.status(member.card, member.total, now_s)
+                    member.connection.send(Seen(seen))
                     return
                 case _:
                     assert_never(message)
@@ -192,7 +193,7 @@ class CardKeeper:
                     logger.info(
                         "%s: %s is to make room (%s): %s", card, tenant, evict.cause, evict.reason
                     )
-                    answer = MakeRoom(number, evict.mode, evict.reason)
+                    answer = MakeRoom(number, evict.mode, evict.reason, evict.for_model)
                 case Shrinking(tenant, number, shrink):
                     logger.info(
                         "%s: %s is to give back %d bytes of KV cache: %s",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from actors.card.config import Terms, in_words
+from actors.card.config import Terms
 from actors.card.messages import Account
 from actors.card.plan import (
     Ask,
@@ -19,7 +19,7 @@ from actors.card.plan import (
     in_order,
     plan,
 )
-from actors.protocol import CardStatus, CardTenant
+from actors.protocol import CardStatus, CardTenant, CardWait
 
 # Between a tenant that could not make room and another order to it.
 _SPARED_S = 0.2
@@ -74,16 +74,19 @@ class CardLedger:
         self.max_awake = max_awake
         self._tenants: dict[str, Tenant] = {}
         self._asks: dict[tuple[str, int], Ask] = {}
-        self._reasons: dict[tuple[str, int], str] = {}  # told to who waits
+        self._waits: dict[tuple[str, int], Wait] = {}  # what was decided last of who waits
         self._granted: dict[str, Ask] = {}  # by tenant, not in its account
         self._orders: dict[str, int] = {}  # tenant -> number of the order that it has not answered
         self._targets: dict[
             str, int
         ] = {}  # tenant -> what it holds once it has given back what it was asked for
         self._last_order = -1
+        self._others = 0  # of the device, and of the budget:
         self._foreign = 0
         self._drift = 0
-        self._waits_s = 0.0  # how long the last one waited that got something
+        self._last_wait_s = 0.0  # how long the last one waited that got something
+        self._seen: tuple[object, ...] = ()  # what `status` told last
+        self._seen_s = 0.0  # since when it tells that
         self.next_s = math.inf
 
     # --- what is told ---
@@ -163,7 +166,7 @@ class CardLedger:
     def withdraw(self, name: str, number: int) -> None:
         """Nobody wants that any more; of no effect on what has been granted."""
         self._asks.pop((name, number), None)
-        self._reasons.pop((name, number), None)
+        self._waits.pop((name, number), None)
 
     def forget_asks(self, name: str) -> None:
         for tenant, number in [key for key in self._asks if key[0] == name]:
@@ -186,6 +189,7 @@ class CardLedger:
         known = sum(t.held + t.residue for t in self._tenants.values())
         before, self._drift = self._drift, total - free - known
         sure = self._drift if short else min(before, self._drift)
+        self._others = max(0, sure)
         self._foreign = max(0, self.budget - (total - sure))
         return self._drift
 
@@ -206,9 +210,9 @@ class CardLedger:
             key = ask.tenant, ask.number
             outcome = plan(card, ask, now_s)
             if isinstance(outcome, Grant):
-                at_once = key not in self._reasons
+                at_once = key not in self._waits
                 if not ask.grows:
-                    self._waits_s = now_s - ask.asked_s
+                    self._last_wait_s = now_s - ask.asked_s
                 self._take(ask)
                 yield Granting(*key, at_once)
             elif isinstance(outcome, Refuse):
@@ -241,9 +245,10 @@ class CardLedger:
         if now_s < ask.first_from_s:
             self.next_s = min(self.next_s, ask.first_from_s)
         key = ask.tenant, ask.number
-        if self._reasons.get(key) != wait.reason:
-            self._reasons[key] = wait.reason
-            yield Waiting(*key, wait.reason)
+        before, self._waits[key] = self._waits.get(key), wait
+        if before is None or before.reason != wait.reason:
+            turn = "" if wait.turn_s is None else f" in {max(0.0, wait.turn_s - now_s):.1f} s"
+            yield Waiting(*key, wait.reason + turn)
 
     def _shrink(self, shrinks: Iterable[Shrink]) -> Iterator[Decision]:
         for shrink in shrinks:
@@ -257,23 +262,49 @@ class CardLedger:
     def _retry_after_s(self, now_s: float) -> float:
         """When the queue may have moved on: as long as the last one waited, once for each who waits."""
         longest_s = max((now_s - ask.asked_s for ask in self._asks.values()), default=0.0)
-        return max(_LEAST_RETRY_S, self._waits_s * (len(self._asks) + 1), longest_s)
+        return max(_LEAST_RETRY_S, self._last_wait_s * (len(self._asks) + 1), longest_s)
 
-    def status(self, card_id: str, now_s: float) -> CardStatus:
-        """For people."""
+    def status(self, card_id: str, total: int, now_s: float) -> CardStatus:
+        """For people; `total` bytes are the card's."""
+        tenants = tuple(_shown(t) for t in self._tenants.values())
         asks = in_order(tuple(self._asks.values()), self.card(), now_s)
+        waits = tuple(self._waits.get((a.tenant, a.number)) for a in asks)
+        seen = (self.budget, self._others, self._drift, tenants, tuple(asks), waits)
+        if seen != self._seen:
+            self._seen, self._seen_s = seen, now_s
         return CardStatus(
             card_id,
+            total,
             self.budget,
-            sum(t.held + t.residue for t in self._tenants.values()),
+            sum(t.held + t.residue for t in tenants),
+            self._others,
             self._drift,
-            tuple(
-                CardTenant(t.model, t.name, t.held, t.residue, t.awake, t.kv, t.kv_most)
-                for t in self._tenants.values()
-            ),
-            tuple(
-                f"{self._tenants[a.tenant].model} for {in_words(a.size)}: "
-                f"{self._reasons.get((a.tenant, a.number), '')}"
-                for a in asks
-            ),
+            tenants,
+            tuple(self._shown_wait(*each, now_s) for each in zip(asks, waits, strict=True)),
+            self._seen_s,
         )
+
+    def _shown_wait(self, ask: Ask, wait: Wait | None, now_s: float) -> CardWait:
+        turn_s = None if wait is None else wait.turn_s
+        return CardWait(
+            self._tenants[ask.tenant].model,
+            ask.tenant,
+            ask.size,
+            now_s - ask.asked_s,
+            ask.patience_s,
+            "" if wait is None else wait.reason,
+            None if turn_s is None else max(0.0, turn_s - now_s),
+        )
+
+
+def _shown(tenant: Tenant) -> CardTenant:
+    return CardTenant(
+        tenant.model,
+        tenant.name,
+        tenant.held,
+        tenant.residue,
+        tenant.awake,
+        tenant.kv,
+        tenant.kv_most,
+        tenant.moving or tenant.comes_free,
+    )

@@ -109,6 +109,7 @@ class MakeRoom(msgspec.Struct, frozen=True, tag=True, array_like=True):
     number: int  # rising
     mode: SleepMode | None  # None: only if nothing is in flight
     reason: str
+    for_model: str  # that wants the room
 
 
 class GiveBack(msgspec.Struct, frozen=True, tag=True, array_like=True):

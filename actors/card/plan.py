@@ -170,12 +170,14 @@ class Evict:
 
     Attributes:
         mode: None: only if nothing is in flight there.
+        for_model: that wants the room.
     """
 
     tenant: str
     mode: SleepMode | None
     cause: Cause
     reason: str
+    for_model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +219,14 @@ class Wait:
         until_s: when to plan again, if nothing happens before.
         evict: who has to make room for it now.
         shrink: who has to give back KV cache for it now.
+        turn_s: when those whom `reason` names may be asked; None: time alone changes nothing.
     """
 
     reason: str
     until_s: float
     evict: tuple[Evict, ...] = ()
     shrink: tuple[Shrink, ...] = ()
+    turn_s: float | None = None
 
 
 Plan: TypeAlias = Grant | Refuse | Wait
@@ -316,7 +320,8 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
         if card.claimed or card.claimed_slots:
             leaving = f"{leaving or 'others'}, and those who asked before"
         return Wait(f"{leaving} on the way to make room", math.inf)
-    what = f"{in_words(ask.size)} for {card.tenant(ask.tenant).model}"
+    for_model = card.tenant(ask.tenant).model
+    what = f"{in_words(ask.size)} for {for_model}"
     others = [t for t in card.tenants if t.name != ask.tenant]
     if short_slots <= 0 and (shrink := _shrinks(others, short, what, now_s)):
         givers = ", ".join(card.tenant(s.tenant).model for s in shrink)
@@ -330,7 +335,7 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
     order = idle + (busy if now_s >= ask.busy_from_s else [])
     given = {t.name: t.gives(now_s) for t in others}
     if chosen := _enough(order, short, short_slots, given):
-        evict = tuple(_evict(t, what, now_s) for t in chosen)
+        evict = tuple(_evict(t, what, for_model, now_s) for t in chosen)
         rest = [t for t in others if t not in chosen]
         shrink = _shrinks(rest, short - sum(t.frees for t in chosen), what, now_s)
         return Wait(f"{', '.join(t.model for t in chosen)} make room", math.inf, evict, shrink)
@@ -345,9 +350,7 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
     if at_s is None:
         who = ", ".join(t.model for t in others if t.awake)
         return Wait(f"{who or 'others'} must end first", again_s)
-    return Wait(
-        f"{names} may have to make room in {max(0.0, at_s - now_s):.1f} s", min(at_s, again_s)
-    )
+    return Wait(f"{names} may have to make room", min(at_s, again_s), turn_s=at_s)
 
 
 def _shrinks(tenants: Sequence[Tenant], short: int, what: str, now_s: float) -> tuple[Shrink, ...]:
@@ -427,10 +430,10 @@ def _when_enough(
     return None, ""
 
 
-def _evict(tenant: Tenant, what: str, now_s: float) -> Evict:
+def _evict(tenant: Tenant, what: str, for_model: str, now_s: float) -> Evict:
     if not tenant.busy:
         idle_s = now_s - tenant.quiet_since_s
-        return Evict(tenant.name, None, Cause.IDLE, f"{what}; idle {idle_s:.1f} s")
+        return Evict(tenant.name, None, Cause.IDLE, f"{what}; idle {idle_s:.1f} s", for_model)
     keeps = tenant.terms.preempt is Preempt.FREEZE
     mode = SleepMode.KEEP if keeps else SleepMode.WAIT
-    return Evict(tenant.name, mode, Cause.BUSY, f"{what}; {tenant.terms.preempt}")
+    return Evict(tenant.name, mode, Cause.BUSY, f"{what}; {tenant.terms.preempt}", for_model)

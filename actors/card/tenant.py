@@ -69,7 +69,8 @@ class CardClient:
     again, or the next one, which is told everything once more.
 
     Attributes:
-        make_room: called with an order; returns when the replica sleeps, or cannot.
+        make_room: called with an order, its reason and the model that wants the room; returns when the replica
+            sleeps, or cannot.
         give_back: called with bytes of KV cache that a neighbour waits for; returns when they went, as far as
             nobody uses them.
     """
@@ -90,7 +91,7 @@ class CardClient:
             name: the replica's, unique.
             max_awake: models on one card.
         """
-        self.make_room: Callable[[SleepMode | None, str], Awaitable[None]] = _nobody
+        self.make_room: Callable[[SleepMode | None, str, str], Awaitable[None]] = _nobody
         self.give_back: Callable[[int], Awaitable[None]] = _nothing
         self._name = name
         self._model = model
@@ -108,6 +109,7 @@ class CardClient:
         self._awake_since_s = self._quiet_since_s = now()
         self._numbers = itertools.count()
         self._wants: dict[int, asyncio.Future[Granted | Refused | None]] = {}
+        self._acquiring = 0  # asks that may have to wait
         self._looks: list[asyncio.Future[CardStatus]] = []
         self._orders: set[asyncio.Task[None]] = set()
         self._keeping: asyncio.Task[None] | None = None
@@ -236,6 +238,11 @@ class CardClient:
         )
         self._tell()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether what it asked for to make itself ready, or to wake, is not answered."""
+        return self._acquiring > 0
+
     async def look(self) -> CardStatus | None:
         """What the keeper says of the card; None: it says nothing."""
         if self._connection is None:
@@ -261,7 +268,11 @@ class CardClient:
             self._observer.granted(GrantOutcome.ALONE, 0.0)
             return False
         number = next(self._numbers)
-        answer = await self._ask(Want(number, size, waits, limit_s))
+        self._acquiring += 1
+        try:
+            answer = await self._ask(Want(number, size, waits, limit_s))
+        finally:
+            self._acquiring -= 1
         seconds = self._now() - started_s
         if isinstance(answer, Refused):
             self._observer.granted(GrantOutcome.REFUSED, seconds)
@@ -394,7 +405,8 @@ class CardClient:
             case Waits():
                 logger.info("%s waits for room: %s", self._name, message.reason)
             case MakeRoom():
-                self._begin(message.number, self.make_room(message.mode, message.reason))
+                work = self.make_room(message.mode, message.reason, message.for_model)
+                self._begin(message.number, work)
             case GiveBack():
                 logger.info("%s is to give back KV cache: %s", self._name, message.reason)
                 self._begin(message.number, self.give_back(message.size))
@@ -430,7 +442,7 @@ def _fields_of(kv: KvNow) -> dict[str, int]:
     return {"kv": kv.size, "kv_most": kv.most, "grown": kv.grown, "spare": kv.spare}
 
 
-async def _nobody(mode: SleepMode | None, reason: str) -> None:
+async def _nobody(mode: SleepMode | None, reason: str, for_model: str) -> None:
     """Makes no room."""
 
 

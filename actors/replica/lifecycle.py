@@ -27,7 +27,7 @@ from actors.errors import (
     WakeTimeout,
 )
 from actors.observer import Observer, SleepCause, WakeCause, WakeResult
-from actors.protocol import MemoryChange, ReplicaState, SleepCommand, SleepMode
+from actors.protocol import LastSleep, MemoryChange, ReplicaState, SleepCommand, SleepMode
 from actors.replica.effects import Effects
 from actors.replica.idle import IdleClock, IdleTimeout, TimeoutSource
 from actors.replica.schedule import Schedule
@@ -74,6 +74,9 @@ class Lifecycle:
         self.last_sleep_s: float | None = None
         self.last_wake_s: float | None = None
         self.last_sleep: MemoryChange | None = None
+        self._slept_for: tuple[SleepCause, str, float] | None = (
+            None  # the last time; model, and when
+        )
         self._effects = effects
         self._config = config
         self._now = now
@@ -131,6 +134,7 @@ class Lifecycle:
         command: SleepCommand,
         reason: str = "asked to",
         cause: SleepCause = SleepCause.COMMAND,
+        for_model: str = "",
     ) -> None:
         """Finish, abort or freeze the requests in flight, then sleep. Idempotent.
 
@@ -160,7 +164,9 @@ class Lifecycle:
         self._drains = command.mode is not SleepMode.KEEP and not self.level
         self._deep = cause if command.level == 2 else None
         slept = await asyncio.shield(
-            self._begin(ReplicaState.DRAINING, self._drain_and_sleep(command, cause), reason)
+            self._begin(
+                ReplicaState.DRAINING, self._drain_and_sleep(command, cause, for_model), reason
+            )
         )
         if not slept:  # a worker failed; the restart puts the next one where it was to be
             await self._until_settled()
@@ -186,7 +192,7 @@ class Lifecycle:
         self.idle.ordered_awake()
         self._look_if_due()
 
-    async def make_room(self, mode: SleepMode | None, reason: str) -> None:
+    async def make_room(self, mode: SleepMode | None, reason: str, for_model: str = "") -> None:
         """Sleep, because another model wants the memory of the card; return when that is settled.
 
         Whoever asks goes by the past. What has been asked of this replica since comes first, so it may stay awake.
@@ -194,6 +200,7 @@ class Lifecycle:
         Args:
             mode: what requests in flight have to suffer; None: where there are any, the replica stays awake.
                 Those that are frozen go on by themselves, as soon as there is room again.
+            for_model: that wants the room.
         """
         if self._state is ReplicaState.DRAINING:
             await self._until_settled()
@@ -202,7 +209,7 @@ class Lifecycle:
             return
         cause = SleepCause.ROOM if mode is None else SleepCause.PREEMPTED
         try:
-            await self.sleep(SleepCommand(mode=mode or SleepMode.WAIT), reason, cause)
+            await self.sleep(SleepCommand(mode=mode or SleepMode.WAIT), reason, cause, for_model)
         except DrainTimeout:
             return  # it is logged, and awake
         if self.idle.in_flight and not self.held:
@@ -234,6 +241,13 @@ class Lifecycle:
         reason = f"{type(failure).__name__}: {failure}"
         self._begin(ReplicaState.RESTARTING, self._run_restart(wakes), reason)
         self._effects.fail_in_flight(failure)
+
+    def slept_why(self) -> LastSleep | None:
+        """Why it slept last, awake by now or not; None: it never did."""
+        if self._slept_for is None:
+            return None
+        cause, for_model, at_s = self._slept_for
+        return LastSleep(cause.value, for_model, self._now() - at_s)
 
     async def restarted(self) -> None:
         """Return once no other worker is being started, to a request that will want it awake then.
@@ -454,14 +468,16 @@ class Lifecycle:
         self.idle.touch()
         self._enter(ReplicaState.AWAKE, self.reason, self.last_wake_s, change)
 
-    async def _drain_and_sleep(self, command: SleepCommand, cause: SleepCause) -> None:
+    async def _drain_and_sleep(
+        self, command: SleepCommand, cause: SleepCause, for_model: str
+    ) -> None:
         if command.mode is SleepMode.ABORT:
             self._effects.abort_in_flight()
         if self._drains:
             await self._drain()
-        await self._give_memory_back(command.level, cause)
+        await self._give_memory_back(command.level, cause, for_model)
 
-    async def _give_memory_back(self, level: int, cause: SleepCause) -> None:
+    async def _give_memory_back(self, level: int, cause: SleepCause, for_model: str = "") -> None:
         started_s = self._now()
         try:
             change = await self._effects.sleep(level)
@@ -469,6 +485,7 @@ class Lifecycle:
             raise ReplicaFailed(f"{self._name} could not sleep: {exc}") from exc
         self.last_sleep_s = self._now() - started_s
         self.last_sleep = change
+        self._slept_for = cause, for_model, self._now()
         self.sleeps += 1
         self.level = level
         if not self.idle.in_flight:  # what is frozen goes on, and its word holds

@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -225,7 +225,7 @@ def _stays(replica: Mapping[str, Any]) -> str:
 
 
 def status_view(told: Mapping[str, Any]) -> "Group":
-    """The table, and a line for each shared card."""
+    """The table, and lines for each shared card."""
     from rich.console import Group
     from rich.text import Text
 
@@ -233,24 +233,50 @@ def status_view(told: Mapping[str, Any]) -> "Group":
 
 
 def card_lines(told: Mapping[str, Any]) -> list[str]:
-    """Who has what of each shared card, and who waits; of `GET /status`."""
-    cards = {
-        replica["device"]["id"]: replica["card"]
-        for model in told["models"].values()
-        for replica in model["replicas"].values()
-        if replica.get("card") is not None
-    }
-    return [_card_line(device, card) for device, card in cards.items()]
+    """Of each shared card who has what of it, who waits, and why those who sleep do; of `GET /status`."""
+    sharers: dict[str, list[Mapping[str, Any]]] = {}
+    for model in told["models"].values():
+        for replica in model["replicas"].values():
+            if replica.get("card") is not None:
+                sharers.setdefault(replica["device"]["id"], []).append(replica)
+    lines = []
+    for device, replicas in sharers.items():
+        card = max((replica["card"] for replica in replicas), key=lambda card: card["seen_s"])
+        lines += [_card_line(device, card), *_wait_lines(card, told["time"])]
+        lines += _sleep_lines(replicas, told["time"])
+    return lines
 
 
 def _card_line(device: str, card: Mapping[str, Any]) -> str:
     awake = [_awake_tenant(tenant) for tenant in card["tenants"] if tenant["awake"]]
     asleep = len(card["tenants"]) - len(awake)
-    line = (
+    return (
         f"{device}: {in_words(card['held'])} of {in_words(card['budget'])} held, "
         f"awake {', '.join(awake) or 'nobody'}, {asleep} asleep"
     )
-    return line + (f"; waiting: {'; '.join(card['waiting'])}" if card["waiting"] else "")
+
+
+def _wait_lines(card: Mapping[str, Any], now_s: float) -> Iterator[str]:
+    for wait in card["waiting"]:
+        waited = f"{_seconds(max(0.0, now_s - wait['since']))} of {_seconds(wait['limit_s'])}"
+        turn = "" if wait["turn"] is None else f" in {_seconds(max(0.0, wait['turn'] - now_s))}"
+        why = f"; {wait['reason']}{turn}" if wait["reason"] else ""
+        yield f"  {wait['model_id']} waits for {in_words(wait['size'])}, {waited}{why}"
+
+
+def _sleep_lines(replicas: Iterable[Mapping[str, Any]], now_s: float) -> Iterator[str]:
+    """The newest first."""
+    asleep = [one for one in replicas if one["state"] == "asleep" and one["last_sleep"]]
+    for replica in sorted(asleep, key=lambda one: one["last_sleep"]["at"], reverse=True):
+        slept = replica["last_sleep"]
+        ago = _seconds(max(0.0, now_s - slept["at"]))
+        yield f"  {replica['model_id']} went to sleep {ago} ago: {_why_slept(slept)}"
+
+
+def _why_slept(slept: Mapping[str, Any]) -> str:
+    words = {"idle": "idle", "command": "asked to", "room": "idle", "preempted": "preempted"}
+    why = words.get(slept["cause"], slept["cause"])
+    return f"{why}, for {slept['for_model']}" if slept["for_model"] else why
 
 
 def _awake_tenant(tenant: Mapping[str, Any]) -> str:

@@ -234,6 +234,10 @@ KV_PARTS = _counter(
     "Parts of the KV cache that came while the model was awake on a shared card, and that went back.",
     change=tuple(KvChange),
 )
+CARD_WAITING = _gauge(
+    "sleepserve_card_waiting",
+    "1 while a replica waits for memory of a shared card; summed, who stands in the queues.",
+)
 RESTORED_BYTES = _counter(
     "sleepserve_restored_bytes_total", "Bytes that wakes copied to the device."
 )
@@ -305,6 +309,7 @@ OF_REPLICAS = (
         GRANT_SECONDS,
         GROWTH,
         KV_PARTS,
+        CARD_WAITING,
         RESTORED_BYTES,
         RESTORE_RATE,
         REFUSED,

@@ -144,7 +144,7 @@ def saved_bytes(lifecycle: Lifecycle, runtime: "ModelRuntime") -> int:
     return runtime.worker.state.wake_bytes if lifecycle.state is ReplicaState.ASLEEP else 0
 
 
-def gauges(lifecycle: Lifecycle, runtime: "ModelRuntime") -> dict[Key, float]:
+def gauges(lifecycle: Lifecycle, runtime: "ModelRuntime", waits_for_card: bool) -> dict[Key, float]:
     """What a replica is now, by metric and labels. Asks neither the device nor a driver."""
     worker = runtime.worker.state
     engine, mapped = worker.engine, worker.mapped_bytes
@@ -161,6 +161,7 @@ def gauges(lifecycle: Lifecycle, runtime: "ModelRuntime") -> dict[Key, float]:
         **{(metrics.SLEEP_STATE.name, (name,)): float(is_so) for name, is_so in states.items()},
         (metrics.DEVICE_MEMORY.name, ("mapped",)): mapped,
         (metrics.DEVICE_MEMORY.name, ("rest",)): max(0, rest),
+        (metrics.CARD_WAITING.name, ()): float(waits_for_card),
         (metrics.DEVICE_SAVED.name, ()): saved_bytes(lifecycle, runtime),
         (metrics.IMAGE_BYTES.name, ()): runtime.worker.facts.weights_bytes
         if worker.image_origin

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.card.tenant import CardClient
 from actors.errors import (
     InvalidRequest,
     NeverFits,
@@ -26,7 +27,6 @@ from actors.errors import (
 from actors.observer import Observer, WakeCause
 from actors.protocol import (
     MAX_LOST_WORKERS,
-    CardStatus,
     ChatPrompt,
     DeviceMemoryStatus,
     DeviceNow,
@@ -47,7 +47,7 @@ from actors.text.sampling_defaults import ResolvedSampling, sampling_defaults
 from actors.worker.messages import WorkerState
 from serve_app.config.model import ModelConfig
 from serve_app.metrics.instruments import Instruments, gauges, saved_bytes
-from serve_app.metrics.tally import Snapshot
+from serve_app.metrics.tally import Key, Snapshot
 from serve_app.process.heap import give_back
 from serve_app.replica.device_reading import DeviceReading
 
@@ -95,7 +95,7 @@ class Replica:
         on_change: Callable[[], None] = lambda: None,
         held: bool = False,
         traced: Callable[[GenerateRequest], AbstractContextManager[object]] = nullcontext,
-        look_at_card: Callable[[], Awaitable[CardStatus | None]] | None = None,
+        card: CardClient | None = None,
     ) -> None:
         """Make one that nobody may ask before `begin`.
 
@@ -106,9 +106,9 @@ class Replica:
             on_change: called after each change of the state; it must not take long.
             held: an operator holds it asleep.
             traced: is around the answer to each request.
-            look_at_card: asks the keeper of the card that it shares; None: it shares none.
+            card: speaks with the keeper of the card that it shares; None: it shares none.
         """
-        self._look_at_card = look_at_card
+        self._card = card
         self._config = config
         self._replica_id = replica_id
         self._node = node
@@ -237,7 +237,7 @@ class Replica:
         """This replica's account of itself; never wakes it and never counts as use."""
         lifecycle, worker = self.lifecycle, self._workers.runtime.worker
         device = replace(await self._device.now(), wake_bytes=worker.state.wake_bytes)
-        card = None if self._look_at_card is None else await self._look_at_card()
+        card = None if self._card is None else await self._card.look()
         timeout = lifecycle.idle.timeout()
         return ReplicaStatus(
             model_id=self._config.model_id,
@@ -267,6 +267,7 @@ class Replica:
             card=card,
             idle_timeout_from=timeout.source.value,
             schedule=self._schedule_status(),
+            last_sleep=lifecycle.slept_why(),
         )
 
     def _schedule_status(self) -> ScheduleStatus | None:
@@ -280,9 +281,11 @@ class Replica:
     async def metrics(self) -> Snapshot:
         """What this replica has counted, and what it is now; never wakes it, never counts as use."""
         self.count_savings()
-        return self._instruments.snapshot(
-            self._replica_id, self.lifecycle.state, gauges(self.lifecycle, self._workers.runtime)
-        )
+        return self._instruments.snapshot(self._replica_id, self.lifecycle.state, self.gauges())
+
+    def gauges(self) -> dict[Key, float]:
+        waits = self._card is not None and self._card.is_waiting
+        return gauges(self.lifecycle, self._workers.runtime, waits)
 
     def count_savings(self) -> None:
         """To be called now and then, that the time asleep is counted while it passes."""

@@ -39,7 +39,7 @@ from actors.replica.worker_client import WorkerClient
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.messages import Sized
 from serve_app.config.model import ModelConfig
-from serve_app.metrics.instruments import Instruments, gauges
+from serve_app.metrics.instruments import Instruments
 from serve_app.metrics.ray_mirror import RayMirror
 from serve_app.metrics.tally import Snapshot, Tally
 from serve_app.process import spares
@@ -140,7 +140,7 @@ class ModelReplica:
             self._announce,
             held=wanted is not None and wanted.held,
             traced=traced,
-            look_at_card=None if self._card is None else self._card.look,
+            card=self._card,
         )
         self._lifecycle = self._replica.lifecycle
         await self._supervisor.start()
@@ -270,7 +270,7 @@ class ModelReplica:
         """Until cancelled. Counters and histograms go to Ray as they happen."""
         while True:
             self._replica.count_savings()
-            self._mirror.set(gauges(self._lifecycle, self._supervisor.runtime))
+            self._mirror.set(self._replica.gauges())
             await asyncio.sleep(_MIRROR_INTERVAL_S)
 
     def _announce(self) -> None:

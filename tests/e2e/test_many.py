@@ -123,8 +123,7 @@ def test_all_at_once_are_answered_in_turn(
 
 def test_status_has_a_line_for_the_card(many: ServeProcess) -> None:
     def line() -> str:
-        (only,) = card_lines(many.get("/status"))
-        return only
+        return card_lines(many.get("/status"))[0]
 
     told = wait_until(
         lambda: re.search(
@@ -136,6 +135,12 @@ def test_status_has_a_line_for_the_card(many: ServeProcess) -> None:
     assert told is not None
     assert float(told[1]) <= (ROOM + 0.5) * SIZE_MIB
     assert len(told[2].split(", ")) + int(told[3]) == 8
+    slept = re.compile(r"  (\w+) went to sleep .* ago: (?:idle|preempted), for (\w+)")
+    pairs = [
+        found.groups() for each in card_lines(many.get("/status")) if (found := slept.match(each))
+    ]
+    assert pairs
+    assert all(sleeper != other for sleeper, other in pairs)
 
 
 def test_keeper_that_is_killed_is_missed_by_nobody(

@@ -56,7 +56,7 @@ class Replica:
     def scrape(self) -> dict[str, float]:
         """Every sample as its name and own labels, sums and gauges alike."""
         self.changed()
-        now = gauges(self.lifecycle, self.runtime)
+        now = gauges(self.lifecycle, self.runtime, waits_for_card=False)
         found = self.instruments.snapshot("replica-0", self.lifecycle.state, now)
         model = ModelMetrics("tiny", self.totals.update([found]), Scrape([found]))
         samples = {}

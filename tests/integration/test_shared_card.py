@@ -10,9 +10,12 @@ from actors.errors import DeviceMemoryShort, NeverFits, NoRoom
 from actors.memory.cpu_card import CpuCard
 from actors.observer import GrantOutcome, SleepCause, WakeCause
 from actors.protocol import ReplicaState
+from serve_app.metrics.catalogue import CARD_WAITING
+from serve_app.metrics.instruments import gauges
 from tests.card_site import until
 from tests.integration.shared_card_harness import (
     PROMPTS,
+    Replica,
     alone,
     replicas,
     run,
@@ -78,6 +81,12 @@ def test_card_that_holds_all_of_them_has_none_sleep(
     run(scenario)
 
 
+def waits(replica: Replica) -> float:
+    """What its gauge says."""
+    told = gauges(replica.lifecycle, replica.model.runtime, replica.client.is_waiting)
+    return told[CARD_WAITING.name, ()]
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy models make room after milliseconds, so that no answer has to take seconds."""
@@ -95,9 +104,16 @@ def test_busy_model_is_drained_for_who_has_waited(tmp_path: Path, checkpoints: l
 
             long = asyncio.create_task(until_drained())
             await until(lambda: made[0].lifecycle.idle.in_flight == 1)
-            await made[1].tokens(PROMPTS[1])
+            assert waits(made[1]) == 0
+            short = asyncio.create_task(made[1].tokens(PROMPTS[1]))
+            await until(lambda: waits(made[1]) == 1)
+            await short
+            assert waits(made[1]) == 0
             await long
             assert made[0].sleeps == [SleepCause.PREEMPTED]
+            why = made[0].lifecycle.slept_why()
+            assert why is not None
+            assert (why.cause, why.for_model) == ("preempted", "m1")
 
     run(scenario)
 

@@ -11,7 +11,7 @@ from serve_app.models.model_client import ModelInfo
 
 View = dict[str, Any]
 
-_QUIET_JITTER_S = 0.5  # answers travel for different times; that is no news
+_JITTER_S = 0.5  # answers travel for different times; that is no news
 
 
 def model_view(info: ModelInfo) -> View:
@@ -34,7 +34,7 @@ def model_view(info: ModelInfo) -> View:
 def replica_views(
     statuses: Iterable[ReplicaStatus], now_s: float, before: Mapping[str, View]
 ) -> dict[str, View]:
-    """By replica id. `quiet_since` takes the place of `idle_s`, which is another one every time.
+    """By replica id. Times take the place of seconds since or until them, which are others at every look.
 
     Args:
         now_s: seconds since the epoch.
@@ -47,11 +47,28 @@ def replica_views(
 
 
 def _replica_view(status: ReplicaStatus, now_s: float, before: View | None) -> View:
-    view = asdict(status)
-    quiet_since = now_s - view.pop("idle_s")
-    if before is not None and abs(quiet_since - before["quiet_since"]) < _QUIET_JITTER_S:
-        quiet_since = before["quiet_since"]
-    return view | {"quiet_since": quiet_since}
+    view, old = asdict(status), before or {}
+    view["quiet_since"] = _steady(now_s - view.pop("idle_s"), old.get("quiet_since"))
+    if slept := view["last_sleep"]:
+        slept["at"] = _steady(now_s - slept.pop("ago_s"), (old.get("last_sleep") or {}).get("at"))
+    if card := view["card"]:
+        waits_before = (old.get("card") or {}).get("waiting", ())
+        known = {wait["replica_id"]: wait for wait in waits_before}
+        for wait in card["waiting"]:
+            _place_in_time(wait, now_s, known.get(wait["replica_id"], {}))
+    return view
+
+
+def _place_in_time(wait: View, now_s: float, before: View) -> None:
+    """Of a CardWait."""
+    turn_in_s = wait.pop("turn_in_s")
+    wait["since"] = _steady(now_s - wait.pop("waited_s"), before.get("since"))
+    wait["turn"] = None if turn_in_s is None else _steady(now_s + turn_in_s, before.get("turn"))
+
+
+def _steady(time_s: float, before: float | None) -> float:
+    """As before, if it differs by what answers' ways differ."""
+    return time_s if before is None or abs(time_s - before) >= _JITTER_S else before
 
 
 def host_view(images: Sequence[HeldImage] | None) -> View:

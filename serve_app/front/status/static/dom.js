@@ -1,8 +1,13 @@
 // Elements are made once and then only changed, so that focus, selection and scrolling stay.
 
-/** An element: attributes by name, `on...` listeners, children. */
-export function h(tag, attributes = {}, ...children) {
+export const $ = (id) => document.getElementById(id);
+
+/** An element, as "p.muted.note"; attributes by name and `on...` listeners, if any; children. */
+export function h(kind, ...children) {
+  const attributes = children[0]?.constructor === Object ? children.shift() : {};
+  const [tag, ...classes] = kind.split(".");
   const node = document.createElement(tag);
+  if (classes.length) node.className = classes.join(" ");
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value !== undefined) node.setAttribute(name, value);
@@ -29,7 +34,7 @@ export function setAttribute(node, name, value) {
 }
 
 /** Make the children of `parent` those of `items`, [key, item] each, in that order. */
-export function keep(parent, items, make, update) {
+export function keep(parent, items, make, update = (child, item) => child.update?.(item)) {
   const known = new Map();
   for (const child of [...parent.children]) {
     if (child.key === undefined) child.remove();
@@ -43,7 +48,7 @@ export function keep(parent, items, make, update) {
     known.delete(key);
     if (child === place) place = place.nextElementSibling;
     else parent.insertBefore(child, place);
-    update?.(child, item, key);
+    update(child, item);
   }
   for (const child of known.values()) child.remove();
 }
@@ -59,7 +64,7 @@ function icon(state) {
 
 /** A state as a shape and a word; the colour comes on top. */
 export function pill(state) {
-  return h("span", { class: "pill", "data-state": state }, icon(state), h("span", {}, word(state)));
+  return h("span.pill", { "data-state": state }, icon(state), h("span", word(state)));
 }
 
 export function setPill(node, state, text = word(state)) {
@@ -73,6 +78,6 @@ export function setPill(node, state, text = word(state)) {
 /** <div><dt>label</dt><dd>…</dd></div> for each label; gives the element and its <dd>s. */
 export function facts(...labels) {
   const values = labels.map(() => h("dd"));
-  const rows = labels.map((label, i) => h("div", {}, h("dt", {}, label), values[i]));
-  return [h("dl", { class: "facts" }, ...rows), values];
+  const rows = labels.map((label, i) => h("div", h("dt", label), values[i]));
+  return [h("dl.facts", ...rows), values];
 }

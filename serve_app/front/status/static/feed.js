@@ -1,5 +1,7 @@
 // The server's snapshot, kept up to date; and orders to it.
 
+import { $ } from "./dom.js";
+
 const LOST_AFTER_MS = 3000; // streams end now and then, and are there again at once
 const SILENT_AFTER_MS = 15000; // heartbeats come every 5 s
 const PAUSE_MS = 200; // before a stream that has ended is asked for again
@@ -71,7 +73,7 @@ export class Feed {
     setTimeout(() => source === this.source && this.reopen(), status ? REFUSED_PAUSE_MS : PAUSE_MS);
     if ((status === 401 || status === 403) && this.refusedKey !== adminKey.get()) {
       this.refusedKey = adminKey.get(); // once for each, so that the panel can be closed
-      document.getElementById("key").open = true;
+      $("key").open = true;
     }
   }
 
@@ -106,15 +108,20 @@ const authorization = () => (adminKey.get() ? { Authorization: `Bearer ${adminKe
 async function listen(path, signal, onEvent) {
   const response = await fetch(path, { headers: authorization(), signal, cache: "no-store" });
   if (!response.ok) throw Object.assign(new Error(`HTTP ${response.status}`), { status: response.status });
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for await (const event of events(response)) {
+    const [, kind, data] = /^event: (.*)\ndata: (.*)$/.exec(event) ?? [];
+    if (kind) onEvent(kind, JSON.parse(data));
+  }
+}
+
+/** The server-sent events of a response, as text. */
+export async function* events({ body }) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (let part = await reader.read(); !part.done; part = await reader.read()) {
-    const events = (text + part.value).split("\n\n");
-    text = events.pop();
-    for (const event of events) {
-      const [, kind, data] = /^event: (.*)\ndata: (.*)$/.exec(event) ?? [];
-      if (kind) onEvent(kind, JSON.parse(data));
-    }
+    const parts = (text + part.value).split("\n\n");
+    text = parts.pop();
+    yield* parts;
   }
 }
 
@@ -125,7 +132,7 @@ export async function post(path, body, options = {}) {
   if (response.ok) return response;
   const told = await response.json().catch(() => ({}));
   if (response.status === 401) {
-    document.getElementById("key").open = true;
+    $("key").open = true;
     throw new Error(adminKey.get() ? "The admin key is not accepted." : "Needs the admin key: enter it at the top.");
   }
   throw new Error(told.error?.message ?? `HTTP ${response.status}`);

@@ -1,13 +1,15 @@
 // Bars of bytes: each device, and the host.
 
-import { h, keep, setAttribute, setText } from "./dom.js";
+import { $, h, keep, setAttribute, setText } from "./dom.js";
 import { bytes, count } from "./format.js";
 
-export function updateMemory(state) {
-  const devices = Object.entries(devicesOf(state.models));
-  if (devices.length) keep(document.getElementById("devices"), devices, makeBar, (node, device) => node.update(device));
+/** `shared` has the devices that are drawn elsewhere. */
+export function updateMemory(state, shared) {
+  const devices = Object.entries(devicesOf(state.models)).filter(([id]) => !shared[id]);
+  $("unshared").hidden = !devices.length && Object.keys(shared).length > 0;
+  if (devices.length) keep($("devices"), devices, makeDevice);
   if (state.host?.total) {
-    keep(document.getElementById("host"), [["host", hostOf(state.host)]], makeBar, (node, host) => node.update(host));
+    keep($("host"), [["host", hostOf(state.host)]], makeDevice);
   }
 }
 
@@ -87,43 +89,57 @@ function imageLabel(image) {
   return `image of ${name}, used by ${count(image.lessees, "replica")}`;
 }
 
-function makeBar() {
+function makeDevice() {
   const title = h("h3");
-  const summary = h("span", { class: "muted" });
-  const bar = h("div", { class: "bar", role: "img" });
-  const parts = h("ul", { class: "parts" });
-  const note = h("p", { class: "muted note" });
-  const warning = h("p", { class: "warn note" });
-  const node = h("div", { class: "device" }, h("div", { class: "device-head" }, title, summary), bar, parts, note, warning);
+  const summary = h("span.muted");
+  const bar = makeBar();
+  const parts = h("ul.parts");
+  const note = h("p.muted.note");
+  const warning = h("p.warn.note");
+  const node = h("div.device", h("div.device-head", title, summary), bar, parts, note, warning);
   node.update = (device) => {
     setText(title, device.title);
     setAttribute(title, "title", device.hint);
     setText(summary, `${bytes(device.free)} free of ${bytes(device.total)}`);
-    setAttribute(bar, "aria-label", device.parts.map((part) => `${part.label} ${bytes(part.size)}`).join(", "));
-    const shown = device.parts.map((part) => [part.label, part]);
     const ghost = { kind: "ghost", label: "what a wake would take", size: Math.min(device.ghost ?? 0, device.free) };
-    const slices = ghost.size > 0 ? [...shown, [ghost.label, ghost]] : shown;
-    keep(bar, slices, () => h("i"), (slice, part) => {
-      setAttribute(slice, "data-kind", part.kind);
-      setAttribute(slice, "title", `${part.label}: ${bytes(part.size)}`);
-      slice.style.width = `max(${(100 * part.size) / device.total}%, ${part.size > 0 ? 2 : 0}px)`;
-    });
-    const free = { kind: "free", label: "free", size: device.free };
-    const asleep = ghost.size > 0 ? [["ghost", { ...ghost, label: "of that, for a wake", size: device.ghost }]] : [];
-    keep(parts, [...shown, ["free", free], ...asleep], makePart, (row, part) => row.update(part));
+    bar.update(ghost.size > 0 ? [...device.parts, ghost] : device.parts, device.total, device.parts);
+    const rows = [...device.parts, { kind: "free", label: "free", size: device.free }];
+    if (ghost.size > 0) rows.push({ ...ghost, label: "of that, for a wake", size: device.ghost });
+    keep(parts, rows.map((row) => [row.label, row]), makePart);
     setText(note, device.note ?? "");
-    note.hidden = !note.textContent;
     setText(warning, device.warning ?? "");
-    warning.hidden = !warning.textContent;
   };
   return node;
+}
+
+/** Parts of `total` bytes. One may have `text` in it, a `place` among the colours, and be `moving`; `told` is the same in words. */
+export function makeBar() {
+  const bar = h("div.bar", { role: "img" });
+  bar.update = (parts, total, told) => {
+    setAttribute(bar, "aria-label", told.map((part) => `${part.label} ${bytes(part.size)}`).join(", "));
+    keep(bar, parts.map((part) => [part.label, part]), () => h("i"), (slice, part) => {
+      setAttribute(slice, "data-kind", part.kind);
+      setAttribute(slice, "title", `${part.label}: ${bytes(part.size)}`);
+      setText(slice, part.text ?? "");
+      setHue(slice, part.place);
+      slice.toggleAttribute("data-moving", Boolean(part.moving));
+      slice.style.width = `max(${(100 * part.size) / total}%, ${part.size > 0 ? 2 : 0}px)`;
+    });
+  };
+  return bar;
+}
+
+/** Neighbours are far apart on the wheel of colours. */
+export function setHue(node, place) {
+  node.classList.toggle("hued", place != null);
+  if (place != null) node.style.setProperty("--hue", (place * 137.5) % 360);
 }
 
 function makePart() {
   const swatch = h("i", { "aria-hidden": "true" });
   const label = h("span");
   const size = h("span");
-  const row = h("li", {}, swatch, label, size);
+  const row = h("li", swatch, label, size);
   row.update = (part) => {
     setAttribute(swatch, "data-kind", part.kind);
     setText(label, part.label);

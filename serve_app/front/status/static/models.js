@@ -1,27 +1,27 @@
 // Model cards: what each replica is doing, why, and what comes next.
 
-import { facts, h, keep, pill, setAttribute, setPill, setText, word } from "./dom.js";
+import { $, facts, h, keep, pill, setAttribute, setPill, setText, word } from "./dom.js";
 import { post } from "./feed.js";
 import { because, bytes, clock, count, countdown, span, took } from "./format.js";
 import { deviceBytes } from "./memory.js";
 
 export function updateModels(state, now) {
   const models = Object.entries(state.models).map(([name, model]) => [name, { name, model, state, now }]);
-  keep(document.getElementById("cards"), models, makeCard, (card, item) => card.update(item));
+  keep($("cards"), models, makeCard);
 }
 
 function makeCard(name) {
-  const title = h("h3", {}, name);
-  const about = h("p", { class: "muted" });
+  const title = h("h3", name);
+  const about = h("p.muted");
   const replicas = h("div");
   const message = h("p", { role: "status" });
   const orders = ORDERS.map((order) => orderButton(name, order, message));
   const card = h(
-    "article",
-    { class: "card", "aria-label": `model ${name}` },
-    h("div", { class: "card-head" }, title, about),
+    "article.card",
+    { "aria-label": `model ${name}` },
+    h("div.card-head", title, about),
     replicas,
-    h("div", { class: "orders" }, ...orders, message),
+    h("div.orders", ...orders, message),
   );
   card.update = ({ model, state, now }) => {
     const all = Object.values(model.replicas ?? {});
@@ -29,9 +29,9 @@ function makeCard(name) {
     setAttribute(about, "title", model.root);
     if (all.length) {
       const items = all.map((replica) => [replica.replica_id, { replica, model, state, now, alone: all.length === 1 }]);
-      keep(replicas, items, makeReplica, (node, item) => node.update(item));
+      keep(replicas, items, makeReplica);
     } else {
-      keep(replicas, [["none", model]], () => h("div", { class: "replica" }, h("p", { class: "empty" })), (node) =>
+      keep(replicas, [["none", model]], () => h("div.replica", h("p.empty")), (node) =>
         setText(node.firstElementChild, nobody(model)),
       );
     }
@@ -59,19 +59,18 @@ function nobody(model) {
 
 function makeReplica(id) {
   const state = pill("asleep");
-  const name = h("span", { class: "replica-id", title: `replica ${id}` }, id);
-  const since = h("span", { class: "since" });
-  const reason = h("p", { class: "reason" });
+  const name = h("span.replica-id", { title: `replica ${id}` }, id);
+  const since = h("span.since");
+  const reason = h("p.reason");
   const fill = h("i");
   const next = h("span");
   const [dl, values] = facts("weights", "device now", "last wake", "wakes · sleeps");
-  const restarts = h("p", { class: "muted note" });
+  const restarts = h("p.muted.note");
   const node = h(
-    "div",
-    { class: "replica" },
-    h("div", { class: "replica-top" }, state, name, since),
+    "div.replica",
+    h("div.replica-top", state, name, since),
     reason,
-    h("div", { class: "next" }, h("div", { class: "meter", "aria-hidden": "true" }, fill), next),
+    h("div.next", h("div.meter", { "aria-hidden": "true" }, fill), next),
     dl,
     restarts,
   );
@@ -92,8 +91,7 @@ function makeReplica(id) {
     setText(values[1], bytes(deviceBytes(replica)));
     setText(values[2], took(replica.last_wake_s));
     setText(values[3], `${replica.wakes} · ${replica.sleeps}`);
-    restarts.hidden = !replica.worker_restarts;
-    setText(restarts, `Worker ${replica.worker_process_id}, after ${count(replica.worker_restarts, "restart")}`);
+    setText(restarts, replica.worker_restarts ? `Worker ${replica.worker_process_id}, after ${count(replica.worker_restarts, "restart")}` : "");
   };
   return node;
 }

@@ -1,19 +1,18 @@
 // The page: one snapshot of the server, drawn again when it changes and with the clock.
 
-import { h, keep, setAttribute, setText, word } from "./dom.js";
+import { $, h, keep, setAttribute, setText, word } from "./dom.js";
 import { adminKey, Feed } from "./feed.js";
 import { bytes, count } from "./format.js";
 import { updateMemory } from "./memory.js";
 import { updateModels } from "./models.js";
 import { setUpPlayground, updatePlayground } from "./playground.js";
+import { sharedCards, updateShared } from "./shared.js";
 import { setUpTimeline, updateLog, updateTimeline } from "./timeline.js";
 import { updateWakes } from "./wakes.js";
 
 const LINKS = { live: "live", connecting: "connecting", lost: "connection lost, trying again" };
 const ORDER = ["awake", "draining", "waking", "asleep", "restarting", "failed"];
 const CLOCK_MS = 500;
-
-const $ = (id) => document.getElementById(id);
 
 const feed = new Feed(draw, (link) => {
   setAttribute($("link"), "data-link", link);
@@ -30,7 +29,7 @@ function draw() {
     const state = feed.state;
     updateTiles(state);
     updateModels(state, feed.now());
-    updateMemory(state);
+    updateCards(state);
     updateWakes(state);
     updatePlayground(state);
     updateTimeline(state, feed.now());
@@ -42,9 +41,16 @@ function draw() {
 setInterval(() => {
   if (feed.state && !document.hidden) {
     updateModels(feed.state, feed.now());
+    updateCards(feed.state);
     updateTimeline(feed.state, feed.now());
   }
 }, CLOCK_MS);
+
+function updateCards(state) {
+  const shared = sharedCards(state.models);
+  updateShared(shared, Object.keys(state.models), feed.now());
+  updateMemory(state, shared);
+}
 
 // --- at a glance ---
 
@@ -63,14 +69,14 @@ function updateTiles(state) {
     ["In flight", String(inFlight), `${count(sum((one) => one.waiting_for_wake), "request")} waiting for a wake`],
     ["Wakes", String(sum((one) => one.wakes)), `${count(sum((one) => one.sleeps), "sleep")}, since these replicas started`],
   ];
-  keep($("tiles"), tiles.map((tile) => [tile[0], tile]), makeTile, (node, tile) => node.update(tile));
+  keep($("tiles"), tiles.map((tile) => [tile[0], tile]), makeTile);
   const awake = replicas.filter((one) => one.state === "awake").length;
   document.title = replicas.length ? `${awake}/${replicas.length} awake · sleepserve` : "sleepserve";
 }
 
 function makeTile(label) {
   const [value, detail] = [h("dd"), h("dd")];
-  const tile = h("div", {}, h("dt", {}, label), value, detail);
+  const tile = h("div", h("dt", label), value, detail);
   tile.update = ([, text, more]) => {
     setText(value, text);
     setText(detail, more);

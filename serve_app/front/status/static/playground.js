@@ -1,7 +1,7 @@
 // One request, streamed: a chat or a plain completion.
 
 import { h, keep, setText } from "./dom.js";
-import { post } from "./feed.js";
+import { events, post } from "./feed.js";
 import { count, took } from "./format.js";
 
 const $ = (name) => document.getElementById(`play-${name}`);
@@ -40,7 +40,7 @@ async function send() {
   let stopped = false;
   try {
     const response = await post(chat ? "v1/chat/completions" : "v1/completions", body, { signal: running.signal });
-    for await (const chunk of chunks(response.body)) {
+    for await (const chunk of chunks(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
       tokens = chunk.usage?.completion_tokens ?? tokens;
       const piece = chunk.choices[0]?.delta?.content ?? chunk.choices[0]?.text ?? "";
@@ -96,20 +96,10 @@ function summary(started, first, tokens, slept, stopped) {
   return parts.join(" · ");
 }
 
-/** The JSON objects of a stream of server-sent events, up to [DONE]. */
-async function* chunks(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
-    for (const event of events) {
-      if (!event.startsWith("data: ")) continue; // a keep-alive
-      const data = event.slice("data: ".length);
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
+/** The JSON objects of a stream, up to [DONE]; what else it has are keep-alives. */
+async function* chunks(response) {
+  for await (const event of events(response)) {
+    if (event === "data: [DONE]") return;
+    if (event.startsWith("data: ")) yield JSON.parse(event.slice("data: ".length));
   }
 }

@@ -1,6 +1,6 @@
 // The states of each replica over time, the share it slept, and the list of changes.
 
-import { h, keep, pill, setAttribute, setPill, setText, word } from "./dom.js";
+import { $, h, keep, pill, setAttribute, setText, word } from "./dom.js";
 import { because, clock, span, took } from "./format.js";
 
 const SPANS = [["5 min", 300], ["15 min", 900], ["1 h", 3600]];
@@ -18,11 +18,11 @@ export function setUpTimeline(redraw) {
       shown_s = seconds;
       redraw();
     });
-    return h("label", {}, radio, label);
+    return h("label", radio, label);
   });
-  document.getElementById("span").append(...choices);
-  const samples = LEGEND.map((state) => h("li", {}, h("span", { class: "sample", "aria-hidden": "true" }, h("i", { "data-state": state })), word(state)));
-  document.getElementById("timeline-legend").append(...samples);
+  $("span").append(...choices);
+  const samples = LEGEND.map((state) => h("li", h("span.sample", { "aria-hidden": "true" }, h("i", { "data-state": state })), word(state)));
+  $("timeline-legend").append(...samples);
 }
 
 export function updateTimeline(state, now) {
@@ -33,9 +33,9 @@ export function updateTimeline(state, now) {
   const rows = lanes
     .filter(([, lane]) => lane.segments.some((segment) => segment.to > from))
     .sort(([, a], [, b]) => models.indexOf(a.model) - models.indexOf(b.model) || a.replica.localeCompare(b.replica));
-  keep(document.getElementById("timeline"), [...rows, ["axis", { from, now }]], makeRow, (node, item) => node.update(item));
+  keep($("timeline"), [...rows, ["axis", { from, now }]], makeRow);
   const since = state.watched_since == null ? "" : `As this front saw it since ${clock(state.watched_since)}`;
-  setText(document.getElementById("timeline-note"), `${since}, while somebody was watching.`);
+  setText($("timeline-note"), `${since}, while somebody was watching.`);
 }
 
 /** "model replica" -> {model, replica, segments}; a segment is {state, from, to, reason}. */
@@ -61,10 +61,10 @@ function lanesOf(state, now) {
 
 function makeRow(key) {
   if (key === "axis") return makeAxis();
-  const who = h("span", { class: "who" });
-  const lane = h("div", { class: "lane", role: "img" });
-  const share = h("span", { class: "share" });
-  const row = h("div", { class: "row" }, who, lane, share);
+  const who = h("span.who");
+  const lane = h("div.lane", { role: "img" });
+  const share = h("span.share");
+  const row = h("div.row", who, lane, share);
   row.update = ({ label, segments, from, now }) => {
     setText(who, label);
     setAttribute(who, "title", label);
@@ -94,7 +94,7 @@ function makeAxis() {
     if (at === 0) tick.style.transform = "none";
     return [at, tick];
   });
-  const axis = h("div", { class: "axis", "aria-hidden": "true" }, ...ticks.map(([, tick]) => tick));
+  const axis = h("div.axis", { "aria-hidden": "true" }, ...ticks.map(([, tick]) => tick));
   axis.update = ({ from, now }) => {
     for (const [at, tick] of ticks) setText(tick, at === 1 ? "now" : `−${span((1 - at) * (now - from)).replace(" 00 s", "")}`);
   };
@@ -105,20 +105,17 @@ function makeAxis() {
 
 export function updateLog(state) {
   const entries = Object.entries(state.history).slice(-LOG_ROWS).reverse();
-  keep(document.getElementById("log"), entries, makeEntry);
+  keep($("log"), entries, makeEntry);
 }
 
 function makeEntry(number, entry) {
   const missed = entry.missed ? ` (and ${entry.missed} more between two looks)` : "";
-  const label = pill(entry.state);
-  setPill(label, entry.state);
   return h(
     "li",
-    {},
     h("time", { datetime: new Date(entry.at * 1000).toISOString() }, clock(entry.at)),
-    h("span", { class: "who", title: `${entry.model} ${entry.replica}` }, `${entry.model} · ${entry.replica}`),
-    h("span", {}, label),
-    h("span", { class: "why", title: entry.reason }, because(entry.state, entry.reason) + missed),
-    h("span", { class: "took" }, entry.seconds == null ? "" : took(entry.seconds)),
+    h("span.who", { title: `${entry.model} ${entry.replica}` }, `${entry.model} · ${entry.replica}`),
+    h("span", pill(entry.state)),
+    h("span.why", { title: entry.reason }, because(entry.state, entry.reason) + missed),
+    h("span.took", entry.seconds == null ? "" : took(entry.seconds)),
   );
 }

@@ -1,6 +1,6 @@
 // How long wakes took: those that were seen, and the phases of the last one.
 
-import { facts, h, keep, s, setAttribute, setText } from "./dom.js";
+import { $, facts, h, keep, s, setAttribute, setText } from "./dom.js";
 import { bytes, quantile, took } from "./format.js";
 
 const BARS = 40;
@@ -9,7 +9,7 @@ export function updateWakes(state) {
   const models = Object.entries(state.models)
     .map(([name, model]) => [name, wakesOf(name, model, state)])
     .filter(([, wakes]) => wakes.last != null);
-  if (models.length) keep(document.getElementById("wakes"), models, makeWake, (node, wakes) => node.update(wakes));
+  if (models.length) keep($("wakes"), models, makeWake);
 }
 
 function wakesOf(name, model, state) {
@@ -26,11 +26,11 @@ function makeWake(name) {
   const rows = [["engine resumed", "waking"], ["copy to device", "weights"], ["check of the bytes", "asleep"]].map(([label, kind]) => {
     const fill = h("i", kind === "weights" ? { "data-kind": kind } : { "data-state": kind });
     const value = h("dd");
-    return { nodes: [h("dt", {}, label), h("div", { class: "lane", "aria-hidden": "true" }, fill), value], fill, value };
+    return { nodes: [h("dt", label), h("div.lane", { "aria-hidden": "true" }, fill), value], fill, value };
   });
-  const phases = h("dl", { class: "phases" }, ...rows.flatMap((row) => row.nodes));
-  const note = h("p", { class: "muted note" });
-  const node = h("div", { class: "wake" }, h("h3", {}, name), dl, spark, phases, note);
+  const phases = h("dl.phases", ...rows.flatMap((row) => row.nodes));
+  const note = h("p.muted.note");
+  const node = h("div.wake", h("h3", name), dl, spark, phases, note);
   node.update = ({ seconds, last, report }) => {
     const sorted = [...seconds].sort((a, b) => a - b);
     setText(values[0], took(last));

@@ -27,6 +27,7 @@ class Tenant:
         self.growth = site.grants.growth
         self.outcomes = site.grants.outcomes
         self.orders: list[tuple[SleepMode | None, str]] = []
+        self.slept_for: list[str] = []
         self.gate = asyncio.Event()  # a sleep waits for it
         self.gate.set()
         self.busy = False
@@ -68,8 +69,9 @@ class Tenant:
         self.busy = busy
         self.client.busy(busy)
 
-    async def _make_room(self, mode: SleepMode | None, reason: str) -> None:
+    async def _make_room(self, mode: SleepMode | None, reason: str, for_model: str) -> None:
         self.orders.append((mode, reason))
+        self.slept_for.append(for_model)
         if mode is None and self.busy:
             return
         await self.gate.wait()
@@ -102,6 +104,7 @@ def test_idle_neighbour_makes_room(tmp_path: Path) -> None:
             await b.wake(60)
             assert not a.awake
             assert a.orders[0][0] is None
+            assert a.slept_for == ["b"]
             assert b.outcomes == [GrantOutcome.AFTER_ROOM]
             assert (await seen(b)).held == 60
 
@@ -213,10 +216,13 @@ def test_withdrawn_wake_takes_nothing(tmp_path: Path) -> None:
             a.work(True)
             wake = asyncio.create_task(b.wake(60))
             await asyncio.sleep(0.01)
-            assert len((await seen(a)).waiting) == 1
+            (wait,) = (await seen(a)).waiting
+            assert (wait.model_id, wait.size, wait.limit_s) == ("b", 60, 5)
+            assert (a.client.is_waiting, b.client.is_waiting) == (False, True)
             b.client.withdraw("nobody waits for the wake any more")
             with pytest.raises(Unavailable, match="nobody waits"):
                 await wake
+            assert not b.client.is_waiting
             assert (await seen(a)).waiting == ()
             a.work(False)
             assert (await seen(a)).held == 60
@@ -335,7 +341,7 @@ def test_memory_of_a_lost_tenant_is_back_when_its_worker_has_ended(tmp_path: Pat
             wake = asyncio.create_task(b.wake(60))
             await asyncio.sleep(0.05)
             assert not wake.done()
-            assert "a on the way" in (await seen(b)).waiting[0]
+            assert "a on the way" in (await seen(b)).waiting[0].reason
             await worker.communicate(b"\n")
             await wake
 

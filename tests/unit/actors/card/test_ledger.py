@@ -13,6 +13,7 @@ from actors.card.ledger import (
     Waiting,
 )
 from actors.card.messages import Account
+from actors.protocol import CardTenant, CardWait
 
 ASLEEP = Account(process_id=1)
 AWAKE = Account(process_id=1, held=60, awake=True, read_ask=1, awake_s=10.0, quiet_s=10.0)
@@ -202,3 +203,43 @@ def test_others_may_have_what_the_budget_leaves() -> None:
     book = ledger("a")
     book.read_device(150, 110, short=True)
     assert book.card().free == 100
+
+
+def test_status_tells_who_has_what_and_what_ends_each_wait() -> None:
+    book = ledger("a", "b")
+    book.account("a", msgspec.structs.replace(AWAKE, residue=5, kv=20, kv_most=40, busy=True), 10.0)
+    wants(book, "b")
+    told = book.status("card", 120, 21.0)
+    assert (told.id, told.total, told.budget, told.held) == ("card", 120, 100, 65)
+    assert told.tenants == (
+        CardTenant("a", "a", 60, 5, True, 20, 40, moving=False),
+        CardTenant("b", "b", 0, 0, False, 0, 0, moving=False),
+    )
+    assert told.waiting == (CardWait("b", "b", 60, 1.0, 10.0, ""),), "nothing is decided"
+    assert decide(book, 21.0) == [Waiting("b", 1, "a may have to make room in 1.5 s")]
+    assert decide(book, 21.5) == [], "the clock alone is no news"
+    (wait,) = book.status("card", 120, 22.0).waiting
+    assert wait == CardWait("b", "b", 60, 2.0, 10.0, "a may have to make room", 0.5)
+    assert [type(each) for each in decide(book, 22.5)] == [Ordering, Waiting]
+    told = book.status("card", 120, 22.5)
+    assert told.tenants[0].moving
+    assert (told.waiting[0].reason, told.waiting[0].turn_in_s) == ("a make room", None)
+
+
+def test_status_is_dated_by_when_it_became_so() -> None:
+    book = ledger("a")
+    assert [book.status("card", 100, at_s).seen_s for at_s in (1.0, 2.0)] == [1.0, 1.0]
+    book.account("a", AWAKE, 3.0)
+    assert [book.status("card", 100, at_s).seen_s for at_s in (4.0, 5.0)] == [4.0, 4.0]
+    book.account("a", ASLEEP, 6.0)
+    assert book.status("card", 100, 7.0).seen_s == 7.0, "as it was once is another time"
+
+
+def test_status_tells_of_others_what_was_seen_twice() -> None:
+    book = ledger("a", budget=90)
+    book.read_device(100, 60, short=False)
+    assert (book.status("card", 100, 1.0).others, book.status("card", 100, 1.0).drift) == (0, 40)
+    book.read_device(100, 70, short=False)
+    told = book.status("card", 100, 2.0)
+    assert (told.others, told.drift) == (30, 30)
+    assert book.card().free == 70, "ten of them are behind the budget's end"

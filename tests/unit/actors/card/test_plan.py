@@ -183,8 +183,8 @@ def test_nobody_sleeps_in_vain() -> None:
     outcome = plan(full, ask(50), NOW_S)
     assert evicted(outcome) == []
     assert isinstance(outcome, Wait)
-    assert "b may have to make room in 5.0 s" in outcome.reason
-    assert outcome.until_s == NOW_S + 5
+    assert outcome.reason == "a, b may have to make room"
+    assert outcome.turn_s == outcome.until_s == NOW_S + 5
 
 
 def test_lower_priority_sleeps_first() -> None:
@@ -382,4 +382,4 @@ def test_every_wait_ends() -> None:
 def test_reason_names_who_and_what_for() -> None:
     outcome = plan(card(awake("a", 100, idle_s=12.34)), ask(), NOW_S)
     assert isinstance(outcome, Wait)
-    assert outcome.evict == (Evict("a", None, Cause.IDLE, "30.00 GiB for new; idle 12.3 s"),)
+    assert outcome.evict == (Evict("a", None, Cause.IDLE, "30.00 GiB for new; idle 12.3 s", "new"),)

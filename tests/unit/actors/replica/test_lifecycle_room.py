@@ -6,7 +6,7 @@ import pytest
 
 from actors.errors import NoRoom, Unavailable
 from actors.observer import SleepCause
-from actors.protocol import SleepCommand, SleepMode
+from actors.protocol import LastSleep, SleepCommand, SleepMode
 from actors.replica.lifecycle import Lifecycle
 from actors.replica.sleep_config import SleepConfig
 from tests.unit.actors.replica.lifecycle_bench import (
@@ -28,10 +28,17 @@ def test_idle_replica_makes_room() -> None:
         bench, told = Bench(), Causes()
         bench.lifecycle._observer = told
         await bench.awake()
-        await bench.lifecycle.make_room(None, "2 GiB for another")
+        assert bench.lifecycle.slept_why() is None
+        await bench.lifecycle.make_room(None, "2 GiB for another", "another")
         assert bench.states == [DRAINING, ASLEEP]
         assert bench.lifecycle.reason == "2 GiB for another"
         assert told.causes == [SleepCause.ROOM]
+        assert bench.lifecycle.slept_why() == LastSleep("room", "another", 0.0)
+        bench.clock.now_s += 7
+        await bench.lifecycle.wake_up()
+        assert bench.lifecycle.slept_why() == LastSleep("room", "another", 7.0), "awake, too"
+        await bench.lifecycle.sleep(SleepCommand())
+        assert bench.lifecycle.slept_why() == LastSleep("command", "", 0.0)
 
     run(scenario)
 

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -15,13 +16,15 @@ from typer.testing import CliRunner, Result
 from actors.protocol import (
     CardStatus,
     CardTenant,
+    CardWait,
+    LastSleep,
     ReplicaState,
     ReplicaStatus,
     SleepCommand,
     SleepMode,
 )
 from serve_app.cli.main import app
-from serve_app.cli.operate import _seconds, _stays, order_table, status_table
+from serve_app.cli.operate import _seconds, _stays, card_lines, order_table, status_table
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
 from serve_app.front.app import build_asgi
@@ -89,23 +92,61 @@ def test_status_of_a_model_that_is_silent(front: Front) -> None:
     assert re.search(r"org/one .*silent .*cannot be asked", result.stdout)
 
 
-def test_status_has_a_line_for_each_shared_card(front: Front) -> None:
-    card = CardStatus(
-        "cpu",
-        84 * 2**20,
-        27 * 2**20,
-        0,
-        (
-            CardTenant("org/one", "replica-0", 27 * 2**20, 0, True, 2 * 2**20, 60 * 2**20),
-            CardTenant("org/one", "replica-1", 0, 0, awake=False),
-        ),
-        ("two for 60.00 MiB: org/one make room",),
+def shared_card(*waiting: CardWait, held_mib: int = 27, seen_s: float = 0.0) -> CardStatus:
+    tenants = (
+        CardTenant("org/one", "replica-0", held_mib * 2**20, 0, True, 2 * 2**20, 60 * 2**20),
+        CardTenant("org/one", "replica-1", 0, 0, awake=False),
     )
-    front.model.card = card
+    size = 84 * 2**20
+    return CardStatus("cpu", size, size, held_mib * 2**20, 0, 0, tenants, waiting, seen_s)
+
+
+def test_status_has_a_line_for_each_shared_card(front: Front) -> None:
+    front.model.card = shared_card()
     assert (
-        "27.00 MiB of 84.00 MiB held, awake org/one (KV 2.00 MiB of 60.00 MiB), 1 asleep; waiting: two for"
+        "27.00 MiB of 84.00 MiB held, awake org/one (KV 2.00 MiB of 60.00 MiB), 1 asleep"
         in " ".join(run(front, "status").stdout.split())
     )
+
+
+def test_status_tells_who_waits_for_a_card_and_what_ends_it(front: Front) -> None:
+    may = CardWait("two", "replica-2", 60 * 2**20, 3.2, 30.0, "org/one may have to make room", 4.3)
+    new = CardWait("three", "replica-3", 2**30, 0.5, 30.0, "")
+    front.model.card = shared_card(may, new)
+    lines = run(front, "status").stdout.splitlines()
+    first, second = [line.strip() for line in lines if "waits for" in line]
+    assert re.fullmatch(
+        r"two waits for 60\.00 MiB, 3\.\d s of 30 s; org/one may have to make room in [34]\.\d s",
+        first,
+    )
+    assert re.fullmatch(r"three waits for 1\.00 GiB, \d+ ms of 30 s", second)
+
+
+@pytest.mark.parametrize(
+    ("slept", "told"),
+    [
+        (LastSleep("room", "two", 12.0), "went to sleep 12 s ago: idle, for two"),
+        (LastSleep("preempted", "two", 300.0), "went to sleep 5 min ago: preempted, for two"),
+        (LastSleep("command", "", 12.0), "went to sleep 12 s ago: asked to"),
+        (LastSleep("idle", "", 12.0), "went to sleep 12 s ago: idle"),
+    ],
+)
+def test_status_tells_who_was_put_to_sleep_for_whom(
+    front: Front, slept: LastSleep, told: str
+) -> None:
+    front.model.card, front.model.last_sleep = shared_card(), slept
+    lines = [line for line in run(front, "status").stdout.splitlines() if "went to sleep" in line]
+    assert lines == [f"  org/one {told}"], "the one that is awake is not told of"
+
+
+def test_of_two_accounts_of_a_card_the_newer_is_shown() -> None:
+    old, new = (asdict(shared_card(held_mib=mib, seen_s=mib)) for mib in (27, 28))
+    replicas = {
+        name: {"device": {"id": "cpu"}, "card": card, "state": "awake", "last_sleep": None}
+        for name, card in {"a": new, "b": old}.items()
+    }
+    (line,) = card_lines({"time": 0.0, "models": {"one": {"replicas": replicas}}})
+    assert "28.00 MiB of 84.00 MiB held" in line
 
 
 def test_status_as_json(front: Front) -> None:

@@ -88,7 +88,7 @@ def test_nothing_else_is_served(client: TestClient, path: str) -> None:
 
 
 def test_all_files_together_are_small() -> None:
-    assert sum(path.stat().st_size for path in STATIC.iterdir()) < 64 * 1024
+    assert sum(path.stat().st_size for path in STATIC.iterdir()) < 70 * 1024
 
 
 def test_status_is_json_and_not_cached(client: TestClient) -> None:
