@@ -100,10 +100,10 @@ class OnCard:
                 await self.runtime.worker.give_back_kv(size)
         self._tell_resized()
 
-    async def sleep(self, level: int) -> MemoryChange:
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
         """See Effects."""
         await self._end_resizing()
-        change = await self._workers.sleep(level)
+        change = await self._workers.sleep(level, deep)
         self._tell_asleep(self.runtime.worker.state.device_free)
         return change
 

@@ -267,6 +267,7 @@ class Replica:
             card=card,
             idle_timeout_from=timeout.source.value,
             schedule=self._schedule_status(),
+            deep=worker.state.suspended,
         )
 
     def _schedule_status(self) -> ScheduleStatus | None:
