@@ -192,7 +192,7 @@ class CardKeeper:
                     logger.info(
                         "%s: %s is to make room (%s): %s", card, tenant, evict.cause, evict.reason
                     )
-                    answer = MakeRoom(number, evict.mode, evict.reason)
+                    answer = MakeRoom(number, evict.mode, evict.reason, evict.deep)
                 case Shrinking(tenant, number, shrink):
                     logger.info(
                         "%s: %s is to give back %d bytes of KV cache: %s",

@@ -90,7 +90,7 @@ class CardClient:
             name: the replica's, unique.
             max_awake: models on one card.
         """
-        self.make_room: Callable[[SleepMode | None, str], Awaitable[None]] = _nobody
+        self.make_room: Callable[[SleepMode | None, str, bool], Awaitable[None]] = _nobody
         self.give_back: Callable[[int], Awaitable[None]] = _nothing
         self._name = name
         self._model = model
@@ -188,6 +188,7 @@ class CardClient:
         self,
         held: int,
         residue: int = 0,
+        can_deepen: bool = False,
         copies: int = 1,
         awake: bool = False,
         reached: bool = True,
@@ -204,6 +205,7 @@ class CardClient:
             held=held,
             kept=kept,
             residue=residue,
+            can_deepen=can_deepen,
             copies=copies,
             awake=awake,
             moving=False,
@@ -394,7 +396,9 @@ class CardClient:
             case Waits():
                 logger.info("%s waits for room: %s", self._name, message.reason)
             case MakeRoom():
-                self._begin(message.number, self.make_room(message.mode, message.reason))
+                self._begin(
+                    message.number, self.make_room(message.mode, message.reason, message.deep)
+                )
             case GiveBack():
                 logger.info("%s is to give back KV cache: %s", self._name, message.reason)
                 self._begin(message.number, self.give_back(message.size))
@@ -430,7 +434,7 @@ def _fields_of(kv: KvNow) -> dict[str, int]:
     return {"kv": kv.size, "kv_most": kv.most, "grown": kv.grown, "spare": kv.spare}
 
 
-async def _nobody(mode: SleepMode | None, reason: str) -> None:
+async def _nobody(mode: SleepMode | None, reason: str, deep: bool) -> None:
     """Makes no room."""
 
 

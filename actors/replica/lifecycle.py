@@ -193,7 +193,7 @@ class Lifecycle:
         self.idle.ordered_awake()
         self._look_if_due()
 
-    async def make_room(self, mode: SleepMode | None, reason: str) -> None:
+    async def make_room(self, mode: SleepMode | None, reason: str, deep: bool = False) -> None:
         """Sleep, because another model wants the memory of the card; return when that is settled.
 
         Whoever asks goes by the past. What has been asked of this replica since comes first, so it may stay awake.
@@ -201,10 +201,16 @@ class Lifecycle:
         Args:
             mode: what requests in flight have to suffer; None: where there are any, the replica stays awake.
                 Those that are frozen go on by themselves, as soon as there is room again.
+            deep: it was asleep, and is to sleep deep if it still is.
         """
         if self._state is ReplicaState.DRAINING:
             await self._until_settled()
         is_wanted = bool(self.idle.in_flight or self.waiting_for_wake)
+        if deep:
+            if self._state is ReplicaState.ASLEEP and not is_wanted:
+                command = SleepCommand(level=max(1, self.level), deep=True)
+                await self.sleep(command, reason, SleepCause.ROOM)
+            return
         if self._state is not ReplicaState.AWAKE or (mode is None and is_wanted):
             return
         cause = SleepCause.ROOM if mode is None else SleepCause.PREEMPTED

@@ -85,6 +85,7 @@ class OnCard:
         self._card.settled(
             held=self._held,
             residue=worker.state.residue,
+            can_deepen=worker.facts.can_suspend,
             copies=worker.facts.weights_bytes,
             awake=True,
             reached=cause is not WakeCause.REQUEST,
@@ -202,6 +203,7 @@ class OnCard:
         self._card.settled(
             held=state.mapped_bytes,
             residue=state.residue,
+            can_deepen=self.runtime.worker.facts.can_suspend,
             copies=self.runtime.worker.facts.weights_bytes,
             device_free=device_free,
             short=short,

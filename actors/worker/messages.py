@@ -147,6 +147,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kv_first_bytes: int = (
         0  # of these, what a wake maps where a card is shared; 0: all come with every wake
     )
+    can_suspend: bool = False  # its sleep can be deep
 
 
 class WorkerState(msgspec.Struct, frozen=True):

@@ -194,6 +194,7 @@ class ModelWorker:
             weights_bytes=self.memory.weights_bytes,
             kv_bytes=self.memory.kv_bytes,
             kv_first_bytes=self.memory.kv_first_bytes if self.memory.grows_by_grant else 0,
+            can_suspend=self.memory.can_suspend,
         )
 
     def state(self) -> WorkerState:

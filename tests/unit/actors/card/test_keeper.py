@@ -68,7 +68,7 @@ class Tenant:
         self.busy = busy
         self.client.busy(busy)
 
-    async def _make_room(self, mode: SleepMode | None, reason: str) -> None:
+    async def _make_room(self, mode: SleepMode | None, reason: str, deep: bool) -> None:
         self.orders.append((mode, reason))
         if mode is None and self.busy:
             return
