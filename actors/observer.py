@@ -64,6 +64,7 @@ class KvChange(StrEnum):
 class WakePhase(StrEnum):
     """Parts of a wake. The last two run beside the first requests."""
 
+    RESUME = "resume"  # having back what a deep sleep had given back
     IMAGE = "image"  # getting the image again, after a sleep at level 2
     MAP = "map"  # device memory mapped and the copies begun; the engine runs from here on
     COPY = "copy"  # the bytes over the link, by the device's clock
@@ -106,7 +107,12 @@ class Observer:
         """A wake is over; with `OK` the replica is awake."""
 
     def slept(
-        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+        self,
+        cause: SleepCause,
+        level: int,
+        deep: bool,
+        seconds: float,
+        released_bytes: int | None,
     ) -> None:
         """A sleep is over, after the drain; the device got so much back, as far as it can tell."""
 
@@ -175,9 +181,14 @@ class GuardedObserver(Observer):
         self._tell(self._inner.woke, cause, result, seconds)
 
     def slept(
-        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+        self,
+        cause: SleepCause,
+        level: int,
+        deep: bool,
+        seconds: float,
+        released_bytes: int | None,
     ) -> None:
-        self._tell(self._inner.slept, cause, level, seconds, released_bytes)
+        self._tell(self._inner.slept, cause, level, deep, seconds, released_bytes)
 
     def restarted(self) -> None:
         self._tell(self._inner.restarted)

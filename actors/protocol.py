@@ -194,6 +194,7 @@ class SleepCommand:
     level: int = 1  # 1: the host image stays; 2: it is released, a wake loads from disk
     mode: SleepMode = SleepMode.WAIT
     hold: bool = False  # True: only `wake_up` wakes it, requests get 503
+    deep: bool = False  # True: what the process has of the device besides goes as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,7 @@ class MemoryChange:
         None  # the same by this process' own figure, where there is one
     )
     left: MemoryLeft | None = None  # after a sleep
+    deep: bool = False  # nothing at all is left
 
     def __str__(self) -> str:
         text = (
@@ -242,7 +244,8 @@ class MemoryChange:
         if self.released_bytes is None:
             return text
         own = "" if self.own_released_bytes is None else f" (own {self.own_released_bytes})"
-        return f"{text}; the device got {self.released_bytes}{own} back, left are {self.left}"
+        left = "nothing is left" if self.deep else f"left are {self.left}"
+        return f"{text}; the device got {self.released_bytes}{own} back, {left}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +381,7 @@ class ReplicaStatus:
     idle_timeout_from: str = "idle_timeout_s"
     schedule: ScheduleStatus | None = None  # None: it has none
     last_sleep: LastSleep | None = None  # None: it never slept
+    deep: bool = False  # asleep, and its process has nothing of the device
 
 
 Origin = Literal[

@@ -193,7 +193,7 @@ class CardKeeper:
                     logger.info(
                         "%s: %s is to make room (%s): %s", card, tenant, evict.cause, evict.reason
                     )
-                    answer = MakeRoom(number, evict.mode, evict.reason, evict.for_model)
+                    answer = MakeRoom(number, evict.mode, evict.reason, evict.for_model, evict.deep)
                 case Shrinking(tenant, number, shrink):
                     logger.info(
                         "%s: %s is to give back %d bytes of KV cache: %s",

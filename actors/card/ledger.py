@@ -114,7 +114,8 @@ class CardLedger:
         if order is not None and account.answered_order >= order:
             del self._orders[name]
             after = replace(before, leaving=False, giving=0)
-            if account.awake and before.leaving:
+            is_as_deep = not before.awake and account.residue >= before.residue
+            if before.leaving and (account.awake or is_as_deep):
                 after = replace(after, spared_until_s=now_s + _SPARED_S)
             if account.held > self._targets.pop(name, account.held):
                 after = replace(after, spare_from_s=now_s + _SPARED_S)
@@ -123,6 +124,7 @@ class CardLedger:
             held=account.held + granted,
             kept=account.kept if account.awake else account.held,
             residue=account.residue,
+            can_deepen=account.can_deepen,
             copies=account.copies,
             awake=account.awake or wakes,
             busy=account.busy,

@@ -24,6 +24,7 @@ class Account(msgspec.Struct, frozen=True, array_like=True):
     held: int = 0  # mapped, or granted and about to be
     kept: int = 0  # of it, what a sleep leaves
     residue: int = 0  # what the process has besides
+    can_deepen: bool = False  # asleep, it can give back the residue and what a sleep leaves
     copies: int = 1  # that a wake copies
     awake: bool = False
     busy: bool = False
@@ -110,6 +111,7 @@ class MakeRoom(msgspec.Struct, frozen=True, tag=True, array_like=True):
     mode: SleepMode | None  # None: only if nothing is in flight
     reason: str
     for_model: str  # that wants the room
+    deep: bool = False  # you sleep: sleep deep
 
 
 class GiveBack(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -2,7 +2,8 @@
 
 Who asks gets what is free. Otherwise models that are awake give back what they do not use of their KV caches, idle
 ones first. Only where that is not enough, idle models sleep: of the lowest priority first, longest idle first,
-weighted by what their wake costs. Busy ones follow after a quarter of the time that the one who asks may wait.
+weighted by what their wake costs. Then sleepers sleep deep, which takes half a second each, and as long to wake from.
+Busy ones follow after a quarter of the time that the one who asks may wait.
 No pinned model sleeps for others, none before its `min_awake_s`, and none that the request that it
 was woken for has not reached yet. Nobody is asked for anything unless all that are asked make enough room.
 
@@ -33,6 +34,7 @@ class Tenant:
         held: mapped, or granted and about to be.
         kept: of `held`, what a sleep leaves mapped.
         residue: what its process has besides, awake or asleep.
+        can_deepen: asleep, it can give back its residue and what it keeps mapped.
         copies: what its wake copies.
         moving: between awake and asleep; it can make no room until it has settled.
         reached: by the request that it was woken for, if there was one.
@@ -52,6 +54,7 @@ class Tenant:
     held: int = 0
     kept: int = 0
     residue: int = 0
+    can_deepen: bool = False
     copies: int = 1
     awake: bool = False
     busy: bool = False
@@ -71,8 +74,15 @@ class Tenant:
 
     @property
     def frees(self) -> int:
-        """Bytes that its sleep gives back."""
-        return self.held - self.kept
+        """Bytes that its sleep gives back, or a deep one if it sleeps."""
+        if self.awake:
+            return self.held - self.kept
+        return self.held + self.residue if self.can_deepen else 0
+
+    @property
+    def frees_at_last(self) -> int:
+        """The same, if it is to sleep deep as soon as it sleeps."""
+        return self.held + self.residue if self.can_deepen else self.frees
 
     @property
     def comes_free(self) -> bool:
@@ -83,7 +93,7 @@ class Tenant:
     def coming(self) -> int:
         """Bytes that are on their way back."""
         if self.gone:
-            return self.frees + self.residue
+            return self.held - self.kept + self.residue
         return self.frees if self.leaving else min(self.giving, self.frees)
 
     def gives(self, now_s: float) -> int:
@@ -161,6 +171,7 @@ class Cause(StrEnum):
     """Why somebody has to make room."""
 
     IDLE = "idle"
+    ASLEEP = "asleep"
     BUSY = "busy"
 
 
@@ -171,6 +182,7 @@ class Evict:
     Attributes:
         mode: None: only if nothing is in flight there.
         for_model: that wants the room.
+        deep: it sleeps, and is to sleep deep.
     """
 
     tenant: str
@@ -178,6 +190,7 @@ class Evict:
     cause: Cause
     reason: str
     for_model: str
+    deep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +295,8 @@ def _never(card: Card, ask: Ask, who: Tenant) -> str | None:
     """Why an ask would not fit if everybody made room who ever does; None if it would."""
     others = [t for t in card.tenants if t.name != who.name and not t.gone]
     pinned = [t for t in others if t.terms.pin and t.awake]
-    stays = sum(t.kept + t.residue for t in others) + sum(t.frees - t.grown for t in pinned)
+    stays = sum(t.kept + t.residue for t in others if t in pinned or not t.can_deepen)
+    stays += sum(t.frees - t.grown for t in pinned)
     room = card.budget - stays - who.held - who.residue
     if ask.size > room:
         beside = f" beside {', '.join(t.model for t in pinned)} (sharing.pin)" if pinned else ""
@@ -329,12 +343,13 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
     priority = card.tenant(ask.tenant).terms.priority
     may = [t for t in others if _may_sleep(t)]
     ready = [t for t in may if _spared_until_s(t) <= now_s]
-    idle = sorted((t for t in ready if not t.busy), key=lambda t: _worth(t, now_s))
+    order = sorted((t for t in ready if not t.busy), key=lambda t: (not t.awake, _worth(t, now_s)))
     busy = [t for t in ready if t.busy and _gives_way(t, priority)]
     busy.sort(key=lambda t: (t.terms.priority, t.awake_since_s, t.name))
-    order = idle + (busy if now_s >= ask.busy_from_s else [])
+    order += busy if now_s >= ask.busy_from_s else []
     given = {t.name: t.gives(now_s) for t in others}
-    if chosen := _enough(order, short, short_slots, given):
+    need = _Need(short, short_slots, given)
+    if chosen := _enough(order, need) or _enough(order, replace(need, at_last=True)):
         evict = tuple(_evict(t, what, for_model, now_s) for t in chosen)
         rest = [t for t in others if t not in chosen]
         shrink = _shrinks(rest, short - sum(t.frees for t in chosen), what, now_s)
@@ -344,7 +359,7 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
         for t in may
         if not t.busy or _gives_way(t, priority)
     ]
-    at_s, names = _when_enough(later, short, short_slots, given)
+    at_s, names = _when_enough(later, replace(need, at_last=True))
     # Who gave less than it had said may have more by then.
     again_s = min((t.spare_from_s for t in others if t.spare_from_s > now_s), default=math.inf)
     if at_s is None:
@@ -369,7 +384,9 @@ def _shrinks(tenants: Sequence[Tenant], short: int, what: str, now_s: float) -> 
 def _may_sleep(tenant: Tenant) -> bool:
     """For others, at some time."""
     is_settled = not (tenant.moving or tenant.comes_free or tenant.giving)
-    return tenant.awake and is_settled and not tenant.terms.pin
+    if not tenant.awake:  # frozen requests, and those that wait, want it whole
+        return is_settled and tenant.frees > 0 and not tenant.busy
+    return is_settled and not tenant.terms.pin
 
 
 def _gives_way(tenant: Tenant, priority: int) -> bool:
@@ -378,6 +395,8 @@ def _gives_way(tenant: Tenant, priority: int) -> bool:
 
 
 def _spared_until_s(tenant: Tenant) -> float:
+    if not tenant.awake:
+        return tenant.spared_until_s
     least_s = tenant.terms.min_awake_s
     if not tenant.reached:
         least_s = max(least_s, UNREACHED_S)
@@ -390,47 +409,57 @@ def _worth(tenant: Tenant, now_s: float) -> tuple[int, float, str]:
     return tenant.terms.priority, -idle_s / max(1, tenant.copies), tenant.name
 
 
-def _enough(
-    order: Sequence[Tenant], short: int, short_slots: float, given: Mapping[str, int]
-) -> list[Tenant]:
-    """The first ones who make enough room together, without those who need not; none if all do not.
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What is missing.
 
-    Args:
+    Attributes:
+        size: bytes.
+        slots: how many fewer may be awake.
         given: bytes that each tenant gives back without sleeping.
+        at_last: who falls asleep for this sleeps deep afterwards, where it can; another plan asks for that.
     """
+
+    size: int
+    slots: float
+    given: Mapping[str, int]
+    at_last: bool = False
+
+    def remains(self, chosen: Sequence[Tenant]) -> bool:
+        """Whether these do not make enough room."""
+        frees = [t.frees_at_last if self.at_last else t.frees for t in chosen]
+        made = sum(self.given.values()) + sum(frees) - sum(self.given[t.name] for t in chosen)
+        return made < self.size or sum(t.awake for t in chosen) < self.slots
+
+
+def _enough(order: Sequence[Tenant], need: _Need) -> list[Tenant]:
+    """The first ones who make enough room together, without those who need not; none if all do not."""
     chosen: list[Tenant] = []
     for tenant in order:
-        if _lacks(chosen, short, short_slots, given):
+        if need.remains(chosen):
             chosen.append(tenant)
-    if _lacks(chosen, short, short_slots, given):
+    if need.remains(chosen):
         return []
     for tenant in reversed(chosen.copy()):  # who is worth most first
         rest = [t for t in chosen if t is not tenant]
-        if not _lacks(rest, short, short_slots, given):
+        if not need.remains(rest):
             chosen = rest
     return chosen
 
 
-def _lacks(
-    chosen: Sequence[Tenant], short: int, short_slots: float, given: Mapping[str, int]
-) -> bool:
-    made = sum(given.values()) + sum(t.frees - given[t.name] for t in chosen)
-    return made < short or len(chosen) < short_slots
-
-
-def _when_enough(
-    later: Sequence[tuple[float, Tenant]], short: int, short_slots: float, given: Mapping[str, int]
-) -> tuple[float | None, str]:
+def _when_enough(later: Sequence[tuple[float, Tenant]], need: _Need) -> tuple[float | None, str]:
     """When those who may sleep by then make enough room, and who they are."""
     chosen: list[Tenant] = []
     for at_s, tenant in sorted(later, key=lambda each: (each[0], each[1].name)):
         chosen.append(tenant)
-        if not _lacks(chosen, short, short_slots, given):
+        if not need.remains(chosen):
             return at_s, ", ".join(t.model for t in chosen)
     return None, ""
 
 
 def _evict(tenant: Tenant, what: str, for_model: str, now_s: float) -> Evict:
+    if not tenant.awake:
+        return Evict(tenant.name, None, Cause.ASLEEP, what, for_model, deep=True)
     if not tenant.busy:
         idle_s = now_s - tenant.quiet_since_s
         return Evict(tenant.name, None, Cause.IDLE, f"{what}; idle {idle_s:.1f} s", for_model)

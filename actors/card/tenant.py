@@ -91,7 +91,7 @@ class CardClient:
             name: the replica's, unique.
             max_awake: models on one card.
         """
-        self.make_room: Callable[[SleepMode | None, str, str], Awaitable[None]] = _nobody
+        self.make_room: Callable[[SleepMode | None, str, str, bool], Awaitable[None]] = _nobody
         self.give_back: Callable[[int], Awaitable[None]] = _nothing
         self._name = name
         self._model = model
@@ -190,6 +190,7 @@ class CardClient:
         self,
         held: int,
         residue: int = 0,
+        can_deepen: bool = False,
         copies: int = 1,
         awake: bool = False,
         reached: bool = True,
@@ -206,6 +207,7 @@ class CardClient:
             held=held,
             kept=kept,
             residue=residue,
+            can_deepen=can_deepen,
             copies=copies,
             awake=awake,
             moving=False,
@@ -405,7 +407,7 @@ class CardClient:
             case Waits():
                 logger.info("%s waits for room: %s", self._name, message.reason)
             case MakeRoom():
-                work = self.make_room(message.mode, message.reason, message.for_model)
+                work = self.make_room(message.mode, message.reason, message.for_model, message.deep)
                 self._begin(message.number, work)
             case GiveBack():
                 logger.info("%s is to give back KV cache: %s", self._name, message.reason)
@@ -442,7 +444,7 @@ def _fields_of(kv: KvNow) -> dict[str, int]:
     return {"kv": kv.size, "kv_most": kv.most, "grown": kv.grown, "spare": kv.spare}
 
 
-async def _nobody(mode: SleepMode | None, reason: str, for_model: str) -> None:
+async def _nobody(mode: SleepMode | None, reason: str, for_model: str, deep: bool) -> None:
     """Makes no room."""
 
 

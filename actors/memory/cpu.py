@@ -59,6 +59,7 @@ class CpuDriver:
 
     device = torch.device("cpu")
     granularity = mmap.PAGESIZE
+    can_suspend = True
 
     def __init__(self, card: CpuCard | None = None) -> None:
         """One that nothing is mapped by.
@@ -133,6 +134,13 @@ class CpuDriver:
     def holders(self) -> tuple[MemoryHolder, ...]:
         """Nobody is named: host memory is everybody's."""
         return ()
+
+    def suspend(self) -> bool:
+        """Nothing to give back: a process needs no context here."""
+        return True
+
+    def resume(self) -> None:
+        """Nothing to have again."""
 
     def _copy(self, address: int, host: memoryview) -> None:
         base, mapping = self._owner(address)

@@ -3,6 +3,7 @@
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
+import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,6 +20,11 @@ from actors.memory.cuda_pool import CudaPool
 from actors.memory.dlpack import bytes_at
 from actors.memory.driver import DeviceMemory, MemoryHolder, gib
 from actors.memory.pinned import HostRange
+
+logger = logging.getLogger(__name__)
+
+_LOCK_TIMEOUT_MS = 10_000  # for what runs on the device to end; nothing should
+_CHECKPOINTS_SINCE = 12080  # the driver's version, as CUDA counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,9 @@ class CudaDriver:
         self._used_by_others = opened.used_by_others
         self._seen_by_nvml = opened.seen_by_nvml
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.can_suspend = int(self._call(cu.cuDriverGetVersion)) >= _CHECKPOINTS_SINCE
+        self._total_suspended = 0  # bytes of the card, as long as this process is suspended
+        self._free_suspended = 0  # when it was
         self._registers_read_only = bool(
             self._call(
                 cu.cuDeviceGetAttribute,
@@ -151,7 +160,10 @@ class CudaDriver:
 
         Where NVML does not show this process, as in many containers, `held` is what the card's used
         memory has grown by since this process opened it; what neighbours took or gave since is in it.
+        Suspended, NVML is all there is to ask.
         """
+        if self._total_suspended:
+            return self._memory_suspended()
         free, total = (int(value) for value in self._call(cu.cuMemGetInfo))
         own = nvml.own_bytes(self._uuid) if self._seen_by_nvml else None
         used = total - free
@@ -166,6 +178,35 @@ class CudaDriver:
 
     def holders(self) -> tuple[MemoryHolder, ...]:
         return nvml.holders(self._uuid)
+
+    def suspend(self) -> bool:
+        """See MemoryDriver. By the driver's checkpoint of a process, of this one.
+
+        https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__CHECKPOINT.html
+        What lies on the card, 0.4 GiB of graphs, is kept in host memory meanwhile.
+        """
+        before = self.memory()
+        lock = cu.CUcheckpointLockArgs()
+        lock.timeoutMs = _LOCK_TIMEOUT_MS
+        try:
+            self._checkpoint(cu.cuCheckpointProcessLock, lock)
+        except DeviceMemoryError as exc:
+            logger.warning("no deep sleep: %s", exc)
+            return False
+        try:
+            self._checkpoint(cu.cuCheckpointProcessCheckpoint)
+        except DeviceMemoryError as exc:
+            self._checkpoint(cu.cuCheckpointProcessUnlock)
+            logger.warning("no deep sleep: %s", exc)
+            return False
+        self._total_suspended, self._free_suspended = before.total, before.free + before.held
+        return True
+
+    def resume(self) -> None:
+        """See MemoryDriver. After a restore that found no room, a driver has refused all later ones (580.95)."""
+        self._checkpoint(cu.cuCheckpointProcessRestore)
+        self._checkpoint(cu.cuCheckpointProcessUnlock)
+        self._total_suspended = 0
 
     # What a link needs beyond MemoryDriver.
 
@@ -203,6 +244,20 @@ class CudaDriver:
             stream.cuda_stream,
             size=source.size,
         )
+
+    def _memory_suspended(self) -> DeviceMemory:
+        total, used = self._total_suspended, nvml.used_bytes(self._uuid)
+        free = self._free_suspended if used is None else total - used
+        own = 0 if self._seen_by_nvml else None
+        return DeviceMemory(total, free, total - free, 0, own, 0)
+
+    def _checkpoint(self, function: Callable[..., tuple[Any, ...]], args: Any = None) -> None:
+        """Without our context, which cannot be entered while the process is locked."""
+        (code,) = function(os.getpid(), args)
+        if code != cu.CUresult.CUDA_SUCCESS:
+            raise DeviceMemoryError(
+                f"{function.__name__} on {self.device} failed: {code.name} ({code.value})"
+            )
 
     def _open(self, device: Any) -> _Opened:
         """Make the primary context, or join it, and find out what it takes.

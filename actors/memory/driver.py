@@ -128,6 +128,7 @@ class MemoryDriver(Protocol):
     device: torch.device
     granularity: int  # bytes; ranges and their parts are multiples of it
     context_bytes: int  # what this process held of the device before anything was put there
+    can_suspend: bool
 
     def reserve(self, size: int) -> int:
         """Reserve `size` bytes of addresses; nothing is mapped yet.
@@ -188,3 +189,23 @@ class MemoryDriver(Protocol):
 
     def holders(self) -> tuple[MemoryHolder, ...]:
         """Every process with memory of the device that can be seen, the largest first."""
+
+    def suspend(self) -> bool:
+        """Give back all that this process has of the device: what is mapped and what is not, context and kernels.
+
+        Addresses, graphs and streams are there again after `resume`, with their contents. Until then nothing of
+        this process may call the device, or it blocks: `memory` and `holders` do not.
+
+        Returns:
+            False: the driver refused, which is logged; everything is as before.
+
+        Raises:
+            DeviceMemoryError: the device is of no use to this process any more.
+        """
+
+    def resume(self) -> None:
+        """Have again what `suspend` has given back. There must be room: a driver that finds none may be lost.
+
+        Raises:
+            DeviceMemoryError: the device is of no use to this process any more.
+        """

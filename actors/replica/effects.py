@@ -17,8 +17,12 @@ class Effects(Protocol):
             Unavailable: not possible now, nothing changed; the replica stays asleep.
         """
 
-    async def sleep(self, level: int) -> MemoryChange:
-        """Give memory back. Requests that are still running are frozen and go on after the wake."""
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
+        """Give memory back. Requests that are still running are frozen and go on after the wake.
+
+        Args:
+            deep: as far as the driver can, also what the worker's process has of the device besides.
+        """
 
     async def restart(self) -> None:
         """Have another worker in the place of the one that failed; it starts asleep.

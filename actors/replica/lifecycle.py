@@ -67,6 +67,7 @@ class Lifecycle:
         self.idle = IdleClock(now, config.idle_rules(is_pinned), self.schedule.wanted)
         self.reason = "starting"
         self.level = 0  # how deep it sleeps; 0 while it does not
+        self.deep = False  # it sleeps, and its worker has nothing of the device
         self.held = held
         self.waiting_for_wake = 0
         self.sleeps = 0
@@ -91,9 +92,12 @@ class Lifecycle:
         self._commands_waiting = 0  # of theirs, or the schedule's, to wake
         self._look = asyncio.Event()  # at the idle clock: it may sleep sooner than it seemed
         self._going_on: asyncio.Task[None] | None = None  # wakes it for what `make_room` has frozen
-        self._deep: SleepCause | None = None  # of the sleep at level 2 that it is in, or goes to
+        self._drops_image: SleepCause | None = (
+            None  # of the sleep at level 2 that it is in, or goes to
+        )
         self._transition: asyncio.Task[bool] | None = None
         self._work: asyncio.Task[None] | None = None  # of the transition
+        self._asleep_since_s = now()
         self._frozen_since_s: float | None = None  # requests in flight while it does not compute
         self._frozen_limit: asyncio.TimerHandle | None = None
 
@@ -156,13 +160,14 @@ class Lifecycle:
         # Once more: a drain that took too long has ended all holds.
         self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
         self._check_not_failed()
-        if self._state is not ReplicaState.AWAKE and command.level <= self.level:
+        is_deep_enough = command.level <= self.level and self.deep >= command.deep
+        if self._state is not ReplicaState.AWAKE and is_deep_enough:
             if command.mode is SleepMode.ABORT and self.idle.in_flight:
                 self._effects.abort_in_flight()  # what a sleep has frozen
             return
         # Asleep, or with requests that are kept, there is nothing to wait for.
         self._drains = command.mode is not SleepMode.KEEP and not self.level
-        self._deep = cause if command.level == 2 else None
+        self._drops_image = cause if command.level == 2 else None
         slept = await asyncio.shield(
             self._begin(
                 ReplicaState.DRAINING, self._drain_and_sleep(command, cause, for_model), reason
@@ -181,7 +186,9 @@ class Lifecycle:
         """
         self.held = False
         self._wakes_asked += 1
-        self._deep = None  # also in a restart, which would have to load the image again for this
+        self._drops_image = (
+            None  # also in a restart, which would have to load the image again for this
+        )
         self._commands_waiting += 1
         try:
             while self._state is not ReplicaState.AWAKE:
@@ -192,7 +199,9 @@ class Lifecycle:
         self.idle.ordered_awake()
         self._look_if_due()
 
-    async def make_room(self, mode: SleepMode | None, reason: str, for_model: str = "") -> None:
+    async def make_room(
+        self, mode: SleepMode | None, reason: str, for_model: str = "", deep: bool = False
+    ) -> None:
         """Sleep, because another model wants the memory of the card; return when that is settled.
 
         Whoever asks goes by the past. What has been asked of this replica since comes first, so it may stay awake.
@@ -201,10 +210,16 @@ class Lifecycle:
             mode: what requests in flight have to suffer; None: where there are any, the replica stays awake.
                 Those that are frozen go on by themselves, as soon as there is room again.
             for_model: that wants the room.
+            deep: it was asleep, and is to sleep deep if it still is.
         """
         if self._state is ReplicaState.DRAINING:
             await self._until_settled()
         is_wanted = bool(self.idle.in_flight or self.waiting_for_wake)
+        if deep:
+            if self._state is ReplicaState.ASLEEP and not is_wanted:
+                command = SleepCommand(level=max(1, self.level), deep=True)
+                await self.sleep(command, reason, SleepCause.ROOM, for_model)
+            return
         if self._state is not ReplicaState.AWAKE or (mode is None and is_wanted):
             return
         cause = SleepCause.ROOM if mode is None else SleepCause.PREEMPTED
@@ -269,16 +284,20 @@ class Lifecycle:
         self._effects.fail_in_flight(failure)
 
     async def sleep_when_idle(self) -> None:
-        """Watch the idle clock until cancelled, or the replica has failed."""
+        """Watch the idle clock until cancelled, or the replica has failed; and how long it sleeps."""
         while True:
             self._look.clear()
-            await self._until_look(min(self._sleeps_in_s(), self._config.idle_check_interval_s))
-            if self._sleeps_in_s() > 0:
+            due_s = min(self._sleeps_in_s(), self._deepens_in_s())
+            await self._until_look(min(due_s, self._config.idle_check_interval_s))
+            if self._sleeps_in_s() <= 0:
+                command, reason = SleepCommand(level=self._config.level), self._why_idle()
+            elif self._deepens_in_s() <= 0:
+                command = SleepCommand(level=max(1, self.level), deep=True)
+                reason = f"asleep for {self._config.deep_after_s:g} s"
+            else:
                 continue
             try:
-                await self.sleep(
-                    SleepCommand(level=self._config.level), self._why_idle(), SleepCause.IDLE
-                )
+                await self.sleep(command, reason, SleepCause.IDLE)
             except DrainTimeout:  # a request came in between; it keeps the replica awake
                 continue
             except ReplicaFailed:  # logged by the transition; the health check takes over
@@ -308,6 +327,14 @@ class Lifecycle:
         if self._state is not ReplicaState.AWAKE or is_wanted:
             return math.inf
         return self.idle.left_s()
+
+    def _deepens_in_s(self) -> float:
+        """Until its sleep gets deep; math.inf if that is not to be. One that could not is tried again as late."""
+        is_wanted = self.waiting_for_wake or self._commands_waiting or self.idle.in_flight
+        if self._state is not ReplicaState.ASLEEP or self.deep or is_wanted:
+            return math.inf
+        after_s = self._config.deep_after_s
+        return math.inf if after_s is None else self._asleep_since_s + after_s - self._now()
 
     def _look_if_due(self) -> None:
         """Have the watch look, where it might not for too long: something has ended that kept it awake."""
@@ -438,32 +465,33 @@ class Lifecycle:
     async def _run_restart(self, wakes: bool) -> None:
         await self._effects.restart()
         self._observer.restarted()
-        self.level = 1  # the next worker has the image
+        self.level, self.deep = 1, False  # the next worker has the image
         self._enter(ReplicaState.ASLEEP, "another worker is ready")
         if wakes and not self.held:
             self._enter(ReplicaState.WAKING, "awake before its worker failed")
             await self._run_wake(WakeCause.START)
-        elif not wakes and self._deep and (self.held or not self.waiting_for_wake):
+        elif not wakes and self._drops_image and (self.held or not self.waiting_for_wake):
             self._enter(ReplicaState.DRAINING, "to sleep at level 2, as before its worker failed")
-            await self._give_memory_back(2, self._deep)
+            await self._give_memory_back(2, False, self._drops_image)
 
     async def _run_wake(self, cause: WakeCause) -> None:
         started_s = self._now()
-        self._deep = None
+        self._drops_image = None
         result = WakeResult.FAILED
         try:
             change = await self._effects.wake(cause)
             result = WakeResult.OK
         except Unavailable as exc:
             result = WakeResult.REFUSED
-            self.level = min(self.level, 1)  # the image may have come back
+            # The image may have come back, and what a deep sleep had given back.
+            self.level, self.deep = min(self.level, 1), False
             self._enter(ReplicaState.ASLEEP, f"could not wake: {exc}")
             raise
         finally:
             self._observer.woke(cause, result, self._now() - started_s)
         self.last_wake_s = self._now() - started_s
         self.wakes += 1
-        self.level = 0
+        self.level, self.deep = 0, False
         # Here, because who waits for this goes on a little later: the idle clock may be looked at before.
         self.idle.touch()
         self._enter(ReplicaState.AWAKE, self.reason, self.last_wake_s, change)
@@ -475,22 +503,26 @@ class Lifecycle:
             self._effects.abort_in_flight()
         if self._drains:
             await self._drain()
-        await self._give_memory_back(command.level, cause, for_model)
+        await self._give_memory_back(command.level, command.deep, cause, for_model)
 
-    async def _give_memory_back(self, level: int, cause: SleepCause, for_model: str = "") -> None:
+    async def _give_memory_back(
+        self, level: int, deep: bool, cause: SleepCause, for_model: str = ""
+    ) -> None:
         started_s = self._now()
         try:
-            change = await self._effects.sleep(level)
+            change = await self._effects.sleep(level, deep)
         except Unavailable as exc:  # nobody knows what is mapped
             raise ReplicaFailed(f"{self._name} could not sleep: {exc}") from exc
         self.last_sleep_s = self._now() - started_s
         self.last_sleep = change
         self._slept_for = cause, for_model, self._now()
         self.sleeps += 1
-        self.level = level
+        self.level = max(self.level, level)
+        self.deep = change.deep
+        self._asleep_since_s = self._now()
         if not self.idle.in_flight:  # what is frozen goes on, and its word holds
             self.idle.forget()
-        self._observer.slept(cause, level, self.last_sleep_s, change.released_bytes)
+        self._observer.slept(cause, level, change.deep, self.last_sleep_s, change.released_bytes)
         self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
 
     def _cut_drain_short(self, mode: SleepMode) -> None:

@@ -85,6 +85,7 @@ class OnCard:
         self._card.settled(
             held=self._held,
             residue=worker.state.residue,
+            can_deepen=worker.facts.can_suspend,
             copies=worker.facts.weights_bytes,
             awake=True,
             reached=cause is not WakeCause.REQUEST,
@@ -100,10 +101,10 @@ class OnCard:
                 await self.runtime.worker.give_back_kv(size)
         self._tell_resized()
 
-    async def sleep(self, level: int) -> MemoryChange:
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
         """See Effects."""
         await self._end_resizing()
-        change = await self._workers.sleep(level)
+        change = await self._workers.sleep(level, deep)
         self._tell_asleep(self.runtime.worker.state.device_free)
         return change
 
@@ -202,6 +203,7 @@ class OnCard:
         self._card.settled(
             held=state.mapped_bytes,
             residue=state.residue,
+            can_deepen=self.runtime.worker.facts.can_suspend,
             copies=self.runtime.worker.facts.weights_bytes,
             device_free=device_free,
             short=short,

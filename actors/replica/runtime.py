@@ -182,14 +182,16 @@ class ModelRuntime:
         except Unavailable:
             self._verified.set()  # nothing was computed since the last check: what frozen ones have may go
             raise
+        if woke.resume_s is not None:
+            self._observer.wake_phase(WakePhase.RESUME, woke.resume_s)
         if woke.image_s is not None:
             self._observer.wake_phase(WakePhase.IMAGE, woke.image_s)
         self._observer.wake_phase(WakePhase.MAP, woke.map_s)
         return woke.change
 
-    async def sleep(self, level: int) -> MemoryChange:
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
         """See Effects."""
-        return await self.worker.sleep(level)
+        return await self.worker.sleep(level, deep)
 
     async def settled(self) -> None:
         """Return once the bytes of the last wake are there and checked, and all KV cache is mapped.

@@ -40,6 +40,12 @@ class SleepConfig(BaseModel):
         description="What an idle sleep gives back: 1 device memory; 2 the host image as well, "
         "so that the wake loads from disk.",
     )
+    deep_after_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Who has slept for this many seconds gives back what its process has of the card besides, context "
+        "and graphs (a deep sleep); the next wake takes about a second longer. Null: never.",
+    )
     keep_layers: int = Field(
         default=0,
         ge=0,

@@ -44,9 +44,9 @@ class ByRuntime:
         """See Effects. What there is no room for is refused at once."""
         return await self.runtime.wake()
 
-    async def sleep(self, level: int) -> MemoryChange:
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
         """See Effects."""
-        return await self.runtime.sleep(level)
+        return await self.runtime.sleep(level, deep)
 
     def give_up_waiting(self, reason: str) -> None:
         """See Effects; nothing waits."""

@@ -144,8 +144,8 @@ class WorkerClient:
         woke: Woke = await self._call(Wake())
         return woke
 
-    async def sleep(self, level: int) -> MemoryChange:
-        change: MemoryChange = await self._call(Sleep(level))
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
+        change: MemoryChange = await self._call(Sleep(level, deep))
         return change
 
     async def settle(self) -> None:

@@ -55,12 +55,19 @@ class BackgroundCompilation:
     @contextmanager
     def kept_off(self) -> Iterator[bool]:
         """Nothing is traced meanwhile; False if something is right now, see `traced`."""
-        is_off = self._tracing.acquire(blocking=False)
+        is_off = self.keep_off()
         try:
             yield is_off
         finally:
             if is_off:
-                self._tracing.release()
+                self.let_go_on()
+
+    def keep_off(self) -> bool:
+        """Have nothing traced until `let_go_on`; False if something is right now, and goes on."""
+        return self._tracing.acquire(blocking=False)
+
+    def let_go_on(self) -> None:
+        self._tracing.release()
 
     def use_again(self) -> None:
         """Tell `use` once more, at the next time without requests: it found the model asleep."""

@@ -43,6 +43,7 @@ class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Answered when the memory has been given back."""
 
     level: int
+    deep: bool = False
 
 
 class Settle(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -130,6 +131,7 @@ class Woke(msgspec.Struct, frozen=True):
     """The answer to `Wake`."""
 
     change: MemoryChange
+    resume_s: float | None  # to have back what a deep sleep had given back of the device
     image_s: float | None  # to get the image again, after a level 2 sleep
     map_s: float  # to map, to begin the copies and to resume
 
@@ -145,6 +147,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kv_first_bytes: int = (
         0  # of these, what a wake maps where a card is shared; 0: all come with every wake
     )
+    can_suspend: bool = False  # its sleep can be deep
 
 
 class WorkerState(msgspec.Struct, frozen=True):
@@ -152,7 +155,7 @@ class WorkerState(msgspec.Struct, frozen=True):
 
     engine: EngineStats
     mapped_bytes: int
-    wake_bytes: int  # what a wake would map now; 0 while awake
+    wake_bytes: int  # what a wake would take now; 0 while awake
     image_origin: str  # "" while the image is released
     device_total: int  # this and the next three: by the device, at the last sleep or settled wake
     device_free: int
@@ -161,6 +164,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     left: MemoryLeft | None  # None while awake
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
     residue: int = 0  # of a card, by this process, beside what is mapped; at the last sleep
+    suspended: bool = False  # the process has nothing of its device
     kv_mapped: int = 0  # of the KV cache
     kv_spare: int = 0  # of that, behind what sequences have and the first part
 

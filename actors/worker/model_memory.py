@@ -3,6 +3,7 @@
 Knows nothing of requests, and of the engine only that it wants a KV arena, and a pool for graphs.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +21,17 @@ from actors.image.checksum import Checksums
 from actors.image.gates import SegmentGates
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey, Layout, Manifest
-from actors.memory.arena import DeviceArena
+from actors.memory.arena import RETRY_SHORT_AFTER_S, DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.memory.cpu_card import CpuCard
-from actors.memory.driver import AllocatorPool, DeviceMemory, HostLink, MemoryDriver, describe
+from actors.memory.driver import (
+    AllocatorPool,
+    DeviceMemory,
+    HostLink,
+    MemoryDriver,
+    describe,
+    gib,
+)
 from actors.memory.transfer import Transfer, TransferStats
 from actors.protocol import DeviceNow, MemoryChange, MemoryLeft, WakeReport
 
@@ -63,7 +71,8 @@ class ModelMemory:
         last_reading: what the device said at the end of the last sleep or settled wake.
         sleep_residue: what the last sleep left on the device; None while awake.
         residue_bytes: the same without kept layers, awake as well: what this process has of a card beside what
-            is mapped; nothing of a CPU.
+            is mapped; nothing of a CPU, and nothing while it is suspended.
+        suspended: this process has nothing of its device; `resume` comes before anything else that calls it.
     """
 
     def __init__(
@@ -110,6 +119,8 @@ class ModelMemory:
         self.last_reading = self._driver.memory()
         self.sleep_residue: MemoryLeft | None = None
         self.residue_bytes = 0
+        self.suspended = False
+        self._comes_back_bytes = 0  # with `resume`, beside what is mapped
 
     @property
     def device(self) -> torch.device:
@@ -136,9 +147,13 @@ class ModelMemory:
 
     @property
     def wake_bytes(self) -> int:
-        """What a wake would map now, with what follows it unasked; 0 while awake."""
+        """What a wake would take now, with what follows it unasked; 0 while awake."""
         whole = self._weights.size + sum(part.size for part in self._scratch())
-        return whole - self._not_asked_for - self.mapped_bytes
+        return whole - self._not_asked_for - self.mapped_bytes + self._comes_back_bytes
+
+    @property
+    def can_suspend(self) -> bool:
+        return self._driver.can_suspend
 
     def spare_bytes(self) -> int:
         """What the device has free beside all of this model. While nothing runs on it.
@@ -328,6 +343,43 @@ class ModelMemory:
             own_released_bytes=_difference(device_before.own, after.own),
             left=self.sleep_residue,
         )
+
+    def suspend(self) -> bool:
+        """While all is unmapped: give back all else that this process has of the device, until `resume`.
+
+        Returns:
+            False: the driver refused; only the image's pages are no longer pinned.
+
+        Raises:
+            DeviceMemoryError: the device is of no use to this process any more.
+        """
+        assert not self.mapped_bytes, "kept layers would go to host memory"
+        self.close_link()  # pinned pages cost more time each way than it takes to pin them again
+        gc.collect()  # who throws away an event or a stream later on waits for `resume`
+        self.suspended = self._driver.suspend()
+        if not self.suspended:
+            return False
+        self._comes_back_bytes, self.residue_bytes = self.residue_bytes, 0
+        self.last_reading = self._driver.memory()
+        self.sleep_residue = MemoryLeft(0, 0, 0, 0, 0)
+        return True
+
+    def resume(self) -> None:
+        """Have again what `suspend` has given back; nothing is mapped yet.
+
+        Raises:
+            DeviceMemoryShort: there is not enough room for this and the wake behind it; still suspended.
+            DeviceMemoryError: the driver could not; this process is of no use any more.
+        """
+        free = self._driver.memory().free
+        if self._comes_back_bytes and free < self.wake_bytes:
+            raise DeviceMemoryShort(
+                f"{gib(self.wake_bytes)} do not fit on {self.device}: {gib(free)} are free",
+                RETRY_SHORT_AFTER_S,
+            )
+        self._driver.resume()
+        self.suspended = False
+        self.residue_bytes, self._comes_back_bytes = self._comes_back_bytes, 0
 
     def trim(self) -> None:
         """While unmapped: give back what somebody else's work has left in torch's hands since."""

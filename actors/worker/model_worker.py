@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -193,6 +194,7 @@ class ModelWorker:
             weights_bytes=self.memory.weights_bytes,
             kv_bytes=self.memory.kv_bytes,
             kv_first_bytes=self.memory.kv_first_bytes if self.memory.grows_by_grant else 0,
+            can_suspend=self.memory.can_suspend,
         )
 
     def state(self) -> WorkerState:
@@ -211,6 +213,7 @@ class ModelWorker:
             left=memory.sleep_residue,
             last_wake=memory.last_wake,
             residue=memory.residue_bytes,
+            suspended=memory.suspended,
             kv_mapped=memory.kv_mapped_bytes,
             kv_spare=memory.kv_spare_bytes(engine.kv_parts_in_use),
         )
@@ -266,8 +269,11 @@ class ModelWorker:
         Raises:
             Unavailable: not possible now; it is asleep as before.
         """
+        resume_s = image_s = None
         started_s = time.perf_counter()
-        image_s = None
+        if await self._on_control(self._resume):
+            resume_s = time.perf_counter() - started_s
+            started_s = time.perf_counter()
         if self.memory.image is None:
             await self._on_control(self.memory.take_image, await self._reload_image())
             image_s = time.perf_counter() - started_s
@@ -277,12 +283,17 @@ class ModelWorker:
         self._residency.begin_settling()
         if self._residency.missed_compiled:
             self._compilation.use_again()
-        return Woke(change, image_s, time.perf_counter() - started_s)
+        return Woke(change, resume_s, image_s, time.perf_counter() - started_s)
 
-    async def sleep(self, level: int) -> MemoryChange:
-        """Give memory back. Sequences that are still running are frozen and go on after the wake."""
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
+        """Give memory back. Sequences that are still running are frozen and go on after the wake.
+
+        Args:
+            deep: also what this process has of the device besides. Not if layers are being compiled, or where the
+                driver cannot: the change says so.
+        """
         self._scoring.awake.clear()
-        change = await self._on_control(self._sleep, level)
+        change = await self._on_control(self._sleep, level, deep)
         if level == 2:
             key = await self._on_control(self._residency.drop_image)
             if key is not None:
@@ -366,17 +377,28 @@ class ModelWorker:
         self._compilation.close()
         self._grammars.close()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
-        last = [self._control.submit(work) for work in (self._engine.stop, self.memory.close_link)]
+        last = self._control.submit(self._stop)
         self._control.shutdown(wait=False)
-        # Not as futures of asyncio, which cancel what they stand for: should a thread that hangs come back, it
+        # Not as a future of asyncio, which cancels what it stands for: should a thread that hangs come back, it
         # stops the engine.
-        _, late = await asyncio.to_thread(wait, last, _CLOSE_TIMEOUT_S)
+        _, late = await asyncio.to_thread(wait, [last], _CLOSE_TIMEOUT_S)
         if late or self._control.has_hung:
             logger.error("the device does not answer; what it holds goes with the process")
             return
-        for each in last:
-            each.result()
-        self.is_stopped = True
+        self.is_stopped = last.result()
+
+    def _stop(self) -> bool:
+        """On the control thread; False if the device is out of reach."""
+        try:
+            self._residency.resume_process()
+        except Unavailable as exc:
+            logger.info("what a deep sleep keeps in host memory goes with the process: %s", exc)
+            return False
+        try:
+            self._engine.stop()
+        finally:
+            self.memory.close_link()
+        return True
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
@@ -446,9 +468,26 @@ class ModelWorker:
         told = EngineDied(f"generation failed: {type(error).__name__}")
         return msgspec.structs.replace(output, error=told)
 
-    def _sleep(self, level: int) -> MemoryChange:
+    def _sleep(self, level: int, deep: bool) -> MemoryChange:
         self._scoring.drop()
-        return self._residency.sleep(level)
+        deep = deep and self.memory.can_suspend
+        change = self._residency.sleep(2 if deep else level)  # no layer is kept in a deep one
+        if not deep or change.deep:
+            return change
+        # Who compiles uses the device, and would wait for the wake.
+        if not self._compilation.keep_off():
+            logger.info("not a deep sleep: layers are being compiled")
+            return change
+        if self._residency.suspend_process():
+            return replace(change, deep=True, left=self.memory.sleep_residue)
+        self._compilation.let_go_on()
+        return change
+
+    def _resume(self) -> bool:
+        resumed = self._residency.resume_process()
+        if resumed:
+            self._compilation.let_go_on()
+        return resumed
 
     def _is_busy(self) -> bool:
         stats = self._engine.stats()

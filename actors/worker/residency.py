@@ -120,8 +120,32 @@ class Residency:
         if report is not None and report is not before:
             self._restored(report)
 
+    def resume_process(self) -> bool:
+        """Before a wake; whether the process was suspended.
+
+        Raises:
+            DeviceMemoryShort: the device has not that much memory free; it is suspended as before.
+            DeviceMemoryError: the driver could not; the worker is of no use any more.
+        """
+        if not self._memory.suspended:
+            return False
+        with self._watchdog.map:
+            self._memory.resume()
+        return True
+
+    def suspend_process(self) -> bool:
+        """Behind a sleep that has unmapped everything; False if the driver refused.
+
+        Raises:
+            DeviceMemoryError: the worker is of no use any more.
+        """
+        with self._watchdog.unmap:
+            return self._memory.suspend()
+
     def sleep(self, level: int) -> MemoryChange:
         """Unmap what `level` unmaps. Running sequences start over with the next wake."""
+        if self._memory.suspended:
+            return MemoryChange(0, 0, 0, deep=True)
         awake = not self._engine.paused
         if awake:
             self._pause()
@@ -194,8 +218,8 @@ class Residency:
 
     def collect_cleared(self) -> None:
         """Have the device take back what it has cleared since a sleep."""
-        if not self._engine.paused:
-            return  # the wake has done it
+        if not self._engine.paused or self._memory.suspended:
+            return  # the wake has done it, or does
         try:
             with self._watchdog.collect:
                 self._memory.collect_cleared()
@@ -212,7 +236,7 @@ class Residency:
             self._engine.pause()
 
     def _trim(self) -> None:
-        if not self._engine.paused:
+        if not self._engine.paused or self._memory.suspended:
             return  # the next sleep does it
         try:
             with self._watchdog.unmap:

@@ -156,7 +156,7 @@ class WorkerService:
             case Wake():
                 return worker.wake()
             case Sleep():
-                return worker.sleep(task.level)
+                return worker.sleep(task.level, task.deep)
             case Settle():
                 return worker.settled()
             case FinishCompiling():

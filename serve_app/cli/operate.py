@@ -99,13 +99,16 @@ def sleep(
     hold: Annotated[
         bool, typer.Option("--hold", help="Until `sleepserve wake`; requests get 503.")
     ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also what its process has of the card besides.")
+    ] = False,
     url: Url = _LOCAL,
     timeout_s: TimeoutS = 600.0,
     as_json: AsJson = False,
     api_key: Key = None,
 ) -> None:
     """Put a model to sleep, and tell how it is then."""
-    form = {"model": model, "level": level, "mode": mode, "hold": hold}
+    form = {"model": model, "level": level, "mode": mode, "hold": hold, "deep": deep}
     _tell(_ask(url, "POST", "/sleep", api_key, timeout_s, form), as_json)
 
 

@@ -38,7 +38,7 @@ class Controls:
     # --- sleep and wake ---
 
     async def sleep(self, request: Request, form: SleepForm) -> Response:
-        command = SleepCommand(level=form.level, mode=form.mode, hold=form.hold)
+        command = SleepCommand(level=form.level, mode=form.mode, hold=form.hold, deep=form.deep)
         return await self._order(form.model, lambda model: model.sleep(command))
 
     async def wake_up(self, request: Request, form: WakeForm) -> Response:

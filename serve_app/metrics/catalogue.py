@@ -174,9 +174,9 @@ REQUEST_GENERATION_TOKENS = _histogram(
 SLEEPS = _counter(
     "sleepserve_sleeps_total",
     "Sleeps, by what asked for them and how deep they are. `room`: an idle model's, for another one; "
-    "`preempted`: a busy one's.",
+    "`preempted`: a busy one's. Who falls asleep deeper is counted once more.",
     cause=tuple(SleepCause),
-    level=("1", "2"),
+    level=("1", "2", "deep"),
 )
 SLEEP_SECONDS = _histogram(
     "sleepserve_sleep_seconds", "How long sleeps took, after the drain.", _WAKE
@@ -197,7 +197,7 @@ WAKE_SECONDS = _histogram(
 )
 WAKE_PHASE_SECONDS = _histogram(
     "sleepserve_wake_phase_seconds",
-    "Parts of wakes: `image` (got again after level 2), `map` (and copies begun), `copy` (the bytes on "
+    "Parts of wakes: `resume` (after a deep sleep), `image` (got again after level 2), `map` (and copies begun), `copy` (the bytes on "
     "the link), `check` (checksums). The last two run beside the first requests.",
     _WAKE,
     phase=tuple(WakePhase),

@@ -54,9 +54,14 @@ class Instruments(Observer):
             self._tally.observe(metrics.WAKE_SECONDS, seconds)
 
     def slept(
-        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+        self,
+        cause: SleepCause,
+        level: int,
+        deep: bool,
+        seconds: float,
+        released_bytes: int | None,
     ) -> None:
-        self._tally.add(metrics.SLEEPS, cause, str(level))
+        self._tally.add(metrics.SLEEPS, cause, "deep" if deep else str(level))
         self._tally.observe(metrics.SLEEP_SECONDS, seconds)
         # The resident set of a CPU's process, or a card that others use, may have grown meanwhile.
         self._tally.add(metrics.RELEASED_BYTES, by=max(0, released_bytes or 0))

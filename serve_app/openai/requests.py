@@ -338,6 +338,7 @@ class SleepForm(ModelQuery):
     level: int = Field(default=1, ge=1, le=2)
     mode: SleepMode = SleepMode.WAIT
     hold: bool = False
+    deep: bool = False
 
 
 _Tags = Annotated[list[str], Field(max_length=2)]

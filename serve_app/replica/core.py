@@ -268,6 +268,7 @@ class Replica:
             idle_timeout_from=timeout.source.value,
             schedule=self._schedule_status(),
             last_sleep=lifecycle.slept_why(),
+            deep=worker.state.suspended,
         )
 
     def _schedule_status(self) -> ScheduleStatus | None:

@@ -16,7 +16,7 @@ from actors.image.image import WeightImage
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.protocol import ChatPrompt, FinishReason, MessageForm
 from actors.replica.sleep_config import SleepConfig
-from actors.worker import cleared
+from actors.worker import cleared, model_memory
 from actors.worker.messages import Outputs
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
 
@@ -54,6 +54,26 @@ def test_greedy_equals_generate_alone_and_together(
     run(tiny_checkpoint, image, scenario)
 
 
+class SuspendedDriver(CpuDriver):
+    """Fails whoever calls it between `suspend` and `resume`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_suspended = False
+
+    def suspend(self) -> bool:
+        self.is_suspended = True
+        return True
+
+    def resume(self) -> None:
+        self.is_suspended = False
+
+    def __getattribute__(self, name: str) -> object:
+        if name in ("map", "unmap", "trim", "synchronize", "collect_cleared", "open_link"):
+            assert not super().__getattribute__("is_suspended"), name
+        return super().__getattribute__(name)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_tokens_and_addresses_survive_sleep(
     tiny_checkpoint: Path, image: WeightImage, level: int
@@ -73,6 +93,34 @@ def test_tokens_and_addresses_survive_sleep(
         assert h.asked == ["release", "reload"] * (3 if level == 2 else 0)
 
     run(tiny_checkpoint, image, scenario)
+
+
+def test_deep_sleeps_change_no_token_and_nobody_calls_the_device_meanwhile(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a card does: whoever calls it while the process is suspended waits for the wake."""
+    driver = SuspendedDriver()
+    monkeypatch.setattr(model_memory, "select_driver", lambda *_: driver)
+
+    async def scenario(h: Harness) -> None:
+        before = [await h.tokens(p) for p in PROMPTS]
+        for level in (1, 1, 2):
+            await h.runtime.sleep(1)
+            slept = await h.runtime.sleep(level, deep=True)
+            assert slept.deep
+            assert driver.is_suspended
+            await asyncio.sleep(0.3)  # the device's bookkeeping would be due
+            assert (await h.runtime.sleep(1, deep=True)).deep
+            device = await h.runtime.worker.read_device("node")
+            assert device.wake_bytes == h.runtime.worker.state.wake_bytes > 0
+            assert h.runtime.worker.state.suspended
+            await h.runtime.wake()
+            assert not driver.is_suspended
+            assert await asyncio.gather(*(h.tokens(p) for p in PROMPTS)) == before
+        assert h.asked == ["release", "reload"]
+        await h.runtime.sleep(1, deep=True)  # closed out of one, too
+
+    run(tiny_checkpoint, image, scenario, sleep=SleepConfig(keep_layers=2))
 
 
 def test_requests_frozen_by_a_sleep_go_on_after_the_wake(

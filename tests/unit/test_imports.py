@@ -49,7 +49,7 @@ def counted() -> object:
     for source in ImageSource:
         instruments.obtained(source)
     instruments.woke(WakeCause.START, WakeResult.OK, 1.0)
-    instruments.slept(SleepCause.IDLE, 1, 1.0, 5)
+    instruments.slept(SleepCause.IDLE, 1, False, 1.0, 5)
     instruments.wake_phase(WakePhase.MAP, 1.0)
     return instruments.snapshot("r", ReplicaState.AWAKE, {})
 

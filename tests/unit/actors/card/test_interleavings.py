@@ -54,6 +54,14 @@ class Interleavings(RuleBasedStateMachine):
     def sleep(self, model: int) -> None:
         self.world.idle_sleep(model)
 
+    @rule(model=MODELS)
+    def deepen(self, model: int) -> None:
+        self.world.deepen(model)
+
+    @rule(model=MODELS)
+    def refuse(self, model: int) -> None:
+        self.world.refuse(model)
+
     @rule()
     def read_up(self) -> None:
         self.world.deliver_up()
@@ -80,7 +88,7 @@ class Interleavings(RuleBasedStateMachine):
     @invariant()
     def no_byte_is_given_twice(self) -> None:
         world = self.world
-        assert sum(model.mapped for model in world.models) <= BUDGET
+        assert world._used() <= BUDGET
         if not world.lost_keepers:  # otherwise some went by the driver's word
             assert not world.short, "a grant that was not there"
             assert sum(model.mapped > 0 for model in world.models) <= MAX_AWAKE
@@ -92,6 +100,8 @@ class Interleavings(RuleBasedStateMachine):
             assert late_s <= 0 or self.world.now_s < self.world.gathers_until_s
 
     def teardown(self) -> None:
+        for model in self.world.models:
+            model.refuses = False
         everything_settles(self.world)
         everybody_is_served_in_turn(self.world)
 

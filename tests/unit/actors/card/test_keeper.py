@@ -69,7 +69,9 @@ class Tenant:
         self.busy = busy
         self.client.busy(busy)
 
-    async def _make_room(self, mode: SleepMode | None, reason: str, for_model: str) -> None:
+    async def _make_room(
+        self, mode: SleepMode | None, reason: str, for_model: str, deep: bool
+    ) -> None:
         self.orders.append((mode, reason))
         self.slept_for.append(for_model)
         if mode is None and self.busy:

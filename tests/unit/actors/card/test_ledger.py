@@ -147,6 +147,26 @@ def test_order_that_could_not_be_followed_goes_to_somebody_else() -> None:
     assert again.tenant == "b"
 
 
+def test_sleeper_that_cannot_sleep_deep_now_is_asked_again_later() -> None:
+    book = ledger("a", "b")
+    sleeper = Account(process_id=1, residue=5, can_deepen=True)
+    book.account("a", sleeper, 20.0)
+    wants(book, "b", 100)
+    order, _ = decide(book)
+    assert isinstance(order, Ordering)
+    assert order.evict.deep
+    refused = msgspec.structs.replace(sleeper, answered_order=order.number)
+    book.account("a", refused, 20.1)
+    (waiting,) = decide(book, 20.1)
+    assert isinstance(waiting, Waiting)
+    again, _ = decide(book, book.next_s)
+    assert isinstance(again, Ordering)
+    book.account(
+        "a", msgspec.structs.replace(refused, residue=0, answered_order=again.number), 20.9
+    )
+    assert decide(book, 20.9) == [Granting("b", 1, at_once=False)]
+
+
 def test_nobody_small_overtakes_who_waits_for_more() -> None:
     book = ledger("a", "b", "c")
     book.account("a", AWAKE, 20.0)

@@ -221,6 +221,75 @@ def test_who_moves_makes_no_room() -> None:
     assert evicted(plan(card(awake("a", 100, moving=True)), ask(waited_s=15), NOW_S)) == []
 
 
+# --- who sleeps deep ---
+
+
+def asleep(name: str, residue: int = 5, **fields: object) -> Tenant:
+    tenant = Tenant(name, name, Terms(), residue=residue * GIB, can_deepen=True)
+    return replace(tenant, **fields)  # type: ignore[arg-type]
+
+
+def test_sleepers_sleep_deep_where_no_idle_model_is_enough() -> None:
+    """To sleep deep takes twenty times as long as to sleep, and what is given back is small."""
+    full = card(awake("a", 60), awake("b", 30, busy=True), asleep("c"), asleep("d"))
+    assert evicted(plan(full, ask(60), NOW_S)) == ["a"]
+    outcome = plan(full, ask(65), NOW_S)
+    assert isinstance(outcome, Wait)
+    assert [(e.tenant, e.deep, e.cause) for e in outcome.evict] == [
+        ("a", False, Cause.IDLE),
+        ("c", True, Cause.ASLEEP),
+    ]
+
+
+def test_sleepers_sleep_deep_before_anybody_busy_sleeps() -> None:
+    full = card(awake("a", 90, busy=True), asleep("b"), asleep("c"))
+    assert evicted(plan(full, ask(10, waited_s=6), NOW_S)) == ["b", "c"]
+
+
+def test_who_falls_asleep_for_somebody_sleeps_deep_next_if_that_is_what_it_takes() -> None:
+    victim = awake("a", 95, residue=5 * GIB, can_deepen=True)
+    assert evicted(plan(card(victim), ask(100), NOW_S)) == ["a"]
+    fallen_asleep = asleep("a")
+    outcome = plan(card(fallen_asleep), ask(100), NOW_S)
+    assert isinstance(outcome, Wait)
+    assert [(e.tenant, e.deep) for e in outcome.evict] == [("a", True)]
+
+
+def test_kept_layers_go_with_a_deep_sleep() -> None:
+    sleeper = asleep("a", held=10 * GIB, kept=10 * GIB)
+    assert sleeper.frees == 15 * GIB
+    assert evicted(plan(card(sleeper), ask(100), NOW_S)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        {"can_deepen": False},
+        {"moving": True},
+        {"busy": True},
+        {"leaving": True},
+        {"spared_until_s": NOW_S + 1},
+    ],
+)
+def test_some_cannot_sleep_deep_now(why: dict[str, object]) -> None:
+    outcome = plan(card(awake("b", 80), asleep("a", 20, **why)), ask(100), NOW_S)
+    if why == {"can_deepen": False}:
+        assert isinstance(outcome, Refuse)
+    else:
+        assert "a" not in evicted(outcome)
+
+
+def test_deep_sleep_makes_no_place_among_those_that_may_be_awake() -> None:
+    full = card(awake("a", 1, busy=True), asleep("b"), max_awake=1)
+    assert evicted(plan(full, ask(1), NOW_S)) == []
+
+
+def test_what_only_deep_sleeps_leave_room_for_fits() -> None:
+    assert evicted(plan(card(*(asleep(str(i), 1) for i in range(9))), ask(92), NOW_S)) == ["0"]
+    pinned = awake("p", 10, residue=GIB, can_deepen=True, terms=Terms(pin=True))
+    assert isinstance(plan(card(pinned), ask(90), NOW_S), Refuse)
+
+
 # --- busy models ---
 
 

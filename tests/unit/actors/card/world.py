@@ -14,6 +14,14 @@ MAX_WAIT_S = 8.0
 SIZES = (20, 34, 33, 50, 51, 100)  # one byte too many for two of them, and for three
 MAX_AWAKE = 2
 PART = 7  # of a KV cache that grows
+RESIDUES = (
+    2,
+    2,
+    2,
+    0,
+    0,
+    0,
+)  # of their processes, unless they sleep deep; so the last one fits only then
 TERMS = (
     Terms(min_awake_s=0.5, max_wait_s=MAX_WAIT_S),
     Terms(min_awake_s=0.0, max_wait_s=MAX_WAIT_S, preempt=Preempt.FREEZE),
@@ -32,6 +40,9 @@ class Model:
     size: int
     terms: Terms
     state: str = "asleep"  # "asking", "waking", "awake", "draining", "dead"
+    residue: int = 0
+    deep: bool = False  # the residue is given back
+    refuses: bool = False  # a deep sleep
     mapped: int = 0
     in_flight: int = 0
     waiting: list[float] = field(default_factory=list)  # since when
@@ -55,16 +66,21 @@ class World:
         answered, refused: how long each request waited that got a worker, or a refusal.
         short: grants that the driver could not honour.
         grants, given_back: parts that came and went.
+        deepened: deep sleeps.
         lost_keepers: how many have died.
     """
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.models = [Model(f"m{i}", SIZES[i], TERMS[i]) for i in range(len(SIZES))]
+        self.models = [
+            Model(f"m{i}", *each) for i, each in enumerate(zip(SIZES, TERMS, strict=True))
+        ]
+        for model, residue in zip(self.models, RESIDUES, strict=True):
+            model.residue = residue
         self.answered: list[float] = []
         self.refused: list[float] = []
         self.short = 0
-        self.grants = self.given_back = 0
+        self.grants = self.given_back = self.deepened = 0
         self.lost_keepers = 0
         self.outbox: deque[tuple[int, Callable[[CardLedger], None]]] = deque()  # to which keeper
         self.keeper = 0  # which one there is
@@ -137,11 +153,25 @@ class World:
         if model.state == "awake" and not model.in_flight:
             self._sleep(model)
 
+    def deepen(self, index: int) -> None:
+        """A sleeper has slept for long."""
+        model = self.models[index]
+        if model.state == "asleep" and not (model.in_flight or model.waiting):
+            self._deepen(model)
+            self._tell(model)
+
+    def refuse(self, index: int) -> None:
+        """Its layers are being compiled, or no longer."""
+        self.models[index].refuses = not self.models[index].refuses
+
     def kill(self, index: int) -> None:
         """The worker's process, and its replica with it: the keeper sees the process end."""
         model = self.models[index]
         self.refused += [self.now_s - since_s for since_s in model.waiting]
-        self.models[index] = Model(model.name, model.size, model.terms, "dead")
+        # The next worker has its residue with its first wake, and not before there is room for both.
+        self.models[index] = Model(
+            model.name, model.size, model.terms, "dead", model.residue, deep=True
+        )
         self._up(lambda ledger: ledger.end(model.name) if model.name in ledger._tenants else None)
 
     def start_again(self, index: int) -> None:
@@ -249,7 +279,7 @@ class World:
             model.state = "asking"
         model.number += 1
         number, waited_s = model.number, model.terms.max_wait_s
-        size = PART if grows else model.size - model.mapped
+        size = PART if grows else model.size - model.mapped + model.deep * model.residue
         self._up(
             lambda ledger: (
                 ledger.ask(model.name, number, size, not grows, self.now_s, waited_s, grows)
@@ -260,14 +290,22 @@ class World:
 
     def _map(self, model: Model) -> bool:
         """The driver's word."""
-        if sum(m.mapped for m in self.models) + model.size > BUDGET:
+        if self._used() + model.size + model.deep * model.residue > BUDGET:
             return False
-        model.mapped, model.state = model.size, "waking"
+        model.mapped, model.state, model.deep = model.size, "waking", False
         self._tell(model)
         return True
 
+    def _used(self) -> int:
+        return sum(m.mapped + (not m.deep) * m.residue for m in self.models)
+
+    def _deepen(self, model: Model) -> None:
+        if not (model.deep or model.refuses):
+            model.deep = True
+            self.deepened += 1
+
     def _map_part(self, model: Model) -> None:
-        if sum(m.mapped for m in self.models) + PART > BUDGET:
+        if self._used() + PART > BUDGET:
             self.short += 1
             self._tell(model, short=True)
             return
@@ -301,7 +339,9 @@ class World:
 
     def _make_room(self, model: Model, order: Ordering) -> None:
         busy = model.in_flight or model.waiting
-        if model.state != "awake" or (order.evict.mode is None and busy):
+        if order.evict.deep and model.state == "asleep" and not busy:
+            self._deepen(model)
+        if order.evict.deep or model.state != "awake" or (order.evict.mode is None and busy):
             model.answered = order.number
             self._tell(model)
             return
@@ -318,6 +358,8 @@ class World:
             process_id=1,
             held=model.mapped,
             kept=0,
+            residue=0 if model.deep else model.residue,
+            can_deepen=True,
             awake=model.state in ("waking", "awake", "draining"),
             busy=bool(model.in_flight),
             moving=model.state == "waking",
@@ -334,7 +376,7 @@ class World:
 
     def _tell(self, model: Model, short: bool = False) -> None:
         account, since_s = self._account(model, short), self.now_s
-        free = BUDGET - sum(m.mapped for m in self.models)
+        free = BUDGET - self._used()
 
         def tell(ledger: CardLedger) -> None:
             if model.name not in ledger._tenants:

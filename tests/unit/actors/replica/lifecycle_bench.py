@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from actors.errors import (
@@ -27,7 +28,12 @@ class Causes(Observer):
         self.causes: list[SleepCause] = []
 
     def slept(
-        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+        self,
+        cause: SleepCause,
+        level: int,
+        deep: bool,
+        seconds: float,
+        released_bytes: int | None,
     ) -> None:
         self.causes.append(cause)
 
@@ -42,6 +48,7 @@ class GatedEffects:
         at_end: called by an effect that is about to end.
         restart_gate: how long the next worker takes to start.
         restart_failure: why none does.
+        can_deepen: whether a sleep gets deep.
     """
 
     def __init__(self) -> None:
@@ -54,6 +61,7 @@ class GatedEffects:
         self.restart_gate = opened()
         self.restart_failure: Exception | None = None
         self.change = NOTHING
+        self.can_deepen = True
         self.on_abort: Callable[[], None] = lambda: None
         self.ended_with: list[Exception] = []
         self.has_ended = asyncio.Event()
@@ -70,8 +78,9 @@ class GatedEffects:
     def has_requests(self, busy: bool) -> None:
         self.told_busy.append(busy)
 
-    async def sleep(self, level: int) -> MemoryChange:
-        return await self._act(f"sleep {level}")
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
+        change = await self._act(f"sleep {level}{' deep' if deep else ''}")
+        return replace(change, deep=deep and self.can_deepen)
 
     def abort_in_flight(self) -> None:
         self.calls.append("abort")

@@ -248,3 +248,31 @@ def test_first_and_last_request_are_told() -> None:
         assert effects.told_busy == [True, False]
 
     run(scenario)
+
+
+def test_sleeper_that_is_asked_to_sleeps_deep() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        await bench.lifecycle.make_room(None, "room", deep=True)
+        assert bench.effects.calls == [], "it has woken since"
+        await bench.lifecycle.sleep(SleepCommand())
+        await bench.lifecycle.make_room(None, "room", deep=True)
+        await bench.lifecycle.make_room(None, "room", deep=True)
+        assert bench.effects.calls == ["sleep 1", "sleep 1 deep"]
+
+    run(scenario)
+
+
+def test_sleeper_that_is_wanted_again_stays_whole() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        await bench.lifecycle.make_room(None, "room", deep=True)
+        assert bench.effects.calls == ["sleep 1"]
+        ends.set()
+        await request
+
+    run(scenario)

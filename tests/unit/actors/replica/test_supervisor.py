@@ -49,7 +49,7 @@ class Runtime:
         self._log.append(f"wake {self.number}")
         return MemoryChange(0, self.number, 0)
 
-    async def sleep(self, level: int) -> MemoryChange:
+    async def sleep(self, level: int, deep: bool) -> MemoryChange:
         self._log.append(f"sleep {self.number} {level}")
         return MemoryChange(self.number, 0, 0)
 

@@ -162,7 +162,7 @@ def waiters(client: WorkerClient) -> list[asyncio.Future[Any]]:
 def test_calls_are_answered_in_whatever_order() -> None:
     device = DeviceNow("GPU-1", "card", 100, 60, 40)
     tasks = [Wake(), Sleep(1), Settle(), FinishCompiling(), Score((1, 2), 3), ReadDevice("node")]
-    answers = [Woke(CHANGE, None, 0.5), CHANGE, None, None, [None], device]
+    answers = [Woke(CHANGE, None, None, 0.5), CHANGE, None, None, [None], device]
 
     async def scenario(peer: Peer) -> None:
         calls = waiters(peer.client)
@@ -214,7 +214,7 @@ def test_cancelled_call_is_abandoned_and_its_late_answer_is_nobody_s() -> None:
             await call
         await until(lambda: len(peer.received) == 3)
         assert peer.received[2] == Abandon(0)
-        peer.answer(0, Woke(CHANGE, None, 0.5))
+        peer.answer(0, Woke(CHANGE, None, None, 0.5))
         peer.answer(1, None)
         assert await other is None
         assert peer.client._calls == {}
@@ -226,7 +226,7 @@ def test_cancelled_call_is_abandoned_and_its_late_answer_is_nobody_s() -> None:
 def test_call_that_is_cancelled_as_its_answer_comes_is_cancelled() -> None:
     async def scenario(peer: Peer) -> None:
         call = await peer.called(peer.client.wake())
-        peer.answer(0, Woke(CHANGE, None, 0.5))
+        peer.answer(0, Woke(CHANGE, None, None, 0.5))
         await until(lambda: peer.client._calls[0].done())
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -13,7 +13,7 @@ from actors.image.image import WeightImage
 from actors.image.layout import Layout, Segment
 from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
-from actors.memory.cpu import CpuDriver
+from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.driver import DeviceMemory, HostLink
 from actors.protocol import MemoryLeft
 from actors.worker import model_memory
@@ -95,24 +95,53 @@ class CountingDriver(CpuDriver):
         self.mapped = 0
         self.own_is_told = True
         self.room = 10**12
+        self.is_suspended = False
+        self.refuses = False
+
+    def suspend(self) -> bool:
+        self.is_suspended = not self.refuses
+        return self.is_suspended
+
+    def resume(self) -> None:
+        assert self.is_suspended
+        self.is_suspended = False
+
+    def synchronize(self) -> None:
+        self._check_there()
+
+    def open_link(self, buffers: Sequence[memoryview]) -> CpuLink:
+        self._check_there()
+        return super().open_link(buffers)
+
+    def _check_there(self) -> None:
+        assert not self.is_suspended, "it would block until somebody resumes it"
 
     def map(self, address: int, size: int) -> None:
+        self._check_there()
         if self.mapped + size > self.room:
             raise DeviceMemoryShort("out of memory")
         self.mapped += size
 
     def unmap(self, address: int, size: int) -> None:
+        self._check_there()
         super().unmap(address, size)
         self.mapped -= size
+
+    def collect_cleared(self) -> None:
+        self._check_there()
 
     def make_pool(self) -> CountingPool:  # type: ignore[override]
         self.pool = CountingPool(self)
         return self.pool
 
     def trim(self) -> None:
+        self._check_there()
         self.cached = 0
 
     def memory(self) -> DeviceMemory:
+        if self.is_suspended:
+            free = min(self.room, 10**12) - NEIGHBOURS_BYTES
+            return DeviceMemory(10**12, free, 10**12 - free, 0, 0 if self.own_is_told else None, 0)
         reserved = self.beside.torch_reserved + self.cached
         own = CONTEXT_BYTES + self.beside.not_of_torch + reserved + self.mapped
         reserved += self.pool.size  # mapped or not
@@ -358,4 +387,77 @@ def test_image_of_other_weights_is_refused(bench: Bench) -> None:
         bench.memory.take_image(WeightImage(other, bench.image.segments, "disk"))
     assert bench.memory.drop_image() is None
     bench.memory.take_image(bench.image)
+    bench.wake()
+
+
+# --- suspended ---
+
+
+def test_deep_sleep_leaves_nothing_and_wakes_as_it_was(bench: Bench) -> None:
+    bench.wake()
+    bench.memory.unmap(2)
+    asleep, residue = bench.memory.last_reading, bench.memory.residue_bytes
+    to_wake = bench.memory.wake_bytes
+    assert bench.memory.suspend()
+    assert bench.memory.suspended
+    assert bench.memory.residue_bytes == 0
+    assert bench.memory.sleep_residue == MemoryLeft(0, 0, 0, 0, 0)
+    assert bench.memory.last_reading.held == 0 < asleep.held
+    assert bench.memory.wake_bytes == to_wake + residue
+    bench.memory.device_now("node")  # asks nobody who would block
+    bench.memory.resume()
+    assert not bench.memory.suspended
+    assert (bench.memory.residue_bytes, bench.memory.wake_bytes) == (residue, to_wake)
+    bench.wake()
+    assert bench.memory.unmap(1).left is not None
+
+
+def test_pages_are_pinned_again_by_the_wake_behind_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    close = CpuLink.close
+
+    def closed(link: CpuLink) -> None:
+        assert not bench.driver.is_suspended
+        told.append("closed")
+        close(link)
+
+    monkeypatch.setattr(CpuLink, "close", closed)
+    bench.wake()
+    bench.memory.unmap(2)
+    bench.memory.suspend()
+    assert told == ["closed"]
+    bench.memory.resume()
+    bench.wake()
+    assert bench.memory._link is not None
+
+
+def test_driver_that_refuses_leaves_an_ordinary_sleep(bench: Bench) -> None:
+    bench.wake()
+    bench.memory.unmap(2)
+    before = bench.memory.sleep_residue
+    bench.driver.refuses = True
+    assert not bench.memory.suspend()
+    assert not bench.memory.suspended
+    assert bench.memory.sleep_residue == before
+    bench.wake()
+
+
+def test_nothing_comes_back_where_the_wake_behind_it_has_no_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver whose restore finds no room may never restore that process."""
+    bench.wake()
+    bench.memory.unmap(2)
+    bench.memory.residue_bytes = 3 * KIB  # a CPU has none
+    bench.memory.suspend()
+    bench.driver.room = NEIGHBOURS_BYTES + bench.memory.wake_bytes - 1
+    with pytest.raises(DeviceMemoryShort, match="do not fit"):
+        bench.memory.resume()
+    assert bench.driver.is_suspended
+    assert bench.memory.suspended
+    bench.driver.room += 1
+    bench.memory.resume()
+    bench.driver.room = 10**12
     bench.wake()

@@ -269,7 +269,12 @@ class Told(Observer):
         self.told.append((cause, result))
 
     def slept(
-        self, cause: SleepCause, level: int, seconds: float, released_bytes: int | None
+        self,
+        cause: SleepCause,
+        level: int,
+        deep: bool,
+        seconds: float,
+        released_bytes: int | None,
     ) -> None:
         self.told.append((cause, level, released_bytes))
 
@@ -288,7 +293,7 @@ class Effects:
             raise self.failure
         return MemoryChange(0, 0, 0)
 
-    async def sleep(self, level: int) -> MemoryChange:
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
         return MemoryChange(0, 0, 0, released_bytes=5)
 
     def give_up_waiting(self, reason: str) -> None:
