@@ -290,7 +290,7 @@ def test_schedule_is_read_as_it_was_written(folder: Path) -> None:
             "num_replicas: not together with autoscaling",
         ),
         (
-            MODEL + "engine: {device: cuda}",
+            MODEL + "engine: {device: cuda}\nnum_gpus: 0",
             "num_gpus: 0, but engine.device is cuda; set num_gpus: 1",
         ),
         (

@@ -59,7 +59,9 @@ class Controller:
 
     def deploy(self, **settings: Any) -> None:
         """Once more with other settings: what `serve deploy` comes to."""
-        config = serves_autoscaling(AutoscalingConfig(**(AT_ONCE | settings)), ScheduleConfig())
+        config = serves_autoscaling(
+            AutoscalingConfig(**(AT_ONCE | settings)), ScheduleConfig(), {"CPU": 1.0}
+        )
         info = DeploymentInfo(
             deployment_config=DeploymentConfig.from_default(autoscaling_config=config),
             replica_config=None,  # type: ignore[arg-type]  # not looked at
@@ -229,14 +231,14 @@ def test_hours_of_being_awake_do_not_overrule_the_most_that_serve_allows() -> No
 
 def test_schedule_reaches_the_policy() -> None:
     schedule = ScheduleConfig.model_validate({"awake": [{"cron": "0 8 * * *", "duration": "10h"}]})
-    told = serves_autoscaling(AutoscalingConfig(), schedule).policy.policy_kwargs["schedule"]
+    told = serves_autoscaling(AutoscalingConfig(), schedule, {}).policy.policy_kwargs["schedule"]
     assert ScheduleConfig.model_validate(told) == schedule
 
 
 def test_delays_are_ours_alone() -> None:
     """Serve would count its delays from our decision on, after ours have passed."""
     config = serves_autoscaling(
-        AutoscalingConfig(upscale_delay_s=7, downscale_delay_s=7), ScheduleConfig()
+        AutoscalingConfig(upscale_delay_s=7, downscale_delay_s=7), ScheduleConfig(), {}
     )
     assert config.upscale_delay_s == 0
     assert config.downscale_delay_s == 0
@@ -330,7 +332,7 @@ def test_decisions_are_logged_and_counted_when_they_change(
 
 def test_controller_that_cannot_import_us_keeps_the_number(tmp_path: Path) -> None:
     """Serve sends the class by value, and calls it in a process of its own."""
-    policy = serves_autoscaling(AutoscalingConfig(), ScheduleConfig()).policy
+    policy = serves_autoscaling(AutoscalingConfig(), ScheduleConfig(), {}).policy
     file = tmp_path / "policy"
     file.write_bytes(policy.get_serialized_policy_def() or b"")
     code = f"""
