@@ -191,24 +191,27 @@ class CardTable:
         self._told_s: dict[str, float] = {}  # likewise: its newest report
 
     def update(
-        self, model: str, reports: Mapping[CardReport, float], can_grow: bool, oldest_s: float
+        self,
+        model: str,
+        told: Sequence[tuple[float, CardReport]],
+        can_grow: bool,
+        oldest_s: float,
     ) -> None:
         """Take in what a model's replicas have told.
 
         Args:
-            reports: with the time of each, in seconds.
+            told: when, in seconds, and what.
             can_grow: it may have another replica.
             oldest_s: what was told before that is forgotten.
         """
-        for report, at_s in reports.items():
+        shares: dict[float, float] = {}
+        for at_s, report in told:
             before_s, _ = self._cards.get(report.card, (at_s, report))
             if at_s >= before_s:
                 self._cards[report.card] = at_s, report
-        shares: dict[float, float] = {}
-        for report in reports:
             shares[report.card] = shares.get(report.card, 0.0) + report.own_swap_share
         self._shares[model], self._can_grow[model] = shares, can_grow
-        self._told_s[model] = max(reports.values(), default=-math.inf)
+        self._told_s[model] = max((at_s for at_s, _ in told), default=-math.inf)
         self._cards = {key: each for key, each in self._cards.items() if each[0] >= oldest_s}
         for gone in [name for name, at_s in self._told_s.items() if at_s < oldest_s]:
             del self._shares[gone], self._can_grow[gone], self._told_s[gone]

@@ -106,7 +106,7 @@ class SleepAwarePolicy:
         model = str(ctx.deployment_id)
         TABLE.update(
             model,
-            {r.card: fleet.now_s - r.age_s for r in told if r.card},
+            [(fleet.now_s - r.age_s, r.card) for r in told if r.card],
             can_grow=fleet.target < config.max_replicas,
             oldest_s=fleet.now_s - config.look_back_period_s,
         )
