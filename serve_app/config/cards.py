@@ -23,7 +23,7 @@ def notes_on_cards(models: Sequence[ModelConfig], card: CardConfig, devices: int
         f"{name} has num_gpus: {share:g}, so Ray places no other model on its card, which card.memory_budget is to "
         "share; leave num_gpus out, or write a share"
         for name, share in shares.items()
-        if share + min(each for other, each in shares.items() if other != name) > 1
+        if share > 0.5 and share + min(each for other, each in shares.items() if other != name) > 1
     ]
     replicas = sum(model.most_replicas for model in models if model.gpus(card))
     if devices > 1 and not notes and replicas * max(shares.values()) <= 1:
