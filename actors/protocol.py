@@ -22,6 +22,14 @@ class ReplicaState(StrEnum):
     RESTARTING = "restarting"  # its worker failed; another one is being started
 
 
+class CardRoom(StrEnum):
+    """What the wake of a replica would find on the card that it shares."""
+
+    FREE = "free"  # room, or nobody keeps account of the card
+    EVICT = "evict"  # others have to make room first
+    QUEUE = "queue"  # others wait already, or it waits itself
+
+
 class SleepMode(StrEnum):
     """What a sleep does with the requests in flight; the words are vLLM's."""
 

@@ -5,6 +5,7 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -156,11 +157,16 @@ def build_app(args: AppArgs) -> Application:
 
 
 def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
-    scaling = model.scaling
+    scaling, gpus = model.scaling, model.gpus(card)
+    of_processes = bundles(model.num_cpus, gpus)  # the replica itself, and its worker
+    needs = {
+        resource: sum(each.get(resource, 0.0) for each in of_processes)
+        for resource in sorted({resource for each in of_processes for resource in each})
+    }
     number: dict[str, Any] = (
         {"num_replicas": model.num_replicas}
         if scaling is None
-        else {"autoscaling_config": serves_autoscaling(scaling, model.sleep.schedule)}
+        else {"autoscaling_config": serves_autoscaling(scaling, model.sleep.schedule, needs)}
     )
     # The policy keeps as many replicas as requests need at this target, so the router keeps no more busy.
     packed = 0.0 if scaling is None else scaling.target_ongoing_requests
@@ -177,10 +183,9 @@ def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
         name=_deployment_name(model.model_id),
         max_ongoing_requests=model.max_ongoing_requests + CONTROL_ROOM,
         max_queued_requests=model.max_queued_requests,
-        # The replica itself, and its worker; see there for who takes what.
-        placement_group_bundles=bundles(model.num_cpus, model.num_gpus),
+        placement_group_bundles=of_processes,
         placement_group_strategy="STRICT_PACK",
-        ray_actor_options=_of_replica(model),
+        ray_actor_options=_of_replica(gpus),
         request_router_config=RequestRouterConfig(**router),
         **number,
         **_LIFE,
@@ -193,17 +198,21 @@ def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
     return _versioned(_bind(options(ModelReplica), model, card), contents)
 
 
-def _of_replica(model: ModelConfig) -> dict[str, Any]:
+def _of_replica(gpus: float) -> dict[str, Any]:
     """Processes wait for replicas that have a card; without one, they would take the cores that serve."""
     options: dict[str, Any] = {"num_cpus": 0}
-    return options | ({"runtime_env": environment_of_replicas()} if model.num_gpus else {})
+    return options | ({"runtime_env": environment_of_replicas()} if gpus else {})
 
 
 def serves_autoscaling(
     config: AutoscalingConfig,
     schedule: ScheduleConfig,
+    needs: Mapping[str, float],
 ) -> ServesAutoscaling:
     """Serve's settings around our policy.
+
+    Args:
+        needs: what Ray sets aside for a replica and its worker, by resource.
 
     Serve delays and scales what a policy says (`_apply_default_params` in
     ray/serve/autoscaling_policy.py, 2.60). Ours has its own delays, so Serve's are 0.
@@ -226,6 +235,7 @@ def serves_autoscaling(
                 policy_kwargs={
                     "settings": config.model_dump(),
                     "schedule": schedule.model_dump(mode="json"),
+                    "needs": dict(needs),
                 },
             ),
         )

@@ -23,6 +23,7 @@ from actors.card.messages import (
     MakeRoom,
     Refused,
     Seen,
+    Sight,
     ToKeeper,
     Waits,
     Want,
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 # A keeper that takes another's place grants nothing for so long: tenants that have not come back yet have memory.
 GATHER_S = 0.5
 _DRIFT_TOLD = 256 * 2**20  # bytes
+# Behind a change, until tenants are told how the card is: what routers and policies hear is older than that anyway.
+_SIGHT_AFTER_S = 0.1
 
 
 class _Member:
@@ -46,6 +49,7 @@ class _Member:
         self.card = ""  # "": it has not joined
         self.total = 0
         self.process_id = 0
+        self.sight: Sight | None = None  # that it was told last
 
 
 class CardKeeper:
@@ -57,6 +61,7 @@ class CardKeeper:
         self._ledgers: dict[str, CardLedger] = {}
         self._members: dict[str, _Member] = {}  # by tenant
         self._timers: dict[str, asyncio.TimerHandle] = {}  # by card
+        self._sights: dict[str, asyncio.TimerHandle] = {}  # by card: about to be told
         self._gathers_until_s: float | None = None
         self._pidfds: dict[str, int] = {}  # of those whose process is about to end
 
@@ -74,7 +79,7 @@ class CardKeeper:
 
     def close(self) -> None:
         """Forget everything. Tenants look for the next one."""
-        for timer in self._timers.values():
+        for timer in (*self._timers.values(), *self._sights.values()):
             timer.cancel()
         for name in list(self._pidfds):
             self._forget_process(name)
@@ -134,7 +139,7 @@ class CardKeeper:
         before, self._members[join.tenant] = self._members.get(join.tenant), member
         if before is not None:
             before.connection.close()
-        ledger.join(join.tenant, join.model, join.terms, join.account, now_s)
+        ledger.join(join.tenant, join.model, join.terms, join.account, now_s, join.gpus)
         logger.info("%s of %s joins %s", join.tenant, join.model, join.card)
 
     def _lost(self, member: _Member) -> None:
@@ -212,3 +217,15 @@ class CardKeeper:
             # A hair later, so that it is the time by then.
             delay_s = max(0.0, ledger.next_s - now_s) + 1e-3
             self._timers[card] = loop.call_later(delay_s, self._decide, card)
+        if card not in self._sights:
+            self._sights[card] = loop.call_later(_SIGHT_AFTER_S, self._tell_sights, card)
+
+    def _tell_sights(self, card: str) -> None:
+        """Tell the tenants of a card how it is, if it is not what they were told last."""
+        del self._sights[card]
+        for member in self._members.values():
+            if member.card == card:
+                sight = self._ledgers[card].sight(member.name)
+                if sight != member.sight:
+                    member.sight = sight
+                    member.connection.send(sight)

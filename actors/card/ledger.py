@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from actors.card.config import Terms
-from actors.card.messages import Account
+from actors.card.messages import Account, Sight
 from actors.card.plan import (
     Ask,
     Card,
@@ -87,12 +87,27 @@ class CardLedger:
         self._last_wait_s = 0.0  # how long the last one waited that got something
         self._seen: tuple[object, ...] = ()  # what `status` told last
         self._seen_s = 0.0  # since when it tells that
+        self._evicted_for: set[tuple[str, int]] = set()  # asks that others were told to sleep for
+        self._swaps = 0
+        self._swap_s = 0.0  # that these took
+        self._swap_s_of: dict[str, float] = {}  # by the tenant that woke
+        self._swap_costs_s: dict[str, float] = {}  # by tenant: what one took, by its own account
+        self._gpus: dict[str, float] = {}  # by tenant, as Ray counts them
         self.next_s = math.inf
 
     # --- what is told ---
 
-    def join(self, name: str, model: str, terms: Terms, account: Account, now_s: float) -> None:
+    def join(
+        self,
+        name: str,
+        model: str,
+        terms: Terms,
+        account: Account,
+        now_s: float,
+        gpus: float = 0.0,
+    ) -> None:
         """A tenant begins, or comes back."""
+        self._gpus[name] = gpus
         self.forget_asks(name)
         self._granted.pop(name, None)
         self._orders.pop(name, None)
@@ -103,6 +118,7 @@ class CardLedger:
     def account(self, name: str, account: Account, now_s: float) -> None:
         """What a tenant says of itself."""
         before = self._tenants[name]
+        self._swap_costs_s[name] = account.swap_s
         ask = self._granted.get(name)
         if ask is not None and account.read_ask >= ask.number:
             del self._granted[name]
@@ -148,7 +164,11 @@ class CardLedger:
     def end(self, name: str) -> None:
         """Nothing is left of a tenant."""
         self.forget_asks(name)
-        for book in (self._tenants, self._granted, self._orders, self._targets):
+        books: tuple[dict[str, Any], ...] = (
+            *(self._tenants, self._granted, self._orders, self._targets),
+            *(self._swap_s_of, self._swap_costs_s, self._gpus),
+        )
+        for book in books:
             book.pop(name, None)
 
     def ask(
@@ -169,6 +189,7 @@ class CardLedger:
         """Nobody wants that any more; of no effect on what has been granted."""
         self._asks.pop((name, number), None)
         self._waits.pop((name, number), None)
+        self._evicted_for.discard((name, number))
 
     def forget_asks(self, name: str) -> None:
         for tenant, number in [key for key in self._asks if key[0] == name]:
@@ -215,6 +236,8 @@ class CardLedger:
                 at_once = key not in self._waits
                 if not ask.grows:
                     self._last_wait_s = now_s - ask.asked_s
+                if key in self._evicted_for:
+                    self._count_swap(ask.tenant)
                 self._take(ask)
                 yield Granting(*key, at_once)
             elif isinstance(outcome, Refuse):
@@ -236,7 +259,16 @@ class CardLedger:
         self._tenants[ask.tenant] = after
         self.withdraw(ask.tenant, ask.number)
 
+    def _count_swap(self, name: str) -> None:
+        """Somebody wakes where others had to sleep: by its own account, how long that keeps the card."""
+        cost_s = self._swap_costs_s[name]
+        self._swaps += 1
+        self._swap_s += cost_s
+        self._swap_s_of[name] = self._swap_s_of.get(name, 0.0) + cost_s
+
     def _wait(self, ask: Ask, wait: Wait, now_s: float) -> Iterator[Decision]:
+        if wait.evict:
+            self._evicted_for.add((ask.tenant, ask.number))
         for evict in wait.evict:
             self._last_order += 1
             self._orders[evict.tenant] = self._last_order
@@ -265,6 +297,20 @@ class CardLedger:
         """When the queue may have moved on: as long as the last one waited, once for each who waits."""
         longest_s = max((now_s - ask.asked_s for ask in self._asks.values()), default=0.0)
         return max(_LEAST_RETRY_S, self._last_wait_s * (len(self._asks) + 1), longest_s)
+
+    def sight(self, name: str) -> Sight:
+        """For a tenant's router and policy."""
+        card = self.card()
+        wakes = [ask for ask in self._asks.values() if not ask.grows]
+        slots = card.free_slots - sum(not card.tenant(ask.tenant).awake for ask in wakes)
+        return Sight(
+            free=max(0, card.free - sum(ask.size for ask in wakes)) if slots > 0 else 0,
+            waiting=len(wakes),
+            gpus=sum(self._gpus.values()),
+            swaps=self._swaps,
+            swap_s=self._swap_s,
+            own_swap_s=self._swap_s_of.get(name, 0.0),
+        )
 
     def status(self, card_id: str, total: int, now_s: float) -> CardStatus:
         """For people; `total` bytes are the card's."""

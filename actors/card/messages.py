@@ -40,6 +40,7 @@ class Account(msgspec.Struct, frozen=True, array_like=True):
     kv_most: int = 0  # that it may come to have
     grown: int = 0  # of `kv`, what it has beside what it woke with
     spare: int = 0  # of `grown`, what nobody uses now: it can go back while the model is awake
+    swap_s: float = 0.0  # that its last sleep and its last wake took, together
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -54,6 +55,7 @@ class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
     terms: Terms
     account: Account
     again: bool  # it had a keeper before, and so may others
+    gpus: float = 0.0  # that Ray has set aside for it
 
 
 class Changed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -126,4 +128,20 @@ class Seen(msgspec.Struct, frozen=True, tag=True, array_like=True):
     card: CardStatus
 
 
-ToTenant: TypeAlias = Granted | Refused | Waits | MakeRoom | GiveBack | Seen
+class Sight(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """How the card is, for the router and the policy; told when it has changed, ten times a second at most.
+
+    A swap is a wake that others had to sleep for. Swaps are counted since the keeper began.
+    """
+
+    free: int = (
+        0  # bytes for a wake, beside what is claimed already; 0 where no more models may be awake
+    )
+    waiting: int = 0  # wakes that wait
+    gpus: float = 0.0  # that Ray has set aside for all tenants
+    swaps: int = 0
+    swap_s: float = 0.0  # that they took
+    own_swap_s: float = 0.0  # of that, those of this tenant's wakes
+
+
+ToTenant: TypeAlias = Granted | Refused | Waits | MakeRoom | GiveBack | Seen | Sight

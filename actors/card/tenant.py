@@ -21,6 +21,7 @@ from actors.card.messages import (
     MakeRoom,
     Refused,
     Seen,
+    Sight,
     ToTenant,
     Waits,
     Want,
@@ -28,7 +29,7 @@ from actors.card.messages import (
 )
 from actors.errors import NeverFits, NoRoom, Unavailable
 from actors.observer import GrantOutcome, GrowthOutcome, Observer
-from actors.protocol import CardStatus, SleepMode
+from actors.protocol import CardRoom, CardStatus, SleepMode
 from actors.worker.connection import Connection
 from actors.worker.watchdog import ROOM_LIMIT_S
 
@@ -73,6 +74,7 @@ class CardClient:
             sleeps, or cannot.
         give_back: called with bytes of KV cache that a neighbour waits for; returns when they went, as far as
             nobody uses them.
+        sight: how the card was a moment ago; None: no keeper has said.
     """
 
     def __init__(
@@ -84,18 +86,22 @@ class CardClient:
         connect: Connect,
         observer: Observer,
         now: Callable[[], float] = time.monotonic,
+        gpus: float = 0.0,
     ) -> None:
         """Make one that is on no card yet; `place` comes next.
 
         Args:
             name: the replica's, unique.
             max_awake: models on one card.
+            gpus: that Ray has set aside for the worker.
         """
+        self.sight: Sight | None = None
         self.make_room: Callable[[SleepMode | None, str, str, bool], Awaitable[None]] = _nobody
         self.give_back: Callable[[int], Awaitable[None]] = _nothing
         self._name = name
         self._model = model
         self._max_awake = max_awake
+        self._gpus = gpus
         self._sharing = sharing
         self._connect = connect
         self._observer = observer
@@ -145,6 +151,28 @@ class CardClient:
             Unavailable: withdrawn.
         """
         return await self._acquire(size, waits, self._sharing.max_wait_s)
+
+    def room(self, size: int) -> tuple[CardRoom, int]:
+        """What a wake of that size would find, and behind how many others it would wait.
+
+        As far as the keeper has said, which decides when it is asked.
+        """
+        if self._account.awake or self.sight is None:
+            return CardRoom.FREE, 0
+        if self._wants or self.sight.waiting:
+            return CardRoom.QUEUE, self.sight.waiting
+        return (CardRoom.FREE if size <= self.sight.free else CardRoom.EVICT), 0
+
+    @property
+    def card_id(self) -> str:
+        """Of the card that the worker is on; "" before there was one."""
+        return "" if self._card is None else self._card.id
+
+    @property
+    def woken_with(self) -> int:
+        """Bytes that the wake took, of who is awake."""
+        account = self._account
+        return max(0, account.held - account.kept - account.grown) if account.awake else 0
 
     async def until_there_is_a_keeper(self) -> bool:
         """Wait for as long as for room; whether there is one."""
@@ -197,6 +225,7 @@ class CardClient:
         device_free: int | None = None,
         short: bool = False,
         kv: KvNow = KvNow(),
+        swap_s: float = 0.0,
     ) -> None:
         """It is awake, or asleep; see Account."""
         if awake != self._account.awake or self._account.moving:
@@ -214,6 +243,7 @@ class CardClient:
             reached=reached,
             device_free=device_free,
             short=short,
+            swap_s=swap_s,
             **_fields_of(kv),
         )
 
@@ -371,7 +401,7 @@ class CardClient:
             self._disconnected()
 
     def _disconnected(self) -> None:
-        self._connection = None
+        self._connection = self.sight = None
         self._connected.clear()
         for want in self._wants.values():
             if not want.done():
@@ -396,6 +426,7 @@ class CardClient:
             Terms.of(self._sharing),
             self._timed(),
             again,
+            self._gpus,
         )
 
     def _receive(self, message: ToTenant) -> None:
@@ -417,6 +448,8 @@ class CardClient:
                     look = self._looks.pop(0)
                     if not look.done():
                         look.set_result(message.card)
+            case Sight():
+                self.sight = message
             case _:
                 assert_never(message)
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from actors.card.tenant import CardClient, KvNow
@@ -33,12 +35,20 @@ class OnCard:
     While the model is awake its KV cache grows and gives back parts, one change at a time and none beside a sleep.
     """
 
-    def __init__(self, workers: Workers, card: CardClient, is_pinned: bool) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        card: CardClient,
+        is_pinned: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Around others.
 
         Args:
             is_pinned: its first wake waits for room.
         """
+        self._now = now
+        self._wake_s = self._sleep_s = 0.0  # that the last one took
         self._workers = workers
         self._card = card
         self._is_pinned = is_pinned
@@ -67,6 +77,7 @@ class OnCard:
         asked_twice = False
         while True:
             by_grant = await self._card.wake(self.runtime.worker.state.wake_bytes, waits)
+            granted_s = self._now()
             try:
                 change = await self._workers.wake(cause)
             except DeviceMemoryShort:
@@ -81,6 +92,7 @@ class OnCard:
                 raise
             else:
                 break
+        self._wake_s = self._now() - granted_s
         worker = self.runtime.worker
         self._card.settled(
             held=self._held,
@@ -90,6 +102,7 @@ class OnCard:
             awake=True,
             reached=cause is not WakeCause.REQUEST,
             kv=self._kv,
+            swap_s=self._swap_s,
         )
         self._is_awake = True
         return change
@@ -104,7 +117,9 @@ class OnCard:
     async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
         """See Effects."""
         await self._end_resizing()
+        began_s = self._now()
         change = await self._workers.sleep(level, deep)
+        self._sleep_s = self._now() - began_s
         self._tell_asleep(self.runtime.worker.state.device_free)
         return change
 
@@ -183,6 +198,12 @@ class OnCard:
             self._card.resized(self._held, self._kv, device_free, short=device_free is not None)
 
     @property
+    def _swap_s(self) -> float:
+        """What a sleep and a wake take of the card: beside a GPU bytes go on arriving behind a wake's end."""
+        report = self.runtime.worker.state.last_wake
+        return self._sleep_s + max(self._wake_s, 0.0 if report is None else report.link_s)
+
+    @property
     def _held(self) -> int:
         """What is mapped, or comes behind a wake without another grant."""
         state = self.runtime.worker.state
@@ -208,4 +229,5 @@ class OnCard:
             device_free=device_free,
             short=short,
             kv=KvNow(most=self.runtime.worker.facts.kv_bytes),
+            swap_s=self._swap_s,
         )

@@ -289,14 +289,15 @@ def examine(file: Path) -> list[Finding]:
     """
     installed = _installed()
     has_driver = has_nvidia_driver()
-    read = _wanted(file, has_driver)
+    torch = _ask_torch() if "torch" in installed else None
+    read = _wanted(file, has_driver, torch.devices if torch is not None else 0)
     wanted = read or Wanted()
     shared = psutil.disk_usage(str(SHARED_MEMORY))
     return [
         check_python((sys.version_info.major, sys.version_info.minor), sys.platform),
         check_packages(_required(), installed),
         check_bytecode(*_bytecode()),
-        check_cuda(has_driver, _ask_torch() if "torch" in installed else None, installed),
+        check_cuda(has_driver, torch, installed),
         check_configuration(file, read),
         check_locked_memory(_locked_limit(), has_driver, wanted.image_bytes),
         check_shared_memory(shared.total, shared.free, wanted.image_bytes),
@@ -401,20 +402,22 @@ def _disks() -> list[Finding]:
     return found
 
 
-def _wanted(file: Path, has_driver: bool) -> Wanted | None:
+def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
     if not file.is_file():
         return None
     if find_spec("ray") is None:
         return Wanted(problems=("it cannot be read without Ray",))
     from actors.checkpoints.download import CheckpointMissing, find_checkpoint
+    from serve_app.config.cards import notes_on_cards
     from serve_app.config.errors import ConfigError
-    from serve_app.config.files import check_file
+    from serve_app.config.files import check_any
 
     try:
-        models = check_file(file)
+        config = check_any(file)
     except ConfigError as error:
         return Wanted(problems=tuple(map(str, error.problems)))
     sizes: dict[Path, int] = {}
+    models = config.models
     for model in models:
         try:
             folder = find_checkpoint(model.source)
@@ -423,8 +426,10 @@ def _wanted(file: Path, has_driver: bool) -> Wanted | None:
         sizes[folder] = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
     http = _http_options(file)
     image_bytes = sum(sizes.values())
-    notes = tuple(note for model in models if (note := model.unused_card(has_driver)))
-    return Wanted(http.get("host", "127.0.0.1"), http.get("port", 8000), image_bytes, notes=notes)
+    notes = [note for model in models if (note := model.unused_card(has_driver))]
+    notes += notes_on_cards(models, config.card, devices)
+    host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
+    return Wanted(host, port, image_bytes, notes=tuple(notes))
 
 
 def _http_options(file: Path) -> dict[str, Any]:

@@ -63,13 +63,17 @@ def check(
 ) -> None:
     """Tell what is wrong with a configuration, before anything starts."""
     from actors.engine.model.cards import has_nvidia_driver
-    from serve_app.config.files import check_file
+    from serve_app.config.cards import notes_on_cards
+    from serve_app.config.files import check_any
 
     with errors_in_one_line():
-        models = check_file(file)
+        config = check_any(file)
+    models = config.models
     for model in models:
         if note := model.unused_card(has_nvidia_driver()):
             say(note)
+    for note in notes_on_cards(models, config.card):
+        say(note)
     say(f"{file}: ok, models: {', '.join(model.model_id for model in models) or 'none'}")
 
 

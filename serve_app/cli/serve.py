@@ -88,6 +88,7 @@ def serve(
     import yaml
 
     from actors.engine.model.cards import has_nvidia_driver
+    from serve_app.config.cards import notes_on_cards
     from serve_app.config.compose import Options, compose
 
     has_driver = has_nvidia_driver()
@@ -116,6 +117,8 @@ def serve(
     for model in config.models:
         if note := model.unused_card(has_driver):
             say(note)
+    for note in notes_on_cards(config.models, config.card):
+        say(note)
     for line in _hints(
         config.data["http_options"], [model.model_id for model in config.models], keys
     ):

@@ -146,7 +146,7 @@ def _of_file(file: str, options: Options) -> ServeConfig:
             changed = [_merged(file, settings, options) for settings in args["models"]]
             models.update((model.model_id, model) for model in changed)
             args["models"] = [as_written(model) for model in changed]
-    return ServeConfig(config.data, tuple(models.values()))
+    return ServeConfig(config.data, tuple(models.values()), config.card)
 
 
 def _check_options(models: int, options: Options) -> None:

@@ -10,7 +10,7 @@ Wrong configuration is a `ConfigError`: one line per mistake, naming file, key a
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -155,10 +155,12 @@ class ServeConfig:
     Attributes:
         data: its text as Python has it, with its models' files written out and its paths absolute.
         models: that its applications name, each once.
+        card: of the application that serves them.
     """
 
     data: dict[str, Any]
     models: tuple[ModelConfig, ...]
+    card: CardConfig = field(default_factory=CardConfig)
 
 
 def as_written(config: BaseModel) -> dict[str, Any]:
@@ -215,14 +217,19 @@ def check_file(path: str | Path) -> tuple[ModelConfig, ...]:
     Raises:
         ConfigError: something is wrong, or a checkpoint is not there.
     """
+    return check_any(path).models
+
+
+def check_any(path: str | Path) -> ServeConfig:
+    """What a serve_config.yaml, or a file of `configs/`, says. Raises as `check_file`."""
     file = Path(path)
     try:
         data = _read_yaml(file)
         if data.keys() & ModelConfig.model_fields.keys():
             config = load_model_config(file)
             _require_checkpoints((config,), [str(file.absolute())], file.parent)
-            return (config,)
-        return _check_serve_config(data, project_around(file.absolute().parent)).models
+            return ServeConfig(data, (config,))
+        return _check_serve_config(data, project_around(file.absolute().parent))
     except ConfigError as error:
         raise error.inside(file=shown(file)) from error
 
@@ -272,6 +279,7 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
         raise ConfigError(problems)
 
     models: dict[str, ModelConfig] = {}
+    card = CardConfig()
     for application, written in zip(schema.applications, data["applications"], strict=True):
         try:
             args = _check_application(application.import_path, application.args, project)
@@ -280,7 +288,9 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
         if args is not None:
             models.update((model.model_id, model) for model in args.models)
             written["args"] = as_written(args)
-    return ServeConfig(data, tuple(models.values()))
+        if isinstance(args, AppArgs):
+            card = args.card
+    return ServeConfig(data, tuple(models.values()), card)
 
 
 def _check_application(import_path: str, args: dict[str, Any], project: Path) -> _ModelList | None:

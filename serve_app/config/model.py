@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from actors.card.config import SharingConfig
+from actors.card.config import CardConfig, SharingConfig
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
 from actors.replica.sleep_config import SleepConfig
@@ -26,6 +26,10 @@ _SERVES_KEYS = (
     "aggregation_function",
     "policy",
 )
+
+# Of a card with a budget, where nothing else is said: whoever its keeper finds room for finds a place, too. No card has
+# memory for the processes of a hundred models.
+SHARED_GPUS = 0.01
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/-]*$", max_length=MAX_NAME_CHARS)]
 
@@ -91,11 +95,13 @@ class ModelConfig(BaseModel):
         description="CPU cores that Ray sets aside for each replica: beside a GPU for the replica's own process, "
         "without one for its worker, which computes with them.",
     )
-    num_gpus: float = Field(
-        default=0.0,
+    num_gpus: float | None = Field(
+        default=None,
         ge=0,
         description="GPUs that Ray sets aside for each replica, for its worker: 1, a share of one, or 0, which "
-        "serves on the CPU. The replica's own process takes none.",
+        "serves on the CPU. The replica's own process takes none. When absent 0; with `engine.device: cuda` 1, or "
+        f"{SHARED_GPUS:g} where `card.memory_budget` is set: who fits is the keeper's to say then. A larger share "
+        "limits how many replicas come to one card.",
     )
 
     @field_validator("autoscaling", mode="before")
@@ -122,15 +128,28 @@ class ModelConfig(BaseModel):
         if self.engine.device == "cuda" and self.num_gpus == 0:
             text = "0, but engine.device is cuda; set num_gpus: 1"
             raise ConfigError([Problem(text, ("num_gpus",))])
-        if self.num_gpus > 1:
+        if self.num_gpus is not None and self.num_gpus > 1:
             text = f"{self.num_gpus:g}, but a replica computes on one GPU; set 1, and more replicas"
             raise ConfigError([Problem(text, ("num_gpus",))])
         return self
 
+    def gpus(self, card: CardConfig) -> float:
+        """`num_gpus`, decided."""
+        if self.num_gpus is not None:
+            return self.num_gpus
+        if self.engine.device != "cuda":
+            return 0.0
+        return 1.0 if card.memory_budget is None else SHARED_GPUS
+
+    @property
+    def most_replicas(self) -> int:
+        """That there may be without an operator's word."""
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
     @property
     def engine_of_replica(self) -> EngineConfig:
         """`engine`, its device decided: a card that Ray did not reserve is not taken."""
-        if self.engine.device == "auto" and self.num_gpus == 0:
+        if self.engine.device == "auto" and not self.num_gpus:
             return self.engine.model_copy(update={"device": "cpu"})
         return self.engine
 

@@ -15,9 +15,11 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from actors.errors import (
     DeviceMemoryShort,
     DrainTimeout,
+    NeverFits,
     NoRoom,
     QueueFull,
     ReplicaFailed,
+    ServingError,
     Unavailable,
 )
 from actors.protocol import (
@@ -101,6 +103,7 @@ class HandleClient:
 
     async def _events(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         died = 0
+        estimates_s: list[float] = []  # of keepers whose cards had no room
         while True:
             response = self._streams.generate.remote(request)
             assert isinstance(response, DeploymentResponseGenerator)
@@ -108,8 +111,10 @@ class HandleClient:
             try:
                 async for event in response:
                     if isinstance(event, Refusal):
+                        if isinstance(event.error, NoRoom | NeverFits):
+                            estimates_s.append(event.error.retry_after_s)
                         if begun or not _another_may_do(event, request):
-                            raise event.error
+                            raise _soonest(event.error, estimates_s)
                         break
                     begun = begun or bool(event.text or event.token_ids or event.finish_reason)
                     yield event
@@ -220,6 +225,13 @@ class HandleClient:
 def _is_failed(result: object) -> bool:
     """Whether a replica that raised this has failed. Ray may have wrapped what it raised."""
     return isinstance(result, BaseException) and isinstance(unwrap(result), ReplicaFailed)
+
+
+def _soonest(error: ServingError, estimates_s: Sequence[float]) -> ServingError:
+    """The last refusal; if cards had no room, with the least of what their keepers reckon."""
+    if isinstance(error, DeviceMemoryShort) and estimates_s:
+        return type(error)(str(error.args[0]), min(estimates_s))
+    return error
 
 
 def _another_may_do(refusal: Refusal, request: GenerateRequest) -> bool:

@@ -25,6 +25,7 @@ from actors.engine.model.cards import has_nvidia_driver
 from actors.errors import ReplicaFailed
 from actors.observer import Observer
 from actors.protocol import (
+    CardRoom,
     GenerateRequest,
     Refusal,
     ReplicaState,
@@ -50,7 +51,7 @@ from serve_app.replica.core import Replica, kept_running, sampling_defaults_of
 from serve_app.replica.worker_actor import WorkerSettings
 from serve_app.replica.worker_process import WorkerProcess, bundles
 from serve_app.signals.hold import ClusterStore, Follower, Wanted
-from serve_app.signals.news import RoutingNews, ScalingSample
+from serve_app.signals.news import CardSample, RoutingNews, ScalingSample
 from serve_app.tracing.replica import observed
 from serve_app.tracing.tracer import start_tracer
 
@@ -79,8 +80,8 @@ class _Announcer:
         self._client = client
         self._failed = False
 
-    def announce(self, state: ReplicaState, held: bool) -> None:
-        report, is_new = self.news.of(state, held)
+    def announce(self, state: ReplicaState, held: bool, room: CardRoom, waiting: int) -> None:
+        report, is_new = self.news.of(state, held, room, waiting)
         if not is_new:
             return
         info = RequestRoutingInfo(self._replica_id, multiplexed_model_ids=report.as_names())
@@ -167,7 +168,13 @@ class ModelReplica:
         config = self._config
         most = card.max_awake_models
         return CardClient(
-            self._replica_id, config.model_id, most, config.sharing, connect, observer
+            self._replica_id,
+            config.model_id,
+            most,
+            config.sharing,
+            connect,
+            observer,
+            gpus=config.gpus(card),
         )
 
     async def _make_supervisor(
@@ -192,7 +199,7 @@ class ModelReplica:
             cpu_card=cpu_card_of(card, self._node) if engine.device == "cpu" else None,
             memory_budget=card.memory_budget,
         )
-        resources = bundles(config.num_cpus, config.num_gpus)[1]
+        resources = bundles(config.num_cpus, config.gpus(card))[1]
         reading = asyncio.create_task(_read_text_settings(config, checkpoint))
 
         async def make_runtime(worker: WorkerClient) -> ModelRuntime:
@@ -239,7 +246,7 @@ class ModelReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve asks for it every `request_routing_stats_period_s`, and tells the routers."""
-        report, _ = self._announcer.news.of(self._lifecycle.state, self._lifecycle.held)
+        report, _ = self._announcer.news.of(*self._facts())
         return report.as_stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -255,9 +262,36 @@ class ModelReplica:
             wake_s=lifecycle.last_wake_s,
             node=self._node,
             device_free_bytes=device.free,
-            wake_bytes=self._supervisor.runtime.worker.state.wake_bytes,
+            wake_bytes=self._wake_bytes,
+            card=self._card_sample(),
         )
         return sample.as_numbers()
+
+    def _card_sample(self) -> CardSample | None:
+        card = self._card
+        if card is None or card.sight is None:
+            return None
+        sight = card.sight
+        return CardSample(
+            card=card.card_id,
+            free=sight.free,
+            takes=card.woken_with or self._wake_bytes,
+            gpus=sight.gpus,
+            swaps=sight.swaps,
+            swap_s=sight.swap_s,
+            own_swap_s=sight.own_swap_s,
+        )
+
+    def _facts(self) -> tuple[ReplicaState, bool, CardRoom, int]:
+        """What routers are told."""
+        state, held = self._lifecycle.state, self._lifecycle.held
+        if self._card is None or state not in (ReplicaState.ASLEEP, ReplicaState.WAKING):
+            return state, held, CardRoom.FREE, 0
+        return state, held, *self._card.room(self._wake_bytes)
+
+    @property
+    def _wake_bytes(self) -> int:
+        return self._supervisor.runtime.worker.state.wake_bytes
 
     async def _obey(self, wanted: Wanted) -> None:
         """Do what was wanted while this replica was not yet there to be told."""
@@ -274,7 +308,7 @@ class ModelReplica:
             await asyncio.sleep(_MIRROR_INTERVAL_S)
 
     def _announce(self) -> None:
-        self._announcer.announce(self._lifecycle.state, self._lifecycle.held)
+        self._announcer.announce(*self._facts())
 
     async def check_health(self) -> None:
         """Serve calls it; raising makes Serve replace the replica. Asleep is healthy, and so is a restart."""

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from actors.protocol import ChatPrompt, Prompt, ReplicaState
+from actors.protocol import CardRoom, ChatPrompt, Prompt, ReplicaState
 from serve_app.signals.news import RoutingReport
 
 # What `engine.min_shared_prefix_tokens` is by default; shorter prefixes are computed again.
@@ -53,7 +53,9 @@ def rank(
 ) -> list[list[str]]:
     """Whom to ask, best first; of several in one rank, whoever has room.
 
-    Awake before waking before asleep. Those of a kind that have room come one by one, then, as one
+    Awake before waking before asleep. Of those asleep, whose card has room for its wake comes first, then
+    who must have others make room; last, and behind the shortest queue first, whose card has wakes that wait,
+    be it its own. Those of a kind that have room come one by one, then, as one
     rank, those that are full as far as we know: to ask them again is cheaper than a wake.
     Nobody is asked who has failed: another one comes in its place. Nor is who would refuse (held asleep), or
     did refuse this request, while somebody else may have room later.
@@ -76,27 +78,39 @@ def rank(
         free = [c for c in alike if c.has_room]
         if kind == _AWAKE:
             free.sort(key=lambda c: _cost(c, packed_requests, favourite))
+        elif kind == _QUEUED:
+            free.sort(key=_queue)
         order.extend([c.replica_id] for c in free)
         if full := [c.replica_id for c in alike if not c.has_room]:
             order.append(full)
     return order
 
 
-_AWAKE, _UNKNOWN, _WAKING, _ASLEEP, _DRAINING, _RESTARTING = range(6)
+_AWAKE, _UNKNOWN, _WAKING, _FITS, _EVICTS, _QUEUED, _DRAINING, _RESTARTING = range(8)
+_WAKES = {CardRoom.FREE: _FITS, CardRoom.EVICT: _EVICTS, CardRoom.QUEUE: _QUEUED}
 _KINDS = {
     ReplicaState.AWAKE: _AWAKE,
-    ReplicaState.WAKING: _WAKING,
-    ReplicaState.ASLEEP: _ASLEEP,
     ReplicaState.DRAINING: _DRAINING,  # it serves again only after it has slept
     ReplicaState.RESTARTING: _RESTARTING,  # for seconds
 }
 
 
 def _kind(candidate: Candidate) -> int:
-    if candidate.report is None:
+    report = candidate.report
+    if report is None:
         return _UNKNOWN  # it has just started, and most start awake
-    kind = _KINDS[candidate.report.state]
-    return _WAKING if kind == _ASLEEP and candidate.just_sent else kind
+    if report.state is ReplicaState.WAKING:
+        # It may wait for room for as long as `sharing.max_wait_s`.
+        return _QUEUED if report.room is CardRoom.QUEUE else _WAKING
+    if report.state is ReplicaState.ASLEEP:
+        return _WAKING if candidate.just_sent else _WAKES[report.room]
+    return _KINDS[report.state]
+
+
+def _queue(candidate: Candidate) -> tuple[int, bool]:
+    """The shortest first; of equal ones the one that it stands in already."""
+    assert candidate.report is not None
+    return candidate.report.waiting, candidate.report.state is not ReplicaState.WAKING
 
 
 def _has_failed(candidate: Candidate) -> bool:

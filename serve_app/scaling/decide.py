@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from actors.protocol import ReplicaState
 from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.scaling.cards import Crowding
 from serve_app.scaling.fleet import Fleet, ReplicaReport, View, look, state_of
 
 
@@ -22,6 +23,8 @@ class Why(StrEnum):
     WAKE = "wake"  # replicas that sleep can take it: none is created
     CREATE = "create"  # requests need more replicas than there are
     REFILL = "refill"  # the standby pool does
+    SPREAD = "spread"  # a shared card swaps too much, and another one has room
+    CROWDED = "crowded"  # the same, and none has: the number stays
     FROM_IMAGE = "from_image"  # none -> some, the image is in the object store
     FROM_DISK = "from_disk"  # none -> some, it has been released
     REMOVE = "remove"
@@ -62,6 +65,7 @@ class PolicyState:
         quiet_since_s: since when there is no request at all.
         zero_since_s: since when there is no replica.
         waking_since_s: of each replica that is waking, when that was first seen.
+        started_s: when a replica was last seen to be starting.
     """
 
     now_s: float = -math.inf
@@ -71,6 +75,7 @@ class PolicyState:
     quiet_since_s: float | None = None
     zero_since_s: float | None = None
     waking_since_s: tuple[tuple[str, float], ...] = ()
+    started_s: float = -math.inf
 
 
 _Outcome = tuple[Decision, PolicyState]
@@ -89,6 +94,7 @@ def decide(fleet: Fleet, config: AutoscalingConfig, state: PolicyState | None = 
         state,
         quiet_since_s=_since(state.quiet_since_s, view.quiet, state.now_s),
         zero_since_s=_since(state.zero_since_s, view.total == 0, state.now_s),
+        started_s=state.now_s if view.starting else state.started_s,
     )
     if not config.min_replicas <= view.total <= config.max_replicas:
         return _into_bounds(view, config, state)
@@ -105,15 +111,20 @@ def decide(fleet: Fleet, config: AutoscalingConfig, state: PolicyState | None = 
     pool = max(config.standby_replicas, view.blocked)
     # The last one goes after a delay of its own, above.
     wanted = max(1, max(config.min_replicas, view.needed) + pool)
+    is_spread = fleet.crowding is not None and wanted <= view.total
+    if fleet.crowding is not None and is_spread:
+        wanted = view.total + _adds(fleet.crowding, config, state)
     goal = min(config.max_replicas, wanted)
     if goal > view.total:
-        return _grow(view, goal, config, state)
+        return _grow(view, goal, Why.SPREAD if is_spread else None, config, state)
     if goal < view.total:
         return _wait_and_shrink(view, goal, config, state)
     state = replace(state, above_since_s=None, below_since_s=None)
     if wanted > config.max_replicas:
         text = f"{view.text}: {wanted} wanted, max_replicas is {config.max_replicas}"
         return _decision(view, goal, Why.LIMIT, text), state
+    if is_spread:
+        return _decision(view, goal, Why.CROWDED, _load(view)), state
     return _decision(view, goal, *_as_it_is(view)), state
 
 
@@ -161,7 +172,15 @@ def _from_zero(view: View, config: AutoscalingConfig, state: PolicyState) -> _Ou
     return _decision(view, replicas, why, f"{view.text}; {text}"), state
 
 
-def _grow(view: View, goal: int, config: AutoscalingConfig, state: PolicyState) -> _Outcome:
+def _adds(crowding: Crowding, config: AutoscalingConfig, state: PolicyState) -> bool:
+    """Whether there is to be one more. Not while what was measured is from before the last one came."""
+    return crowding.elsewhere and state.now_s - state.started_s >= config.look_back_period_s
+
+
+def _grow(
+    view: View, goal: int, why: Why | None, config: AutoscalingConfig, state: PolicyState
+) -> _Outcome:
+    """Args: why: None: requests, or the standby pool."""
     since_s = state.now_s if state.above_since_s is None else state.above_since_s
     state = replace(state, above_since_s=since_s, below_since_s=None)
     waited_s = state.now_s - since_s
@@ -170,7 +189,8 @@ def _grow(view: View, goal: int, config: AutoscalingConfig, state: PolicyState) 
         return _decision(view, view.total, Why.DELAY_UP, text), state
     enough = max(config.min_replicas, view.needed) <= view.awake + view.asleep
     state = replace(state, above_since_s=None)
-    return _decision(view, goal, Why.REFILL if enough else Why.CREATE, text), state
+    why = why or (Why.REFILL if enough else Why.CREATE)
+    return _decision(view, goal, why, text), state
 
 
 def _wait_and_shrink(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from actors.protocol import ReplicaState
 from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.scaling.cards import CardReport, Crowding
 
 _SLOW_WAKES = 10.0  # a wake so many times longer than the last one is stuck
 _ROUNDING = 1e-6  # of an average: 24.000000001 requests at 12 each need two replicas
@@ -27,6 +28,7 @@ class ReplicaReport:
         device_free_bytes: what its device has left.
         wake_bytes: what a wake maps.
         held: asleep because an operator said so.
+        card: that it shares with other models; None: it shares none, or has not told.
         age_s: how old all this is.
     """
 
@@ -39,6 +41,7 @@ class ReplicaReport:
     device_free_bytes: float | None = None
     wake_bytes: float | None = None
     held: bool = False
+    card: CardReport | None = None
     age_s: float = 0.0
 
 
@@ -55,6 +58,7 @@ class Fleet:
             first. Ray Serve 2.60 stops those that are starting, then the newest of the node with the
             fewest replicas (`_get_replicas_to_stop` in serve/_private/deployment_scheduler.py). None:
             the front stops whom `Decision.remove_first` names.
+        crowding: of a card that swaps too much for this model.
     """
 
     now_s: float
@@ -62,6 +66,7 @@ class Fleet:
     replicas: Sequence[ReplicaReport] = ()
     queued: float = 0.0
     stop_order: Sequence[str] | None = None
+    crowding: Crowding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,8 @@ def look(fleet: Fleet, config: AutoscalingConfig, waking_s: dict[str, float]) ->
     text = f"{in_flight:.1f} in flight, {queued:.1f} queued, {waiting:.1f} waiting for a wake"
     if unknown:
         text += f", {unknown} told nothing"
+    if fleet.crowding is not None:
+        text += f"; {fleet.crowding.text}"
     return View(
         total=total,
         needed=max(0, needed) + unknown,
@@ -177,6 +184,8 @@ def _number(value: float | None, otherwise: float = 0.0) -> float:
 
 
 def _can_wake(replica: ReplicaReport) -> bool:
+    if replica.card is not None:
+        return not replica.held  # others make room
     free = _number(replica.device_free_bytes, math.inf)
     return not replica.held and free >= _number(replica.wake_bytes)
 

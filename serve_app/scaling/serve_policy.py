@@ -6,8 +6,10 @@ updating every application (`ApplicationState` in serve/_private/application_sta
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from actors.replica.schedule import Schedule
     from serve_app.config.autoscaling import AutoscalingConfig
+    from serve_app.scaling.cards import CardReport, Crowding, NodeRoom
     from serve_app.scaling.decide import Decision
     from serve_app.scaling.fleet import Fleet, ReplicaReport
 
@@ -23,6 +26,9 @@ logger = logging.getLogger("serve_app.scaling.decide")
 
 _STATE = "sleepserve"  # our key in Serve's dictionary; Serve has keys of its own in it
 _MAX_CAUSES = 100  # different errors that are logged
+_NODES_AGAIN_S = (
+    5.0  # Ray is asked on the controller's own thread, and only while a card is crowded
+)
 
 
 class SleepAwarePolicy:
@@ -33,6 +39,8 @@ class SleepAwarePolicy:
         schedule: those of `ScheduleConfig`, likewise.
         wall: the time of day, for the schedule.
         now: a clock that does not go backwards; reports are as old as `ctx.current_time` says.
+        needs: what Ray sets aside for a replica and its worker, by resource.
+        nodes: what Ray has left.
     """
 
     def __init__(
@@ -41,6 +49,8 @@ class SleepAwarePolicy:
         now: Callable[[], float] = time.monotonic,
         schedule: dict[str, Any] | None = None,
         wall: Callable[[], datetime] = lambda: datetime.now(UTC),
+        needs: dict[str, float] | None = None,
+        nodes: "Callable[[], list[NodeRoom]] | None" = None,
     ) -> None:
         self._settings = settings
         self._schedule_settings = schedule or {}
@@ -53,6 +63,9 @@ class SleepAwarePolicy:
         self._seen_s: dict[str, float] = {}
         self._causes: set[str] = set()
         self._counters: dict[str, Any] = {}
+        self._needs = needs or {}
+        self._look_at_nodes = nodes or _nodes_of_ray
+        self._nodes: tuple[float, list[NodeRoom]] = (-math.inf, [])
 
     def __call__(self, ctx: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         """The number of replicas, and the state that Serve hands back next time. Never raises."""
@@ -69,6 +82,7 @@ class SleepAwarePolicy:
         now_s = self._now()
         new = self._new_ones(ctx, now_s)
         fleet, several_nodes = fleet_of(ctx, now_s, self._head, new)
+        fleet = replace(fleet, crowding=self._crowding(ctx, fleet, config))
         state = (ctx.policy_state or {}).get(_STATE)
         # Of another version of us, perhaps: then time begins anew.
         decision, state = decide(fleet, config, state if isinstance(state, PolicyState) else None)
@@ -80,6 +94,27 @@ class SleepAwarePolicy:
             replicas = max(replicas, fleet.target)
         self._tell(ctx, decision)
         return replicas, {**(ctx.policy_state or {}), _STATE: state}
+
+    def _crowding(
+        self, ctx: "AutoscalingContext", fleet: "Fleet", config: "AutoscalingConfig"
+    ) -> "Crowding | None":
+        """Whether a card swaps too much for this model; all policies of the controller share what they know."""
+        from serve_app.scaling.cards import TABLE, crowding, is_thrashing
+
+        told = [r for r in fleet.replicas if r.card and r.age_s <= config.look_back_period_s]
+        own = [replica.card for replica in told if replica.card]
+        model = str(ctx.deployment_id)
+        TABLE.update(
+            model,
+            [(fleet.now_s - r.age_s, r.card) for r in told if r.card],
+            can_grow=fleet.target < config.max_replicas,
+            oldest_s=fleet.now_s - config.look_back_period_s,
+        )
+        if not any(map(is_thrashing, own)):
+            return None
+        if fleet.now_s - self._nodes[0] >= _NODES_AGAIN_S:
+            self._nodes = fleet.now_s, self._look_at_nodes()
+        return crowding(own, TABLE.cards, TABLE.where_first(model), self._nodes[1], self._needs)
 
     def _new_ones(self, ctx: "AutoscalingContext", now_s: float) -> frozenset[str]:
         """Replicas that run for so short that they cannot have told anything.
@@ -239,8 +274,42 @@ def _report(name: str, told: Mapping[str, Sequence[Any]], now_s: float) -> "Repl
         device_free_bytes=_last(told, "device_free_bytes"),
         wake_bytes=_last(told, "wake_bytes"),
         held=bool(_last(told, "held")),
+        card=_card(told),
         age_s=age_s,
     )
+
+
+def _card(told: Mapping[str, Sequence[Any]]) -> "CardReport | None":
+    """What it told of its card last; None: it shares none, or what it told is no card."""
+    from serve_app.scaling.cards import CardReport
+
+    keys = ("card", "node", "card_free_bytes", "card_takes_bytes", "card_gpus")
+    found = [_last(told, key) for key in keys]
+    numbers = [number for number in found if number is not None and 0 <= number < math.inf]
+    if len(numbers) < len(keys):
+        return None
+    card, node, free_bytes, takes_bytes, gpus = numbers
+    swaps, seconds = _rate(told, "card_swaps"), _rate(told, "card_swap_s")
+    return CardReport(
+        card=card,
+        node=node,
+        free_bytes=free_bytes,
+        takes_bytes=takes_bytes,
+        gpus=gpus,
+        swaps_per_min=60 * swaps,
+        swap_s=seconds / swaps if swaps else 0.0,
+        own_swap_share=_rate(told, "card_own_swap_s"),
+    )
+
+
+def _rate(told: Mapping[str, Sequence[Any]], key: str) -> float:
+    """How much a counter has risen a second. The next keeper's begins anew; that counts as nothing."""
+    samples = told.get(key) or ()
+    if len(samples) < 2:
+        return 0.0
+    seconds = samples[-1].timestamp - samples[0].timestamp
+    risen = samples[-1].value - samples[0].value
+    return risen / seconds if seconds > 0 and 0 <= risen < math.inf else 0.0
 
 
 def _last(told: Mapping[str, Sequence[Any]], key: str) -> float | None:
@@ -252,6 +321,22 @@ def _mean(told: Mapping[str, Sequence[Any]], key: str) -> float:
     """Of samples that are taken at equal distances."""
     samples = told.get(key) or ()
     return sum(sample.value for sample in samples) / len(samples) if samples else 0.0
+
+
+def _nodes_of_ray() -> "list[NodeRoom]":
+    import ray
+    from ray._private.state import available_resources_per_node, total_resources_per_node
+
+    from serve_app.scaling.cards import NodeRoom
+    from serve_app.signals.news import node_number
+
+    if not ray.is_initialized():
+        return []
+    totals = total_resources_per_node()
+    return [
+        NodeRoom(node_number(node), free, int(totals.get(node, {}).get("GPU", 0)))
+        for node, free in available_resources_per_node().items()
+    ]
 
 
 def _own_node() -> float | None:

@@ -4,11 +4,12 @@ Serve carries a dictionary that it asks for, a list of names that a replica may 
 numbers by name. Both ends of all three are here. What comes in may be old, strange or missing.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from actors.protocol import ReplicaState
+from actors.protocol import CardRoom, ReplicaState
 
 _STATES = tuple(ReplicaState)  # a number stands for a state where Serve carries only numbers
 _SENT = "sleepserve"
@@ -21,17 +22,28 @@ class RoutingReport:
     Attributes:
         version: counts one replica's reports; the highest is the newest, whichever way it came.
         held: an operator said that no request may wake it.
+        room: on its card, for its wake.
+        waiting: wakes that wait for room there, where `room` is QUEUE.
     """
 
     version: int
     state: ReplicaState
     held: bool = False
+    room: CardRoom = CardRoom.FREE
+    waiting: int = 0
 
     def as_stats(self) -> dict[str, Any]:
-        return {"version": self.version, "state": self.state.value, "held": self.held}
+        return {
+            "version": self.version,
+            "state": self.state.value,
+            "held": self.held,
+            "room": self.room.value,
+            "waiting": self.waiting,
+        }
 
     def as_names(self) -> list[str]:
-        return [f"{_SENT}:{self.version}:{self.state.value}:{int(self.held)}"]
+        fields = (self.version, self.state.value, int(self.held), self.room.value, self.waiting)
+        return [":".join((_SENT, *map(str, fields)))]
 
 
 class RoutingNews:
@@ -40,13 +52,19 @@ class RoutingNews:
     def __init__(self) -> None:
         self._last: RoutingReport | None = None
 
-    def of(self, state: ReplicaState, held: bool) -> tuple[RoutingReport, bool]:
+    def of(
+        self,
+        state: ReplicaState,
+        held: bool,
+        room: CardRoom = CardRoom.FREE,
+        waiting: int = 0,
+    ) -> tuple[RoutingReport, bool]:
         """The report of now, and whether it says anything new."""
         last = self._last
-        if last is not None and (last.state, last.held) == (state, held):
-            return last, False
-        report = RoutingReport(last.version + 1 if last is not None else 1, state, held)
-        self._last = report
+        report = RoutingReport(0 if last is None else last.version, state, held, room, waiting)
+        if report == last:
+            return report, False
+        self._last = report = replace(report, version=report.version + 1)
         return report, True
 
 
@@ -59,7 +77,11 @@ def newest_report(stats: Mapping[str, Any], names: Iterable[str]) -> RoutingRepo
 def _from_stats(stats: Mapping[str, Any]) -> RoutingReport | None:
     try:
         return RoutingReport(
-            int(stats["version"]), ReplicaState(stats["state"]), bool(stats["held"])
+            int(stats["version"]),
+            ReplicaState(stats["state"]),
+            bool(stats["held"]),
+            CardRoom(stats["room"]),
+            int(stats["waiting"]),
         )
     except (KeyError, TypeError, ValueError):
         return None
@@ -67,15 +89,51 @@ def _from_stats(stats: Mapping[str, Any]) -> RoutingReport | None:
 
 def _from_name(name: str) -> RoutingReport | None:
     try:
-        sent, version, state, held = name.split(":")
+        sent, version, state, held, room, waiting = name.split(":")
         if sent != _SENT:
             return None
-        return RoutingReport(int(version), ReplicaState(state), held == "1")
+        return RoutingReport(
+            int(version), ReplicaState(state), held == "1", CardRoom(room), int(waiting)
+        )
     except ValueError:
         return None
 
 
 # --- for the policy ---
+
+
+@dataclass(frozen=True, slots=True)
+class CardSample:
+    """The card that a replica shares, as its keeper told it; bytes and seconds.
+
+    Attributes:
+        card: its id.
+        free: for a wake, now.
+        takes: what a wake of this replica takes of it, or took.
+        gpus: that Ray has set aside for all replicas there.
+        swaps: wakes that others had to sleep for, since the keeper began.
+        swap_s: that these took.
+        own_swap_s: of that, those of this replica's wakes.
+    """
+
+    card: str
+    free: int
+    takes: int
+    gpus: float
+    swaps: int
+    swap_s: float
+    own_swap_s: float
+
+    def as_numbers(self) -> dict[str, float]:
+        return {
+            "card": card_number(self.card),
+            "card_free_bytes": float(self.free),
+            "card_takes_bytes": float(self.takes),
+            "card_gpus": self.gpus,
+            "card_swaps": float(self.swaps),
+            "card_swap_s": self.swap_s,
+            "card_own_swap_s": self.own_swap_s,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +149,7 @@ class ScalingSample:
     node: str  # Ray's id of the node, in hexadecimal
     device_free_bytes: int = 0
     wake_bytes: int = 0  # that a wake would map now
+    card: CardSample | None = None  # None: it shares none, or no keeper has told anything
 
     def as_numbers(self) -> dict[str, float]:
         numbers = {
@@ -103,12 +162,19 @@ class ScalingSample:
             "device_free_bytes": float(self.device_free_bytes),
             "wake_bytes": float(self.wake_bytes),
         }
+        if self.card is not None:
+            numbers |= self.card.as_numbers()
         return numbers if self.wake_s is None else numbers | {"wake_s": self.wake_s}
 
 
 def state_of_number(number: float | None) -> ReplicaState | None:
     known = number is not None and number in range(len(_STATES))
     return _STATES[int(number)] if known and number is not None else None
+
+
+def card_number(card: str) -> float:
+    """A card's id likewise."""
+    return float(int.from_bytes(hashlib.blake2b(card.encode(), digest_size=6).digest()))
 
 
 def node_number(node: str) -> float:

@@ -66,6 +66,24 @@ def test_processes_are_kept_for_models_with_a_card(
     assert bool(options.get("runtime_env")) is has_spares
 
 
+@pytest.mark.parametrize(
+    ("card", "gpus"), [({}, 1.0), ({"memory_budget": 0.9}, 0.01)], ids=["alone", "shared"]
+)
+def test_place_that_ray_sets_aside_follows_the_budget(
+    project: Path, card: dict[str, Any], gpus: float
+) -> None:
+    model = yaml.safe_load((project / "configs/demo.yaml").read_text())
+    model.pop("num_gpus", None)
+    model = model | {"engine": {"device": "cuda"}, "num_cpus": 2}
+    model["autoscaling"] = {"max_replicas": 2}
+    args = AppArgs.model_validate({"models": [model], "card": card})
+    deployment = deployments(build_app(args))["model:demo"]
+    replica, worker = deployment._replica_config.placement_group_bundles
+    assert (replica, worker) == ({"CPU": 2.0}, {"GPU": gpus})
+    policy = deployment._deployment_config.autoscaling_config.policy
+    assert policy.policy_kwargs["needs"] == {"CPU": 2.0, "GPU": gpus}
+
+
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """`get_deploy_args` asks Ray for the job, and would start one."""

@@ -10,7 +10,7 @@ import pytest
 from actors.card.tenant import CardClient, KvNow
 from actors.errors import NeverFits, NoRoom, Unavailable
 from actors.observer import GrantOutcome, GrowthOutcome
-from actors.protocol import CardStatus, SleepMode
+from actors.protocol import CardRoom, CardStatus, SleepMode
 from tests.card_site import CardSite, card_site, run, until
 
 BUDGET = 100
@@ -375,5 +375,32 @@ def test_tenant_that_comes_again_takes_the_place_of_its_old_connection(tmp_path:
             again = await Tenant(site, "a").place()
             status = await seen(again)
             assert [tenant.replica_id for tenant in status.tenants] == ["a"]
+
+    run(scenario)
+
+
+def test_replica_knows_what_its_wake_would_find(tmp_path: Path) -> None:
+    """Without asking: the keeper tells what has changed."""
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b, c = [await Tenant(site, name).place() for name in "abc"]
+            await until(lambda: b.client.room(60) == (CardRoom.FREE, 0))
+            await a.wake(60)
+            await until(lambda: b.client.room(60) == (CardRoom.EVICT, 0))
+            assert b.client.room(40) == (CardRoom.FREE, 0)
+            assert a.client.room(60) == (CardRoom.FREE, 0)  # it has it
+            assert a.client.woken_with == 60
+            a.gate.clear()
+            waking = asyncio.create_task(b.wake(60))
+            await until(lambda: c.client.room(10) == (CardRoom.QUEUE, 1))
+            assert b.client.room(60) == (CardRoom.QUEUE, 1)
+            a.gate.set()
+            await waking
+            assert b.client.room(60)[0] is CardRoom.FREE
+            await until(lambda: c.client.sight is not None and c.client.sight.swaps == 1)
+            await site.kill()
+            await until(lambda: c.client.sight is None)
+            assert c.client.room(1000) == (CardRoom.FREE, 0)  # by the driver's word
 
     run(scenario)

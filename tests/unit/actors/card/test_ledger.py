@@ -12,7 +12,7 @@ from actors.card.ledger import (
     Shrinking,
     Waiting,
 )
-from actors.card.messages import Account
+from actors.card.messages import Account, Sight
 from actors.protocol import CardTenant, CardWait
 
 ASLEEP = Account(process_id=1)
@@ -263,3 +263,51 @@ def test_status_tells_of_others_what_was_seen_twice() -> None:
     told = book.status("card", 100, 2.0)
     assert (told.others, told.drift) == (30, 30)
     assert book.card().free == 70, "ten of them are behind the budget's end"
+
+
+def test_swap_is_a_wake_that_others_slept_for_and_costs_what_the_woken_one_says() -> None:
+    book = ledger("a", "b", "c")
+    book.account("a", AWAKE, 20.0)
+    book.account("b", Account(process_id=1, swap_s=0.3), 20.0)
+    wants(book, "c", 40)
+    decide(book)  # there is room: no swap
+    book.account("c", Account(process_id=1, held=40, awake=True, busy=True, read_ask=1), 20.1)
+    assert book.sight("c") == Sight()
+    wants(book, "b")
+    decide(book)
+    assert book.sight("b").swaps == 0  # nobody sleeps yet
+    book.account("a", Account(process_id=1, read_ask=1, answered_order=0), 20.2)
+    decide(book, 20.2)
+    assert book.sight("b") == Sight(swaps=1, swap_s=0.3, own_swap_s=0.3)
+    assert book.sight("a") == Sight(swaps=1, swap_s=0.3)
+
+
+def test_swap_that_nobody_waits_for_any_more_is_none() -> None:
+    book = ledger("a", "b")
+    book.account("a", AWAKE, 20.0)
+    wants(book, "b")
+    decide(book)
+    book.withdraw("b", 1)
+    book.account("a", Account(process_id=1, read_ask=1, answered_order=0), 20.2)
+    wants(book, "b", number=2, at_s=20.3)
+    assert decide(book, 20.3) == [Granting("b", 2, at_once=True)]
+    assert book.sight("b").swaps == 0
+
+
+def test_sight_of_a_card_leaves_out_what_others_wait_for() -> None:
+    book = ledger("a", "b", "c")
+    book.account("a", AWAKE, 20.0)
+    assert (book.sight("b").free, book.sight("b").waiting) == (40, 0)
+    wants(book, "b", 90)
+    assert (book.sight("c").free, book.sight("c").waiting) == (0, 1)
+    book.ask("a", 2, 10, False, 20.0, 1.0, grows=True)  # growth waits for nothing
+    assert book.sight("c").waiting == 1
+
+
+def test_sight_has_no_room_where_no_more_may_be_awake_and_counts_what_ray_has_set_aside() -> None:
+    book = CardLedger(100, 1)
+    book.join("a", "a", Terms(), AWAKE, 0.0, 0.25)
+    book.join("b", "b", Terms(), ASLEEP, 0.0, 0.5)
+    assert (book.sight("b").free, book.sight("b").gpus) == (0, 0.75)
+    book.end("a")
+    assert (book.sight("b").free, book.sight("b").gpus) == (100, 0.5)

@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
 from actors.card.config import CardConfig, budget_bytes
 from actors.checkpoints.source import Hub
 from serve_app.cli.main import app
+from serve_app.config.cards import notes_on_cards
 from serve_app.config.errors import ConfigError
 from serve_app.config.files import (
     AppArgs,
@@ -290,7 +292,7 @@ def test_schedule_is_read_as_it_was_written(folder: Path) -> None:
             "num_replicas: not together with autoscaling",
         ),
         (
-            MODEL + "engine: {device: cuda}",
+            MODEL + "engine: {device: cuda}\nnum_gpus: 0",
             "num_gpus: 0, but engine.device is cuda; set num_gpus: 1",
         ),
         (
@@ -568,3 +570,74 @@ def test_card_that_nobody_asked_for_is_told_in_one_line(
     fields = {"model_id": "m", "source": {"id": "/m"}, "engine": engine, "num_gpus": num_gpus}
     line = ModelConfig.model_validate(fields).unused_card(has_driver)
     assert line is None if told is None else line is not None and line.startswith(told)
+
+
+BUDGET = CardConfig(memory_budget=0.9)
+
+
+def on_a_gpu(name: str, **settings: object) -> ModelConfig:
+    fields = {"model_id": name, "source": {"id": "/m"}, "engine": {"device": "cuda"}} | settings
+    return ModelConfig.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "card", "expected"),
+    [
+        ("cuda", None, CardConfig(), 1),
+        ("cuda", None, BUDGET, 0.01),
+        ("cuda", 0.25, BUDGET, 0.25),
+        ("cuda", 1, BUDGET, 1),
+        ("cpu", None, BUDGET, 0),
+        ("auto", None, BUDGET, 0),
+        ("auto", 0.5, CardConfig(), 0.5),
+    ],
+)
+def test_share_of_a_gpu_follows_the_budget_unless_it_is_given(
+    device: str, num_gpus: float | None, card: CardConfig, expected: float
+) -> None:
+    given = {} if num_gpus is None else {"num_gpus": num_gpus}
+    assert on_a_gpu("m", engine={"device": device}, **given).gpus(card) == expected
+
+
+@pytest.mark.parametrize(
+    ("shares", "card", "devices", "told"),
+    [
+        ([None, None], BUDGET, 1, []),
+        ([1, None], BUDGET, 1, ["a has num_gpus: 1, so Ray places no other model on its card"]),
+        ([1, 1], BUDGET, 1, ["a has num_gpus: 1", "b has num_gpus: 1"]),
+        ([1], BUDGET, 1, []),  # nobody to share it with
+        ([1, 1], CardConfig(), 1, []),
+        ([0.7, 0.3], BUDGET, 1, []),
+        ([None] * 5, BUDGET, 2, ["all 5 replicas come to one of 2 cards: Ray fills a card before"]),
+        ([0.33] * 5, BUDGET, 2, []),
+    ],
+)
+def test_what_keeps_models_from_sharing_their_card_is_told(
+    shares: list[float | None], card: CardConfig, devices: int, told: list[str]
+) -> None:
+    models = [
+        on_a_gpu(name, **({} if share is None else {"num_gpus": share}))
+        for name, share in zip("abcde", shares, strict=False)
+    ]
+    notes = notes_on_cards(models, card, devices)
+    assert len(notes) == len(told)
+    assert all(note.startswith(begin) for note, begin in zip(notes, told, strict=True))
+    if devices == 2 and told:
+        assert notes[0].endswith("num_gpus: 0.33 has 3 on each")
+
+
+def test_check_tells_of_a_model_that_keeps_its_card_to_itself(
+    folder: Path, tiny_checkpoint: Path
+) -> None:
+    model = {"source": {"id": str(tiny_checkpoint)}, "engine": {"device": "cuda"}}
+    models = [{"model_id": "a", "num_gpus": 1} | model, {"model_id": "b"} | model]
+    llm = {"models": models, "card": {"memory_budget": 0.9}}
+    config = {
+        "http_options": {"host": "127.0.0.1"},
+        "applications": [{"name": "llm", "import_path": "serve_app.app:build_app", "args": llm}],
+    }
+    Path("shared.yaml").write_text(yaml.safe_dump(config))
+    result = CliRunner().invoke(app, ["check", "shared.yaml"])
+    assert result.exit_code == 0, result.stderr
+    first, *_ = result.stderr.splitlines()
+    assert first.startswith("a has num_gpus: 1, so Ray places no other model on its card")

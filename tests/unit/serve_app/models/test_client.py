@@ -15,6 +15,7 @@ from actors.errors import (
     EngineDied,
     HeldAsleep,
     InvalidRequest,
+    NeverFits,
     NoRoom,
     QueueFull,
     ReplicaFailed,
@@ -252,6 +253,32 @@ def test_who_has_waited_for_room_does_not_wait_again() -> None:
             await texts(client(handle))
         assert caught.value.retry_after_s == 5
         assert handle.asked == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("refusals", "expected_s"),
+    [
+        ([NoRoom("none", 12.0)], 12.0),
+        ([NeverFits("never", 9.0), NoRoom("none", 12.0)], 9.0),
+        ([NeverFits("never", 20.0), DeviceMemoryShort("a neighbour", 1.0), NoRoom("no", 12.0)], 12),
+        # What the driver refuses has no queue.
+        ([NeverFits("never", 20.0), DeviceMemoryShort("a", 1.0), DeviceMemoryShort("b", 1.0)], 20),
+        ([NeverFits("never", 20.0), HeldAsleep("held", 1.0)], 1),
+    ],
+)
+def test_full_cards_say_when_the_first_of_them_may_have_room(
+    refusals: Sequence[Unavailable], expected_s: float
+) -> None:
+    async def scenario() -> None:
+        answers = [[refusal(error, f"{i}")] for i, error in enumerate(refusals)]
+        handle = Handle(*answers, [event("never")])
+        with pytest.raises(type(refusals[-1])) as caught:
+            await texts(client(handle))
+        assert caught.value.retry_after_s == expected_s
+        assert str(caught.value.args[0]) == str(refusals[-1].args[0])
+        assert handle.asked == len(refusals)
 
     run(scenario)
 

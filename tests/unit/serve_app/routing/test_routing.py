@@ -4,12 +4,13 @@ from itertools import permutations
 
 import pytest
 
-from actors.protocol import ChatPrompt, Prompt, ReplicaState
+from actors.protocol import CardRoom, ChatPrompt, Prompt, ReplicaState
 from serve_app.routing.rank import Candidate, PrefixMemory, prefix_key, rank
 from serve_app.signals.news import RoutingNews, RoutingReport, newest_report
 
 AWAKE, DRAINING, ASLEEP = ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.ASLEEP
 WAKING, FAILED = ReplicaState.WAKING, ReplicaState.FAILED
+FREE, EVICT, QUEUE = CardRoom.FREE, CardRoom.EVICT, CardRoom.QUEUE
 LIMIT = 4
 
 
@@ -21,8 +22,10 @@ def replica(
     held: bool = False,
     local: bool = False,
     just_sent: bool = False,
+    room: CardRoom = CardRoom.FREE,
+    waiting: int = 0,
 ) -> Candidate:
-    report = None if state is None else RoutingReport(1, state, held)
+    report = None if state is None else RoutingReport(1, state, held, room, waiting)
     return Candidate(name, report, in_flight, LIMIT, local, just_sent)
 
 
@@ -64,6 +67,46 @@ def replica(
             [replica("a", ASLEEP), replica("b", ASLEEP, local=True)],
             [["a"], ["b"]],
             id="every router wakes the same one, wherever it runs",
+        ),
+        pytest.param(
+            [
+                replica("a", ASLEEP, room=QUEUE, waiting=1),
+                replica("b", ASLEEP, room=EVICT),
+                replica("c", ASLEEP),
+                replica("d", ASLEEP),
+                replica("e", AWAKE, 3),
+            ],
+            [["e"], ["c"], ["d"], ["b"], ["a"]],
+            id="whose card has room, then who must have others sleep, then whose card has a queue",
+        ),
+        pytest.param(
+            [
+                replica("a", ASLEEP, room=QUEUE, waiting=3),
+                replica("b", ASLEEP, room=QUEUE, waiting=1),
+                replica("c", WAKING, room=QUEUE, waiting=1),
+            ],
+            [["c"], ["b"], ["a"]],
+            id="the shortest queue, and of equal ones that which it stands in",
+        ),
+        pytest.param(
+            [replica("a", WAKING, 1, room=QUEUE, waiting=1), replica("b", ASLEEP, room=EVICT)],
+            [["b"], ["a"]],
+            id="one that waits for room is not as good as waking",
+        ),
+        pytest.param(
+            [replica("a", WAKING), replica("b", ASLEEP)],
+            [["a"], ["b"]],
+            id="one that has its room is",
+        ),
+        pytest.param(
+            [replica("a", ASLEEP), replica("b", ASLEEP, room=EVICT, just_sent=True)],
+            [["b"], ["a"]],
+            id="whom we just sent a request makes its room already",
+        ),
+        pytest.param(
+            [replica("a", ASLEEP, 4), replica("b", ASLEEP, room=EVICT)],
+            [["a"], ["b"]],
+            id="a full one is asked again before others have to sleep",
         ),
         pytest.param(
             [replica("a", ASLEEP), replica("b", DRAINING)],
@@ -206,11 +249,15 @@ def test_each_change_is_news_once() -> None:
     held, is_new = news.of(AWAKE, True)
     assert is_new
     assert held.version > first.version
+    queue, is_new = news.of(ASLEEP, True, QUEUE, 1)
+    assert is_new
+    assert news.of(ASLEEP, True, QUEUE, 1) == (queue, False)
+    assert news.of(ASLEEP, True, QUEUE, 2)[1]
 
 
 @pytest.mark.parametrize("sent_first", [True, False])
 def test_newest_report_counts_whichever_way_it_came(sent_first: bool) -> None:
-    older, newer = RoutingReport(3, ASLEEP, True), RoutingReport(4, WAKING)
+    older, newer = RoutingReport(3, ASLEEP, True), RoutingReport(4, WAKING, False, QUEUE, 2)
     sent, asked = (older, newer) if sent_first else (newer, older)
     assert newest_report(asked.as_stats(), sent.as_names()) == newer
     assert newest_report(asked.as_stats(), []) == asked
@@ -221,8 +268,18 @@ def test_newest_report_counts_whichever_way_it_came(sent_first: bool) -> None:
     ("stats", "names"),
     [
         ({}, []),
-        ({"version": 1, "state": "drowsy", "held": False}, ["sleepserve:1:drowsy:0"]),
-        ({"version": "x", "state": "awake", "held": False}, ["somebody:1:awake:0", "lora"]),
+        (
+            {"version": 1, "state": "drowsy", "held": False, "room": "free", "waiting": 0},
+            ["sleepserve:1:drowsy:0:free:0"],
+        ),
+        (
+            {"version": "x", "state": "awake", "held": False, "room": "free", "waiting": 0},
+            ["somebody:1:awake:0:free:0", "lora"],
+        ),
+        (
+            {"version": 1, "state": "asleep", "held": False, "room": "cosy", "waiting": 0},
+            ["sleepserve:1:asleep:0:free:few"],
+        ),
         ({"state": "awake"}, ["sleepserve:1:awake"]),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from actors.protocol import ReplicaState
 from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.config.errors import ConfigError, validate
+from serve_app.scaling.cards import CardReport, Crowding
 from serve_app.scaling.decide import Decision, PolicyState, Why, decide
 from serve_app.scaling.fleet import Fleet, ReplicaReport
 
@@ -408,6 +409,112 @@ def test_more_requests_never_want_fewer_replicas(less: float, more: float, sleep
     there = [awake("a", 1), *(asleep(name) for name in "bcdef"[:sleepers])]
     wanted = [after(600, fleet(*there, queued=load)).replicas for load in (less, more)]
     assert wanted[0] <= wanted[1]
+
+
+# --- cards that swap too much ---
+
+ELSEWHERE = Crowding(True, "a card swaps; another card has room")
+NOWHERE = Crowding(False, "a card swaps; no other has room")
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "why"),
+    [
+        (fleet(awake("a"), crowding=ELSEWHERE), 2, Why.SPREAD),
+        (fleet(asleep("a"), crowding=ELSEWHERE), 2, Why.SPREAD),
+        (fleet(awake("a"), crowding=NOWHERE), 1, Why.CROWDED),
+        (fleet(awake("a"), awake("b"), crowding=ELSEWHERE), 3, Why.SPREAD),
+        (fleet(awake("a", 18), crowding=ELSEWHERE), 2, Why.CREATE),  # requests want it anyway
+        (fleet(*map(awake, "abcdef"), crowding=ELSEWHERE), 6, Why.LIMIT),
+        (fleet(awake("a"), target=2, crowding=ELSEWHERE), 2, Why.CROWDED),  # one is on its way
+        (fleet(asleep("a", held=True), crowding=ELSEWHERE), 1, Why.HELD),
+    ],
+)
+def test_card_that_swaps_too_much_wants_one_replica_more_where_another_has_room(
+    there: Fleet, wanted: int, why: Why
+) -> None:
+    decision = after(30, there)
+    assert (decision.replicas, decision.why) == (wanted, why)
+    assert why is Why.HELD or "a card swaps" in decision.reason
+
+
+def test_one_more_for_a_card_that_swaps_waits_for_the_delay_and_for_news_since_the_last_came() -> (
+    None
+):
+    state = PolicyState()
+    found = []
+    for now_s, replicas, target in [
+        *((0, "a", 1), (29, "a", 1), (30, "a", 1)),  # one is asked for
+        *((31, "a", 2), (50, "a", 2)),  # it starts
+        *((60, "ab", 2), (79, "ab", 2)),  # what is told of swaps is from before it came
+        *((80, "ab", 2), (110, "ab", 2)),
+    ]:
+        there = fleet(*map(awake, replicas), now_s=now_s, target=target, crowding=ELSEWHERE)
+        decision, state = decide(there, CONFIG, state)
+        found.append((decision.replicas, decision.why))
+    wait, steady = Why.DELAY_UP, Why.CROWDED
+    assert found == [
+        *((1, wait), (1, wait), (2, Why.SPREAD)),
+        *((2, steady), (2, steady)),
+        *((2, steady), (2, steady)),
+        *((2, wait), (3, Why.SPREAD)),
+    ]
+
+
+def test_it_goes_by_the_delay_once_the_card_is_calm() -> None:
+    state = PolicyState()
+    found = []
+    for now_s, crowded in [(0, NOWHERE), (5000, NOWHERE), (5001, None), (5600, None), (5601, None)]:
+        there = fleet(awake("a", 2), asleep("b"), now_s=now_s, crowding=crowded)
+        decision, state = decide(there, CONFIG, state)
+        found.append((decision.replicas, decision.why))
+    calm = (2, Why.DELAY_DOWN)
+    assert found == [*[(2, Why.CROWDED)] * 2, calm, calm, (1, Why.REMOVE)]
+
+
+def test_full_card_that_others_share_is_no_reason_for_another_replica() -> None:
+    """They make room: one that sleeps there can wake."""
+    told = {"device_free_bytes": 10e9, "wake_bytes": 24e9}
+    shared = asleep("a", card=CardReport(1, 1, 0, 24e9, 0.25), **told)
+    assert after(1e5, fleet(shared)).replicas == 1
+    assert after(1e5, fleet(asleep("a", **told))).replicas == 2
+
+
+@settings(max_examples=100, derandomize=True)
+@given(
+    history=st.lists(
+        st.tuples(st.sampled_from([None, NOWHERE, ELSEWHERE]), st.integers(1, 100)),
+        min_size=1,
+        max_size=60,
+    ),
+    most=st.integers(1, 4),
+)
+def test_swaps_add_replicas_within_bounds_and_where_there_is_room_and_leave_none_behind(
+    history: Sequence[tuple[Crowding | None, int]], most: int
+) -> None:
+    """Few requests, so that nothing else adds any; what is asked for runs by the next look."""
+    config = CONFIG.model_copy(update={"max_replicas": most, "downscale_delay_s": 60})
+    state, now_s, count = PolicyState(), 0.0, 1
+
+    def look(crowded: Crowding | None) -> int:
+        nonlocal state
+        replicas = [awake("0", 2), *(asleep(f"{i}") for i in range(1, count))]
+        there = fleet(*replicas, now_s=now_s, crowding=crowded)
+        decision, state = decide(there, config, state)
+        return decision.replicas
+
+    for crowded, seconds in history:
+        wanted = look(crowded)
+        assert wanted <= most
+        if wanted > count:
+            assert crowded is ELSEWHERE
+            assert wanted == count + 1
+        if crowded is not None:
+            assert wanted >= count
+        count, now_s = wanted, now_s + seconds
+    for _ in range(3):
+        count, now_s = look(None), now_s + 60
+    assert count == 1
 
 
 # --- configuration ---

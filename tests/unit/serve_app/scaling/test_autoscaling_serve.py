@@ -28,8 +28,9 @@ from actors.protocol import ReplicaState
 from actors.replica.schedule import ScheduleConfig
 from serve_app.app import serves_autoscaling
 from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.scaling.cards import CardTable, NodeRoom
 from serve_app.scaling.serve_policy import SleepAwarePolicy, stop_order
-from serve_app.signals.news import ScalingSample, node_number
+from serve_app.signals.news import CardSample, ScalingSample, node_number
 
 AWAKE, ASLEEP, WAKING = ReplicaState.AWAKE, ReplicaState.ASLEEP, ReplicaState.WAKING
 DEPLOYMENT = DeploymentID(name="model:m", app_name="llm")
@@ -59,7 +60,9 @@ class Controller:
 
     def deploy(self, **settings: Any) -> None:
         """Once more with other settings: what `serve deploy` comes to."""
-        config = serves_autoscaling(AutoscalingConfig(**(AT_ONCE | settings)), ScheduleConfig())
+        config = serves_autoscaling(
+            AutoscalingConfig(**(AT_ONCE | settings)), ScheduleConfig(), {"CPU": 1.0}
+        )
         info = DeploymentInfo(
             deployment_config=DeploymentConfig.from_default(autoscaling_config=config),
             replica_config=None,  # type: ignore[arg-type]  # not looked at
@@ -229,14 +232,14 @@ def test_hours_of_being_awake_do_not_overrule_the_most_that_serve_allows() -> No
 
 def test_schedule_reaches_the_policy() -> None:
     schedule = ScheduleConfig.model_validate({"awake": [{"cron": "0 8 * * *", "duration": "10h"}]})
-    told = serves_autoscaling(AutoscalingConfig(), schedule).policy.policy_kwargs["schedule"]
+    told = serves_autoscaling(AutoscalingConfig(), schedule, {}).policy.policy_kwargs["schedule"]
     assert ScheduleConfig.model_validate(told) == schedule
 
 
 def test_delays_are_ours_alone() -> None:
     """Serve would count its delays from our decision on, after ours have passed."""
     config = serves_autoscaling(
-        AutoscalingConfig(upscale_delay_s=7, downscale_delay_s=7), ScheduleConfig()
+        AutoscalingConfig(upscale_delay_s=7, downscale_delay_s=7), ScheduleConfig(), {}
     )
     assert config.upscale_delay_s == 0
     assert config.downscale_delay_s == 0
@@ -330,7 +333,7 @@ def test_decisions_are_logged_and_counted_when_they_change(
 
 def test_controller_that_cannot_import_us_keeps_the_number(tmp_path: Path) -> None:
     """Serve sends the class by value, and calls it in a process of its own."""
-    policy = serves_autoscaling(AutoscalingConfig(), ScheduleConfig()).policy
+    policy = serves_autoscaling(AutoscalingConfig(), ScheduleConfig(), {}).policy
     file = tmp_path / "policy"
     file.write_bytes(policy.get_serialized_policy_def() or b"")
     code = f"""
@@ -344,6 +347,108 @@ print(policy(context)[0], "torch" in sys.modules)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["3", "False"]
+
+
+# --- cards that models share ---
+
+
+class Cluster:
+    """Two models' policies, as one controller has them, and what their replicas tell of two cards.
+
+    Each card has places for two replicas. Time and samples go on by `pass_s`.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("serve_app.scaling.cards.TABLE", CardTable())
+        self.free_gpus = 1.0  # of the second card
+        self.now_s = 0.0
+        self.looked_s: list[float] = []
+        self._began_s = time.time()
+        self._states: dict[str, Any] = {}
+        settings = AutoscalingConfig(**(AT_ONCE | {"look_back_period_s": 30})).model_dump()
+        self._policies = {
+            name: SleepAwarePolicy(
+                settings, lambda: self.now_s, needs={"CPU": 1.0, "GPU": 0.5}, nodes=self._nodes
+            )
+            for name in "ab"
+        }
+
+    def _nodes(self) -> list[NodeRoom]:
+        self.looked_s.append(self.now_s)
+        return [NodeRoom(node_number(HEAD), {"CPU": 8.0, "GPU": self.free_gpus}, 2)]
+
+    def look(self, model: str, swap_s: float, own_swap_s: float, free: int = 0) -> int:
+        """What the policy says of a model with one replica, on the first card.
+
+        Args:
+            swap_s: that the card has swapped for in the last 20 s, a second each.
+            own_swap_s: of that, for this model.
+        """
+        deployment = DeploymentID(name=f"model:{model}", app_name="llm")
+        replica = ReplicaID(model, deployment)
+        series: dict[str, list[TimeStampedValue]] = {}
+        for ago_s, part in ((20.0, 0.0), (0.0, 1.0)):
+            swaps = int(swap_s * part)
+            card = CardSample("card", free, 40, 1.0, 5 + swaps, 5 + swaps, own_swap_s * part)
+            sample = ScalingSample(ASLEEP, 0, 0, 9.0, False, 0.3, HEAD, 0, 40, card)
+            for key, value in sample.as_numbers().items():
+                at = TimeStampedValue(self._began_s + self.now_s - ago_s, value)
+                series.setdefault(key, []).append(at)
+        context: Any = SimpleNamespace(
+            deployment_id=deployment,
+            app_name="llm",
+            config=None,
+            target_num_replicas=1,
+            running_replicas=[replica],
+            raw_metrics={key: {replica: samples} for key, samples in series.items()},
+            current_time=self._began_s + self.now_s,
+            policy_state=self._states.get(model, {}),
+            total_queued_requests=0.0,
+            capacity_adjusted_min_replicas=1,
+            capacity_adjusted_max_replicas=4,
+        )
+        wanted, self._states[model] = self._policies[model](context)
+        return wanted
+
+
+def test_model_that_makes_a_card_swap_most_gets_a_replica_on_another_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(monkeypatch)
+    with caplog.at_level(logging.INFO, logger="serve_app.scaling.decide"):
+        wanted = [(cluster.look("a", 4, 3), cluster.look("b", 4, 1)) for _ in range(3)]
+    assert wanted == [(2, 1)] * 3
+    (told,) = {record.getMessage() for record in caplog.records if "spread" in record.getMessage()}
+    assert "a card swaps 12.0 times a minute, 0.20 of its time" in told
+    assert told.endswith("(spread)")
+
+
+@pytest.mark.parametrize(
+    ("swap_s", "free_gpus", "wanted"),
+    [(4, 1.0, 2), (2, 1.0, 1), (4, 0.4, 1)],
+    ids=["too much", "a tenth of the time", "no place on another card"],
+)
+def test_replica_comes_for_swaps_only_where_ray_has_a_place_for_it(
+    monkeypatch: pytest.MonkeyPatch, swap_s: float, free_gpus: float, wanted: int
+) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.free_gpus = free_gpus
+    assert cluster.look("a", swap_s, swap_s) == wanted
+
+
+def test_ray_is_asked_for_places_seldom_and_only_while_a_card_swaps_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch)
+    for now_s, swap_s in [(0, 0), (1, 4), (2, 4), (5.9, 4), (6, 4), (60, 0)]:
+        cluster.now_s = now_s
+        cluster.look("a", swap_s, swap_s)
+    assert cluster.looked_s == [1, 6]
+
+
+def test_needs_reach_the_policy() -> None:
+    told = serves_autoscaling(AutoscalingConfig(), ScheduleConfig(), {"GPU": 0.5})
+    assert told.policy.policy_kwargs["needs"] == {"GPU": 0.5}
 
 
 # --- who would be stopped ---
