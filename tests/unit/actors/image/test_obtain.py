@@ -19,7 +19,7 @@ from actors.errors import (
     StoreFull,
 )
 from actors.image import obtain, packer
-from actors.image.holder import ImageGrant, ImageRequest
+from actors.image.held import ImageGrant, ImageRequest
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, ImageSource, load_from_disk
 
@@ -35,7 +35,9 @@ class FakeHolder:
 
     async def ping(self) -> None: ...
 
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
+    async def acquire(
+        self, request: ImageRequest, key: ImageKey, lessee: str, worker: Any = None
+    ) -> ImageGrant:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
