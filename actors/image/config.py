@@ -1,5 +1,7 @@
 """What the configuration says of the memory of a host, and of its disk, for packed images."""
 
+import os
+from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -35,3 +37,12 @@ class HostConfig(BaseModel):
     def budget_bytes(self) -> int | None:
         """None: there is none."""
         return None if self.memory_budget_gib is None else int(self.memory_budget_gib * 2**30)
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Why files cannot be kept there."""
+    if not folder.is_dir():
+        return f"no directory {folder}; make it, on a disk of each node"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} cannot be written to"
+    return None

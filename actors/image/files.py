@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -117,12 +116,3 @@ class ImageFiles:
             path.unlink(missing_ok=True)
         except OSError as exc:
             logger.warning("%s cannot be deleted: %s", path, exc)
-
-
-def folder_problem(folder: Path) -> str | None:
-    """Why files cannot be kept there."""
-    if not folder.is_dir():
-        return f"no directory {folder}; make it, on a disk of each node"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{folder} cannot be written to"
-    return None

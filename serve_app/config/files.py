@@ -29,8 +29,7 @@ from pydantic import (
 from actors.card.config import CardConfig
 from actors.checkpoints.directory import unsupported_weights
 from actors.checkpoints.source import Hub
-from actors.image.config import HostConfig
-from actors.image.files import folder_problem
+from actors.image.config import HostConfig, folder_problem
 from serve_app.config.errors import (
     ConfigError,
     Problem,
@@ -238,6 +237,19 @@ def check_file(path: str | Path) -> tuple[ModelConfig, ...]:
         return _check_serve_config(data, project_around(file.absolute().parent)).models
     except ConfigError as error:
         raise error.inside(file=shown(file)) from error
+
+
+def host_config(path: str | Path) -> HostConfig:
+    """What a valid serve_config.yaml, or a file of `configs/`, says of the hosts' memory.
+
+    Raises:
+        ConfigError: something is wrong.
+    """
+    if not is_serve_config(path):
+        return HostConfig()
+    applications = read_serve_config(path).data["applications"]
+    said = (each["args"].get("host", {}) for each in applications if each["import_path"] == WEIGHTS)
+    return HostConfig.model_validate(next(said, {}))
 
 
 def is_serve_config(path: str | Path) -> bool:
