@@ -112,7 +112,7 @@ class WeightHolder:
         self._counts = HolderCounts()
         self._images = HeldImages()
         self._room = HostRoom(
-            self._images, RayLookers(), lambda: store_room().available, on_evicted=on_evicted
+            self._images, RayLookers(), lambda: store_room().available, now, on_evicted
         )
         self._loading: dict[ImageKey, Future[Held]] = {}
         self._look_ups = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="image-look-up")
@@ -120,6 +120,7 @@ class WeightHolder:
         self._load_timeout_s = load_timeout_s
         self._wanted = Wanted()
         self._is_tidy = False  # the files on disk are of models that are wanted
+        self._tidying: Future[None] | None = None
         self._unwanted: set[tuple[ModelSource, str]] = set()  # that were wanted
 
     async def ping(self) -> None:
@@ -193,8 +194,8 @@ class WeightHolder:
 
     async def expire(self) -> None:
         """Let go of the images that have had no lessee for their time, and of files. To be called now and then."""
-        if not self._is_tidy:
-            await asyncio.to_thread(self._tidy_files, self._wanted)
+        if not self._is_tidy and (self._tidying is None or self._tidying.done()):
+            self._tidying = self._look_ups.submit(self._tidy_files, self._wanted)
         before = {key: frozenset(held.lessees) for key, held in self._images.snapshot()}
         living = await asyncio.to_thread(alive)
         now_s = self._now()
@@ -265,7 +266,10 @@ class WeightHolder:
         )
 
     async def stats(self) -> list[HeldImage]:
-        files = self._room.files
+        files, images = self._room.files, self._images.snapshot()
+        on_disk = [False] * len(images)
+        if files is not None:  # whose disk may take its time
+            on_disk = await asyncio.to_thread(lambda: [files.has(key) for key, _ in images])
         return [
             HeldImage(
                 key=str(key),
@@ -275,9 +279,9 @@ class WeightHolder:
                 lessees=len(held.lessees),
                 spilled=was_spilled([segment.ref for segment in held.segments]),
                 origin=held.origin,
-                on_disk=files is not None and files.has(key),
+                on_disk=has_file,
             )
-            for key, held in self._images.snapshot()
+            for (key, held), has_file in zip(images, on_disk, strict=True)
         ]
 
     def _load_once(self, request: ImageRequest, key: ImageKey) -> "Future[Held]":
@@ -352,7 +356,7 @@ class WeightHolder:
                 assert_never(origin)
 
     def _tidy_files(self, wanted: Wanted) -> None:
-        """On a thread: files of models that nobody wants any more go. Of no effect until all are known."""
+        """On a look-up thread: files of models that nobody wants any more go. Of no effect until all are known."""
         files = self._room.files
         try:
             if files is not None:
@@ -360,6 +364,8 @@ class WeightHolder:
                 files.keep_only(keys)
         except CheckpointMissing:
             return  # it is being downloaded, say: whether a file is of it cannot be told
+        except Exception:
+            logger.exception("files that nobody needs cannot be looked for")
         self._is_tidy = wanted == self._wanted
 
     def _publish(

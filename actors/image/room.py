@@ -100,12 +100,13 @@ class HostRoom:
                 raise self._full(key, size, "and nothing leaves for what nobody has asked for")
             going = who_goes(residents, missing)
             if going is not None:
-                self._evict(going, lessees)
-                continue  # somebody may have had another word
-            if not may_come(residents, missing):
+                if self._evict(going, lessees):
+                    limit_s = self._now() + self._patience_s
+                    continue
+            elif not may_come(residents, missing):
                 raise self._full(key, size, "and the models that have the rest are awake")
             if self._now() >= limit_s:
-                waited = f"and in {self._patience_s:g} s none of the others fell asleep"
+                waited = f"and in {self._patience_s:g} s none of the others let go"
                 raise self._full(key, size, waited)
             self._pause(_LOOK_AGAIN_S)  # who starts, wakes or falls asleep tells nobody when it has
 
@@ -151,8 +152,8 @@ class HostRoom:
 
     def _evict(
         self, keys: list[ImageKey], lessees: Mapping[ImageKey, tuple[int, dict[str, Any]]]
-    ) -> None:
-        """Have these leave, until one does not."""
+    ) -> bool:
+        """Have these leave, until somebody has another word; whether any has left."""
         free, freed = self._store_free(), 0
         for key in keys:
             leases, workers = lessees[key]
@@ -161,6 +162,7 @@ class HostRoom:
                 break
             freed += size
         self.await_store(free + freed)
+        return freed > 0
 
     def await_store(self, free: int) -> None:
         """Return when the object store has so much free: what was let go of is free a moment later.

@@ -13,19 +13,12 @@ from actors.image import packer
 from actors.image.obtain import load_from_disk
 from tests.e2e.puzzles import Puzzle, find_puzzles
 from tests.e2e.serve_process import PROJECT, ServeProcess, running, wait_until
-from tests.e2e.test_scale_out import counts, told_by
+from tests.e2e.test_scale_out import counts
 
 pytestmark = pytest.mark.slow
 
 NAMES = ("ann", "bob", "cid")
 START_DEADLINE_S = 240.0
-
-# The images that are in memory.
-HELD = """
-from ray import serve
-for held in serve.get_deployment_handle("WeightHolder", "weights").stats.remote().result(timeout_s=20):
-    print("held", held.key, held.on_disk)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +87,15 @@ def replicas(server: ServeProcess, model: Model) -> list[dict[str, Any]]:
 
 
 def in_memory(server: ServeProcess, models: Sequence[Model]) -> list[str]:
-    told = told_by(server, HELD)
-    return [model.name for model in models if f"held {model.checkpoint}@" in told]
+    """Of what the holder has, by the name of the model; asked as the status page asks."""
+
+    def images() -> dict[str, Any] | None:
+        found: dict[str, Any] | None = server.get("/status")["host"]["images"]
+        return found
+
+    held = wait_until(images, what="the holder answers")
+    assert held is not None
+    return [model.name for model in models if any(f"/{model.name}@" in key for key in held)]
 
 
 def test_requests_in_turns_are_answered_right_and_no_checkpoint_is_packed_twice(

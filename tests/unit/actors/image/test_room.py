@@ -167,7 +167,10 @@ def test_image_that_is_leased_while_its_workers_let_go_stays() -> None:
 def test_image_that_somebody_is_about_to_lease_stays() -> None:
     bench = Bench(1)
     key = bench.hold("a")
-    with bench.images.awaited(key), pytest.raises(HostMemoryFull, match="none of the others fell"):
+    with (
+        bench.images.awaited(key),
+        pytest.raises(HostMemoryFull, match="none of the others let go"),
+    ):
         bench.load("b")
     bench.load("b")
     assert bench.there == ["b"]
@@ -188,9 +191,18 @@ def test_those_that_change_are_waited_for() -> None:
 def test_those_that_never_stop_changing_are_waited_for_no_longer_than_patience() -> None:
     bench = Bench(1)
     bench.hold("a", ImageUse(Need.CHANGING))
-    with pytest.raises(HostMemoryFull, match="in 10 s none of the others fell asleep"):
+    with pytest.raises(HostMemoryFull, match="in 10 s none of the others let go"):
         bench.load("b")
     assert 1010 <= bench.clock() < 1011
+
+
+def test_worker_that_says_it_sleeps_and_never_lets_go_is_asked_no_longer_than_patience() -> None:
+    bench = Bench(1)
+    bench.hold("a", asleep(9))
+    bench.workers.refuse.add("/models/a")
+    with pytest.raises(HostMemoryFull, match="none of the others let go"):
+        bench.load("b")
+    assert bench.there == ["a"]
 
 
 def test_awake_models_are_not_waited_for() -> None:
