@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class HostConfig(BaseModel):
-    """What each node has for packed images."""
+    """Memory and disk of every node that packed images may take."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

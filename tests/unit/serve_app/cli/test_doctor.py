@@ -203,7 +203,7 @@ def test_room_for_images_is_as_configured(
     )
     file.write_text(json.dumps(config))
     found = examined(monkeypatch, file, Torch())
-    assert found["host memory"].text == "1 of 1 models fit into the budget of 268.4 MB"
+    assert found["host memory"].text == "1 of 1 models fit into the budget of 256.0 MiB"
     assert str(tmp_path / "images") in found["disk of images"].text
 
 
