@@ -22,6 +22,7 @@ ServingError
     ImageMissing            the holder has no such image and cannot make it
     WeightsCorrupted        bytes do not match their digest
     StoreFull               the image does not fit into the object store or /dev/shm
+      HostMemoryFull          or into what images may take of the host's memory
     HolderLost              the holder of the image went away
     EngineDied              the generation loop ended with an error
     WorkerLost              the process that computes ended
@@ -132,6 +133,15 @@ class WeightsCorrupted(ReplicaFailed):
 
 class StoreFull(ReplicaFailed):
     """An image does not fit into the object store or into /dev/shm."""
+
+
+class HostMemoryFull(StoreFull):
+    """An image does not fit into `host.memory_budget_gib`, beside those that are in use. `file` is one of it."""
+
+    def __init__(self, message: str, file: str | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        self.args = (message, file)
 
 
 class HolderLost(ReplicaFailed):

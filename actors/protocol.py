@@ -392,9 +392,9 @@ class ReplicaStatus:
     deep: bool = False  # asleep, and its process has nothing of the device
 
 
-Origin = Literal[
-    "disk", "node"
-]  # of an image: read from disk, or copied from another node's holder
+# Of an image: packed from the checkpoint on disk, read from a file that has it packed, or copied from another node's
+# holder.
+Origin = Literal["disk", "file", "node"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,3 +408,4 @@ class HeldImage:
     lessees: int
     spilled: bool
     origin: Origin
+    on_disk: bool = False  # there is a file of it, too

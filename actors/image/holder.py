@@ -8,6 +8,8 @@ loads while a hub takes its time.
 
 A node has one. An image that another node's holder has is copied from there instead of being read from
 disk, once, and what was copied is this holder's own: it stays when the other one goes.
+
+With a budget, images leave for others (`room`), and may come back from a file (`files`).
 """
 
 import asyncio
@@ -16,21 +18,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, assert_never
 
-import ray
-from ray.util import list_named_actors
-
-from actors.checkpoints.download import CheckpointMissing, ensure_checkpoint
+from actors.checkpoints.download import CheckpointMissing, ensure_checkpoint, find_checkpoint
 from actors.checkpoints.errors import DownloadError
 from actors.checkpoints.source import ModelSource
-from actors.errors import ImageMissing, LayoutMismatch, WeightsCorrupted
+from actors.errors import HostMemoryFull, ImageMissing, LayoutMismatch, WeightsCorrupted
 from actors.image import packer
+from actors.image.config import HostConfig
+from actors.image.copies import from_file, from_peers
+from actors.image.held import Held, HeldImages, ImageGrant, ImageRequest, Published
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey, Manifest
-from actors.image.pull import Peer, pull
-from actors.image.store import ByteArray, ReservedSegment, reserve, store_room, was_spilled
+from actors.image.lookers import RayLookers, alive
+from actors.image.pull import Peer
+from actors.image.room import HostRoom, MakeRoom
+from actors.image.store import ByteArray, reserve, store_room, was_spilled
 from actors.protocol import HeldImage, Origin
 from actors.threads import start_apart
 
@@ -43,44 +48,11 @@ LOAD_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRequest:
-    """What to load when there is no image yet."""
+class Wanted:
+    """What a holder is to keep, and in how much room."""
 
-    model_id: str
-    source: ModelSource  # an absolute path, or a hub's model
-    dtype: str  # torch's name, or "auto"
-    ttl_s: float | None = None  # how long the image stays without a lessee; None: for good
-
-    @property
-    def checkpoint(self) -> tuple[ModelSource, str]:
-        """What the image is made of."""
-        return self.source, self.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class ImageGrant:
-    """A published image: what it is and where its segments are."""
-
-    manifest: Manifest
-    refs: tuple["ray.ObjectRef[ByteArray]", ...]
-    load_s: float  # what loading it took, whenever that was
-
-
-Published = tuple[
-    ImageGrant, list[ReservedSegment]
-]  # and the views that keep it from being spilled
-
-
-@dataclass(slots=True)
-class _Held:
-    """An image in the store. The segments' views keep it from being spilled."""
-
-    grant: ImageGrant
-    segments: list[ReservedSegment]
-    origin: Origin
-    request: ImageRequest  # the last one that it was for
-    unused_since_s: float  # when it last had a lessee, or was loaded
-    lessees: set[str] = field(default_factory=set)  # actor names
+    requests: tuple[ImageRequest, ...] = ()
+    host: HostConfig = field(default_factory=HostConfig)
 
 
 @dataclass(slots=True)
@@ -93,6 +65,11 @@ class HolderCounts:
     pulled_bytes: int = 0
     lent_bytes: int = 0  # segments handed to other nodes
     corrupted: int = 0  # images dropped because their bytes had changed
+    file_loads: int = 0  # images read from packed files
+    file_bytes: int = 0
+    evictions: int = 0  # images that left for others
+    files: int = 0  # packed files that there are now
+    files_bytes: int = 0
 
 
 def nobody() -> Iterable[Peer]:
@@ -104,6 +81,10 @@ def ignore_load(origin: Origin, size: int) -> None:
     """Nobody wants to hear of loads."""
 
 
+def ignore_eviction(has_file: bool) -> None:
+    """Nor of images that leave."""
+
+
 class WeightHolder:
     """Loads checkpoints once and hands their images to every replica of its node that asks."""
 
@@ -113,6 +94,7 @@ class WeightHolder:
         peers: Callable[[], Iterable[Peer]] = nobody,
         on_load: Callable[[Origin, int], None] = ignore_load,
         load_timeout_s: float = LOAD_TIMEOUT_S,
+        on_evicted: Callable[[bool], None] = ignore_eviction,
     ) -> None:
         """Load nothing yet.
 
@@ -122,32 +104,38 @@ class WeightHolder:
                 the thread that loads.
             on_load: told where an image came from, and its bytes. On the same thread.
             load_timeout_s: for one image.
+            on_evicted: told of each image that leaves for others, and whether a file has it. On the same thread.
         """
-        self._lock = threading.Lock()  # for the images and what they leave: two threads change both
         self._now = now
         self._peers = peers
         self._on_load = on_load
         self._counts = HolderCounts()
-        self._images: dict[ImageKey, _Held] = {}
-        self._loading: dict[ImageKey, Future[_Held]] = {}
-        self._recycled_bytes = (
-            0  # freed by us in this store, which keeps the pages, and not used since
+        self._images = HeldImages()
+        self._room = HostRoom(
+            self._images, RayLookers(), lambda: store_room().available, now, on_evicted
         )
+        self._loading: dict[ImageKey, Future[Held]] = {}
         self._look_ups = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="image-look-up")
         self._one_loads = threading.Lock()  # the store is filled by one at a time
         self._load_timeout_s = load_timeout_s
-        self._wanted: tuple[ImageRequest, ...] = ()
+        self._wanted = Wanted()
+        self._is_tidy = False  # the files on disk are of models that are wanted
+        self._tidying: Future[None] | None = None
         self._unwanted: set[tuple[ModelSource, str]] = set()  # that were wanted
 
     async def ping(self) -> None:
         """Answers at once, also while an image loads: the caller learns that somebody is here."""
 
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
+    async def acquire(
+        self, request: ImageRequest, key: ImageKey, lessee: str, worker: Any = None
+    ) -> ImageGrant:
         """The image of `key`, loaded now if need be; callers of one key share one load.
 
         Args:
             key: computed by the caller from its own copy of the checkpoint.
             lessee: name of the asking actor, kept until it releases the image or dies.
+            worker: the actor that looks at the image for it, which can be asked to let go. None: while the lessee
+                lives, the image stays.
 
         Raises:
             ImageMissing: there is none, and this node's checkpoint is another, not complete or not to be read
@@ -155,26 +143,37 @@ class WeightHolder:
             LayoutMismatch: this node packs the same checkpoint in another way.
             StoreFull: there is no room for it.
         """
-        held = self._images.get(key)
-        if held is None:
-            held = await asyncio.shield(asyncio.wrap_future(self._load_once(request, key)))
-        held.lessees.add(lessee)
-        held.request = request
+        with self._images.awaited(key):
+            held = self._images.get(key)
+            if held is None:
+                held = await asyncio.shield(asyncio.wrap_future(self._load_once(request, key)))
+            self._images.lease(held, request, lessee, worker, self._now())
         return held.grant
 
-    async def wanted(self) -> tuple[ImageRequest, ...]:
+    async def wanted(self) -> Wanted:
         """What `keep` was last told."""
         return self._wanted
 
-    async def keep(self, requests: Sequence[ImageRequest]) -> None:
-        """Know which models there are. Images of those that are no longer among them go with their last lessee."""
-        before = {request.checkpoint for request in self._wanted}
-        self._wanted = tuple(requests)
+    async def keep(self, requests: Sequence[ImageRequest], host: HostConfig | None = None) -> None:
+        """Know which models there are, and what room their images have.
+
+        Images of models that are no longer among them go with their last lessee, and their files at once.
+
+        Args:
+            host: as before when None.
+        """
+        wanted = Wanted(tuple(requests), self._wanted.host if host is None else host)
+        if wanted == self._wanted:
+            return
+        before = {request.checkpoint for request in self._wanted.requests}
         self._unwanted |= before
         self._unwanted -= {request.checkpoint for request in requests}
+        self._wanted = wanted
+        self._room.configure(wanted.host)
+        self._is_tidy = False
 
     async def preload(self, requests: Sequence[ImageRequest]) -> None:
-        """Load what is not here, in the background."""
+        """Load what is not here, in the background, as far as there is room that nobody has to leave for it."""
         for request in requests:
             self._look_ups.submit(self._preload, request)
 
@@ -183,30 +182,33 @@ class WeightHolder:
         held = self._images.get(key)
         if held is None:
             return False
-        held.lessees.discard(lessee)
+        self._images.end_leases(held, {lessee})
         before = frozenset(held.lessees)
-        alive = await asyncio.to_thread(_alive)
-        held.lessees -= before - alive  # those that came meanwhile may be younger than that list
+        living = await asyncio.to_thread(alive)
+        # Those that came meanwhile may be younger than that list.
+        self._images.end_leases(held, before - living)
         if held.lessees or self._images.get(key) is not held:
             return False
-        self._drop(key, held, "nobody holds a lease")
+        self._images.drop(key, held, "nobody holds a lease")
         return True
 
     async def expire(self) -> None:
-        """Let go of the images that have had no lessee for their time. To be called now and then."""
-        before = {key: frozenset(held.lessees) for key, held in self._snapshot()}
-        alive = await asyncio.to_thread(_alive)
+        """Let go of the images that have had no lessee for their time, and of files. To be called now and then."""
+        if not self._is_tidy and (self._tidying is None or self._tidying.done()):
+            self._tidying = self._look_ups.submit(self._tidy_files, self._wanted)
+        before = {key: frozenset(held.lessees) for key, held in self._images.snapshot()}
+        living = await asyncio.to_thread(alive)
         now_s = self._now()
-        for key, held in self._snapshot():
+        for key, held in self._images.snapshot():
             # Not of those that came meanwhile, who may be younger than that list.
-            held.lessees -= before.get(key, frozenset()) - alive
+            self._images.end_leases(held, before.get(key, frozenset()) - living)
             ttl_s = held.request.ttl_s
             if held.lessees:
                 held.unused_since_s = now_s
             elif held.request.checkpoint in self._unwanted:
-                self._drop(key, held, "its model is no longer served")
+                self._images.drop(key, held, "its model is no longer served")
             elif ttl_s is not None and now_s - held.unused_since_s >= ttl_s:
-                self._drop(key, held, f"unused for {ttl_s:g} s")
+                self._images.drop(key, held, f"unused for {ttl_s:g} s")
 
     async def recheck(self, key: ImageKey) -> bool:
         """For who found wrong bytes: compare the image with its digests; drop it if they differ.
@@ -221,13 +223,12 @@ class WeightHolder:
         if held is None:
             return False
         manifest = held.grant.manifest
-        payloads = [segment.payload.data for segment in held.segments]
         try:
-            await asyncio.to_thread(WeightImage(manifest, payloads, "image").verify)
+            await asyncio.to_thread(WeightImage(manifest, held.payloads, "image").verify)
         except WeightsCorrupted as exc:
             if self._images.get(key) is held:  # nobody else was first
                 self._counts.corrupted += 1
-                self._drop(key, held, str(exc))
+                self._images.drop(key, held, str(exc))
             return True
         logger.warning("image %s is intact here; whoever read something else has to look", key)
         return False
@@ -256,37 +257,37 @@ class WeightHolder:
         return source.view[source.payload_offset : source.payload_offset + size]
 
     async def counts(self) -> HolderCounts:
-        return self._counts
+        sizes = [] if self._room.files is None else await asyncio.to_thread(self._room.files.sizes)
+        return replace(
+            self._counts,
+            evictions=self._room.evictions,
+            files=len(sizes),
+            files_bytes=sum(sizes),
+        )
 
     async def stats(self) -> list[HeldImage]:
+        files, images = self._room.files, self._images.snapshot()
+        on_disk = [False] * len(images)
+        if files is not None:  # whose disk may take its time
+            on_disk = await asyncio.to_thread(lambda: [files.has(key) for key, _ in images])
         return [
             HeldImage(
                 key=str(key),
-                bytes=held.grant.manifest.layout.total_bytes,
+                bytes=held.size,
                 segments=len(held.segments),
                 load_s=held.grant.load_s,
                 lessees=len(held.lessees),
                 spilled=was_spilled([segment.ref for segment in held.segments]),
                 origin=held.origin,
+                on_disk=has_file,
             )
-            for key, held in self._snapshot()
+            for (key, held), has_file in zip(images, on_disk, strict=True)
         ]
 
-    def _snapshot(self) -> list[tuple[ImageKey, _Held]]:
-        with self._lock:
-            return list(self._images.items())
-
-    def _drop(self, key: ImageKey, held: _Held, why: str) -> None:
-        with self._lock:
-            del self._images[key]
-            if not held.lessees:  # or its pages are still looked at
-                self._recycled_bytes += held.grant.manifest.layout.total_bytes
-        logger.info("image %s released: %s", key, why)
-
-    def _load_once(self, request: ImageRequest, key: ImageKey) -> "Future[_Held]":
+    def _load_once(self, request: ImageRequest, key: ImageKey) -> "Future[Held]":
         future = self._loading.get(key)
         if future is None or future.done():
-            future = self._loading[key] = self._look_ups.submit(self._load, request, key)
+            future = self._loading[key] = self._look_ups.submit(self._load, request, key, True)
             # Not by the load itself, which may be over before it stands there.
             future.add_done_callback(lambda _: self._loading.pop(key, None))
         return future
@@ -294,11 +295,13 @@ class WeightHolder:
     def _preload(self, request: ImageRequest) -> None:
         """On a look-up thread. A failure is logged; the replica that needs the image gets its own."""
         try:
-            self._load(request, None)
+            self._load(request, None, False)
+        except HostMemoryFull as exc:
+            logger.info("%s is loaded when it is asked for: %s", request.model_id, exc)
         except Exception:
             logger.exception("could not preload %s", request.model_id)
 
-    def _load(self, request: ImageRequest, key: ImageKey | None) -> _Held:
+    def _load(self, request: ImageRequest, key: ImageKey | None, evicts: bool) -> Held:
         """On a look-up thread."""
         checkpoint, found = _look_up(request)
         if key is not None and key != found:
@@ -306,73 +309,75 @@ class WeightHolder:
         with self._one_loads:
             held = self._images.get(found)  # a preload may have been first
             if held is None:
-                held = self._obtain_in_time(request, checkpoint, found)
-                size = held.grant.manifest.layout.total_bytes
-                with self._lock:
-                    self._images[found] = held
-                    self._recycled_bytes = max(0, self._recycled_bytes - size)
+                held = self._obtain_in_time(request, checkpoint, found, evicts)
+                self._images.put(found, held)
             held.request = request
         return held
 
-    def _obtain_in_time(self, request: ImageRequest, checkpoint: Path, key: ImageKey) -> _Held:
-        loading = start_apart(self._obtain, request, checkpoint, key)
+    def _obtain_in_time(
+        self, request: ImageRequest, checkpoint: Path, key: ImageKey, evicts: bool
+    ) -> Held:
+        loading = start_apart(self._obtain, request, checkpoint, key, evicts)
         wait([loading], self._load_timeout_s)
         if not loading.done():  # should it ever come back, nobody has its image
             raise ImageMissing(unread(checkpoint, self._load_timeout_s))
         return loading.result()
 
-    def _obtain(self, request: ImageRequest, checkpoint: Path, key: ImageKey) -> _Held:
-        origin: Origin = "node"
-        published = self._from_peers(key)
-        if published is None:
-            origin, published = "disk", self._publish(request.model_id, checkpoint, key)
+    def _obtain(self, request: ImageRequest, checkpoint: Path, key: ImageKey, evicts: bool) -> Held:
+        with self._room.for_a_load(key, evicts) as make_room:
+            origin: Origin = "file"
+            published = from_file(self._room, self._images, key, make_room)
+            if published is None:
+                origin = "node"
+                published = from_peers(self._peers(), self._images, key, make_room)
+            if published is None:
+                origin = "disk"
+                published = self._publish(request.model_id, checkpoint, key, make_room)
         grant, segments = published
-        size = grant.manifest.layout.total_bytes
-        if origin == "disk":
-            self._counts.disk_loads += 1
-            self._counts.disk_bytes += size
-        else:
-            self._counts.pulls += 1
-            self._counts.pulled_bytes += size
-        self._on_load(origin, size)
-        return _Held(grant, segments, origin, request, self._now())
+        now_s = self._now()
+        held = Held(grant, segments, origin, request, unused_since_s=now_s, leased_s=now_s)
+        self._count(origin, held.size)
+        self._on_load(origin, held.size)
+        return held
 
-    def _from_peers(self, key: ImageKey) -> Published | None:
-        """Our own copy of another holder's image; None if nobody has it, or nobody's could be had."""
-        for peer in self._peers():
-            started_s = time.monotonic()
-            try:
-                lent = peer.lend(key)
-                if lent is None:
-                    continue
-                manifest, segments = pull(lent, peer, self._recycled_bytes)
-            except WeightsCorrupted as exc:
-                logger.warning("image %s of %s: %s", key, peer.name, exc)
-                _have_rechecked(peer, key)
-            except Exception as exc:  # noqa: BLE001  # whatever it was, there is the disk
-                logger.warning(
-                    "no image %s from %s: %s: %s", key, peer.name, type(exc).__name__, exc
-                )
-            else:
-                load_s = time.monotonic() - started_s
-                logger.info(
-                    "load_model key:%s: copied %.2f GiB from %s, costed %.2f s",
-                    key,
-                    manifest.layout.total_bytes / 2**30,
-                    peer.name,
-                    load_s,
-                )
-                return ImageGrant(manifest, tuple(s.ref for s in segments), load_s), segments
-        return None
+    def _count(self, origin: Origin, size: int) -> None:
+        counts = self._counts
+        match origin:
+            case "disk":
+                counts.disk_loads += 1
+                counts.disk_bytes += size
+            case "file":
+                counts.file_loads += 1
+                counts.file_bytes += size
+            case "node":
+                counts.pulls += 1
+                counts.pulled_bytes += size
+            case _:
+                assert_never(origin)
 
-    def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> Published:
+    def _tidy_files(self, wanted: Wanted) -> None:
+        """On a look-up thread: files of models that nobody wants any more go. Of no effect until all are known."""
+        files = self._room.files
+        try:
+            if files is not None:
+                keys = [_key_of(find_checkpoint(each.source), each) for each in wanted.requests]
+                files.keep_only(keys)
+        except CheckpointMissing:
+            return  # it is being downloaded, say: whether a file is of it cannot be told
+        except Exception:
+            logger.exception("files that nobody needs cannot be looked for")
+        self._is_tidy = wanted == self._wanted
+
+    def _publish(
+        self, model_id: str, checkpoint: Path, key: ImageKey, make_room: MakeRoom
+    ) -> Published:
         started_s = time.monotonic()
         logger.info("load_model key:%s: loading %s from %s", key, model_id, checkpoint)
         dtype = packer.checkpoint_dtype(checkpoint, key.dtype)
         model = packer.load_reference(checkpoint, dtype)
         layout = packer.plan(model)
-        room = store_room()
-        room.require(layout.total_bytes, self._recycled_bytes)
+        make_room(layout.total_bytes)
+        store_room().require(layout.total_bytes, self._images.recycled_bytes)
         segments = [reserve(segment.size) for segment in layout.segments]
         digests, checksums = packer.pack(model, layout, [s.payload.data for s in segments])
         load_s = time.monotonic() - started_s
@@ -404,8 +409,11 @@ def _look_up(request: ImageRequest) -> tuple[Path, ImageKey]:
         checkpoint = ensure_checkpoint(request.source)
     except (CheckpointMissing, DownloadError) as exc:
         raise ImageMissing(f"no checkpoint of {request.model_id} on this node: {exc}") from exc
-    dtype = packer.checkpoint_dtype(checkpoint, request.dtype)
-    return checkpoint, packer.image_key(checkpoint, dtype)
+    return checkpoint, _key_of(checkpoint, request)
+
+
+def _key_of(checkpoint: Path, request: ImageRequest) -> ImageKey:
+    return packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, request.dtype))
 
 
 def _mismatch(asked: ImageKey, found: ImageKey) -> LayoutMismatch | ImageMissing:
@@ -413,15 +421,3 @@ def _mismatch(asked: ImageKey, found: ImageKey) -> LayoutMismatch | ImageMissing
     if (asked.model, asked.revision) != (found.model, found.revision):
         return ImageMissing(text)
     return LayoutMismatch(text)
-
-
-def _have_rechecked(peer: Peer, key: ImageKey) -> None:
-    try:
-        peer.recheck(key)
-    except Exception as exc:  # noqa: BLE001  # it concerns the others; we have the disk
-        logger.warning("%s did not check image %s: %s", peer.name, key, exc)
-
-
-def _alive() -> set[str]:
-    """Names of the actors there are: replicas that died never said goodbye."""
-    return {actor["name"] for actor in list_named_actors(all_namespaces=True)}

@@ -19,6 +19,10 @@ class WeightImage:
 
     The buffers are usually views of Ray's object store, in which case all replicas of a node share
     one copy and holding the image keeps it there, whatever becomes of the holder that made it.
+
+    Attributes:
+        origin: "image": from the object store; "disk": loaded by this process.
+        is_kept_asleep: whether a sleep at level 1 leaves it; not where the host's budget has no room for it.
     """
 
     def __init__(self, manifest: Manifest, buffers: Sequence[memoryview], origin: str) -> None:
@@ -27,7 +31,8 @@ class WeightImage:
         if sizes != found:
             raise LayoutMismatch(f"image segments have {found} bytes, the manifest says {sizes}")
         self.manifest = manifest
-        self.origin = origin  # "image": from the object store; "disk": loaded by this process
+        self.origin = origin
+        self.is_kept_asleep = True
         self._buffers = [buffer.toreadonly() for buffer in buffers]
 
     @property

@@ -11,19 +11,28 @@ import mmap
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
-from actors.errors import HolderLost, ImageMissing, LayoutMismatch, StoreFull, WeightsCorrupted
+from actors.errors import (
+    HolderLost,
+    HostMemoryFull,
+    ImageMissing,
+    LayoutMismatch,
+    StoreFull,
+    WeightsCorrupted,
+)
 from actors.image import packer
-from actors.image.holder import LOAD_TIMEOUT_S, ImageGrant, ImageRequest, unread
+from actors.image.files import ImageFiles
+from actors.image.held import ImageGrant, ImageRequest
+from actors.image.holder import LOAD_TIMEOUT_S, unread
 from actors.image.image import WeightImage
-from actors.image.layout import ImageKey, Manifest
+from actors.image.layout import ImageKey, Layout, Manifest
 from actors.threads import start_apart
 from actors.waits import at_most
 
@@ -41,6 +50,7 @@ class ImageSource(StrEnum):
     MISSING_KEY = "missing_key"  # the holder has no such image and cannot make it
     LAYOUT_MISMATCH = "layout_mismatch"  # it makes another: dtype, ranks, packer
     STORE_FULL = "store_full"
+    OVER_BUDGET = "over_budget"  # of the host's memory
     DIGEST_MISMATCH = "digest_mismatch"  # what the store has is not what was packed
     TIMEOUT = "timeout"
     HOLDER_GONE = "holder_gone"  # or with it, the bytes
@@ -54,6 +64,7 @@ class HolderSilent(HolderLost):
 _SOURCES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], ImageSource], ...] = (
     (ImageMissing, ImageSource.MISSING_KEY),
     (LayoutMismatch, ImageSource.LAYOUT_MISMATCH),
+    (HostMemoryFull, ImageSource.OVER_BUDGET),
     (StoreFull, ImageSource.STORE_FULL),
     (WeightsCorrupted, ImageSource.DIGEST_MISMATCH),
     ((HolderSilent, TimeoutError, GetTimeoutError), ImageSource.TIMEOUT),
@@ -82,7 +93,9 @@ class HolderClient(Protocol):
         """Return once the holder is not, or no longer, being started for the first time."""
 
     async def ping(self) -> None: ...
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant: ...
+    async def acquire(
+        self, request: ImageRequest, key: ImageKey, lessee: str, worker: Any = None
+    ) -> ImageGrant: ...
     async def release(self, key: ImageKey, lessee: str) -> bool: ...
     async def recheck(self, key: ImageKey) -> bool: ...
 
@@ -95,6 +108,7 @@ class FastLoad:
     request: ImageRequest
     checkpoint: Path
     lessee: str
+    worker: Any = None  # the actor that the holder may ask to let go of the image
     start_timeout_s: float = 120.0  # for a holder that is being deployed together with us
     ping_timeout_s: float = 5.0
     load_timeout_s: float = LOAD_TIMEOUT_S  # by the holder
@@ -111,10 +125,13 @@ class FastLoad:
         """
         key = await self._read(self._key)
         logger.info("load_model key:%s", key)
-        image, source = await self._fast(key)
+        image, source, file = await self._fast(key)
         self.on_obtained(source)
+        if image is None and file is not None:
+            image = await self._read(load_from_file, file, key)
         if image is None:
             image = await self._read(load_from_disk, self.checkpoint, key)
+        image.is_kept_asleep = source is not ImageSource.OVER_BUDGET
         return image
 
     def _key(self) -> ImageKey:
@@ -137,9 +154,10 @@ class FastLoad:
         except Exception as exc:  # noqa: BLE001  # the views are gone; the lease ends with us
             logger.warning("could not release image %s: %s: %s", key, type(exc).__name__, exc)
 
-    async def _fast(self, key: ImageKey) -> tuple[WeightImage | None, ImageSource]:
+    async def _fast(self, key: ImageKey) -> tuple[WeightImage | None, ImageSource, Path | None]:
+        """The image, or why there is none, and then a file that has it packed."""
         if self.holder is None:
-            return None, ImageSource.NO_HOLDER
+            return None, ImageSource.NO_HOLDER, None
         try:
             try:
                 image = await self._from_store(self.holder, key)
@@ -150,8 +168,9 @@ class FastLoad:
         except Exception as exc:  # noqa: BLE001  # whatever it was, loading from disk is left
             source, kind = classify_failure(exc), type(exc).__name__
             logger.warning("Fallback to load from disk. error:%s: %s (%s)", kind, exc, source)
-            return None, source
-        return image, ImageSource.IMAGE
+            file = exc.file if isinstance(exc, HostMemoryFull) else None
+            return None, source, None if file is None else Path(file)
+        return image, ImageSource.IMAGE, None
 
     async def _is_dropped(
         self, holder: HolderClient, key: ImageKey, found: WeightsCorrupted
@@ -174,7 +193,7 @@ class FastLoad:
         async with _at_most(self.ping_timeout_s, "no answer within"):
             await holder.ping()
         async with _at_most(self.load_timeout_s, "no image within"):
-            grant = await holder.acquire(self.request, key, self.lessee)
+            grant = await holder.acquire(self.request, key, self.lessee, self.worker)
         image = await asyncio.to_thread(_open, grant, self.open_timeout_s)
         logger.info(
             "Loaded %d tensors from the object store, costed %.3f s (%.2f GiB; loading took %.2f s)",
@@ -186,13 +205,31 @@ class FastLoad:
         return image
 
 
+def load_from_file(file: Path, key: ImageKey) -> WeightImage | None:
+    """Read the holder's file of an image into private memory; None if it is of no use."""
+    started_s = time.monotonic()
+    files = ImageFiles(file.parent)
+    found = files.find(key)
+    if found is None:
+        return None
+    buffers = _private(found.layout)
+    if not files.read(found, buffers):
+        return None
+    logger.info(
+        "Loaded %d tensors from %s, costed %.3f s",
+        len(found.layout.tensors),
+        file,
+        time.monotonic() - started_s,
+    )
+    return WeightImage(replace(found, payload_offsets=(0,) * len(buffers)), buffers, origin="disk")
+
+
 def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
     """Pack the checkpoint into private memory of this process, page-aligned."""
     started_s = time.monotonic()
     model = packer.load_reference(checkpoint, packer.checkpoint_dtype(checkpoint, key.dtype))
     layout = packer.plan(model)
-    buffers = [memoryview(mmap.mmap(-1, max(segment.size, 1))) for segment in layout.segments]
-    buffers = [b[: segment.size] for b, segment in zip(buffers, layout.segments, strict=True)]
+    buffers = _private(layout)
     digests, checksums = packer.pack(model, layout, buffers)
     manifest = Manifest(key, layout, (0,) * len(buffers), digests, checksums)
     logger.info(
@@ -201,6 +238,12 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
         time.monotonic() - started_s,
     )
     return WeightImage(manifest, buffers, origin="disk")
+
+
+def _private(layout: Layout) -> list[memoryview]:
+    """Memory of this process for each segment, at pages."""
+    whole = [memoryview(mmap.mmap(-1, max(segment.size, 1))) for segment in layout.segments]
+    return [b[: segment.size] for b, segment in zip(whole, layout.segments, strict=True)]
 
 
 def _at_most(seconds: float, what: str) -> AbstractAsyncContextManager[None]:

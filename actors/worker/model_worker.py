@@ -40,6 +40,7 @@ from actors.errors import (
 )
 from actors.image import packer
 from actors.image.attach import build_on_meta
+from actors.image.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
 from actors.memory.cpu_card import CpuCard
@@ -126,6 +127,9 @@ class ModelWorker:
         self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "wait-for-grammar")
         self._awaiting_grammar: set[str] = set()  # sequences
         self._awaiting_lock = Lock()
+        self._need = Need.CHANGING  # of the image
+        self._needed_s = 0.0  # when it was last needed, once it is not
+        self._image_lock = asyncio.Lock()  # around all that brings the image or drops it
         self._failure: ReplicaFailed | None = None
         self._failure_lock = Lock()
         self._closed = False
@@ -185,6 +189,7 @@ class ModelWorker:
             self._watchdog.compile,
             self._is_busy,
         )
+        self._no_longer_needs_image()
 
     def facts(self) -> WorkerFacts:
         return WorkerFacts(
@@ -271,14 +276,21 @@ class ModelWorker:
         """
         resume_s = image_s = None
         started_s = time.perf_counter()
-        if await self._on_control(self._resume):
-            resume_s = time.perf_counter() - started_s
-            started_s = time.perf_counter()
-        if self.memory.image is None:
-            await self._on_control(self.memory.take_image, await self._reload_image())
-            image_s = time.perf_counter() - started_s
-            started_s = time.perf_counter()
-        change = await self._on_control(self._residency.wake)
+        self._need = Need.CHANGING  # who holds images is told so from now on
+        try:
+            if await self._on_control(self._resume):
+                resume_s = time.perf_counter() - started_s
+                started_s = time.perf_counter()
+            async with self._image_lock:
+                if self.memory.image is None:
+                    await self._on_control(self.memory.take_image, await self._reload_image())
+                    image_s = time.perf_counter() - started_s
+                    started_s = time.perf_counter()
+            change = await self._on_control(self._residency.wake)
+        except Unavailable:
+            self._no_longer_needs_image()
+            raise
+        self._need = Need.AWAKE
         self._scoring.awake.set()
         self._residency.begin_settling()
         if self._residency.missed_compiled:
@@ -292,13 +304,42 @@ class ModelWorker:
             deep: also what this process has of the device besides. Not if layers are being compiled, or where the
                 driver cannot: the change says so.
         """
+        self._need = Need.CHANGING
         self._scoring.awake.clear()
         change = await self._on_control(self._sleep, level, deep)
-        if level == 2:
-            key = await self._on_control(self._residency.drop_image)
-            if key is not None:
-                await self._release_image(key)
+        async with self._image_lock:
+            image = self.memory.image
+            if image is not None and (level == 2 or not image.is_kept_asleep):
+                key = await self._on_control(self._residency.drop_image)
+                if level == 2 and key is not None:
+                    await self._release_image(key)
+        self._no_longer_needs_image()
         return change
+
+    def image_use(self, key: ImageKey) -> ImageUse | None:
+        """What it needs the holder's image of that key for; None if it does not look at it."""
+        image = self.memory.image
+        if self._needs_image():
+            return ImageUse(self._need)
+        if image is None or image.origin != "image" or image.manifest.key != key:
+            return None
+        return ImageUse(Need.NONE, time.monotonic() - self._needed_s)
+
+    async def let_go(self, key: ImageKey) -> bool:
+        """For the holder, which wants its room: drop the image, unless that is needed; the next wake gets it again.
+
+        Returns:
+            Whether it no longer looks at the image.
+        """
+        if self._needs_image():
+            return False  # at once, whatever a wake is waiting for
+        async with self._image_lock:
+            if self.image_use(key) is None:
+                return True
+            if self._needs_image():
+                return False
+            dropped: ImageKey | None = await self._on_control(self._residency.drop_image)
+            return dropped is not None
 
     async def grow_kv(self, granted: bool) -> int:
         """Map what it said it is short of, if that was granted; how many parts came.
@@ -402,6 +443,12 @@ class ModelWorker:
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
+
+    def _needs_image(self) -> bool:
+        return self._need is not Need.NONE
+
+    def _no_longer_needs_image(self) -> None:
+        self._need, self._needed_s = Need.NONE, time.monotonic()
 
     def _ask(self, begin: Callable[[Sized], None], size: int) -> None:
         memory = self.memory

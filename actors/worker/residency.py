@@ -189,7 +189,9 @@ class Residency:
         return len(parts)
 
     def drop_image(self) -> ImageKey | None:
-        """Behind a sleep; see ModelMemory."""
+        """Behind a sleep; see ModelMemory. None, and nothing happens, if the model is awake."""
+        if not self._engine.paused:
+            return None
         with self._watchdog.unpin:
             return self._memory.drop_image()
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import ray
 
-from actors.image.holder import Published, WeightHolder
+from actors.image.held import Published
+from actors.image.holder import WeightHolder
 from actors.image.layout import ImageKey
 from actors.image.packer import checkpoint_dtype, image_key
+from actors.image.room import MakeRoom
 from actors.image.store import store_room
 from serve_app.bench.figures import Table, facts, spread
 from serve_app.bench.instance import command_of, finished, read_from_disk, request_for
@@ -61,8 +63,10 @@ class CountingHolder(WeightHolder):
     async def loads(self) -> Loads:
         return Loads(self._loads, read_from_disk(), self._seconds)
 
-    def _publish(self, model_id: str, checkpoint: Path, key: ImageKey) -> Published:
-        grant, segments = super()._publish(model_id, checkpoint, key)
+    def _publish(
+        self, model_id: str, checkpoint: Path, key: ImageKey, make_room: MakeRoom
+    ) -> Published:
+        grant, segments = super()._publish(model_id, checkpoint, key, make_room)
         self._loads += 1
         self._seconds += grant.load_s
         return grant, segments

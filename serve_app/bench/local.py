@@ -17,7 +17,8 @@ import torch
 from actors.checkpoints.download import ensure_checkpoint
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
-from actors.image.holder import ImageGrant, ImageRequest, WeightHolder
+from actors.image.held import ImageGrant, ImageRequest
+from actors.image.holder import WeightHolder
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, HolderClient
 from actors.protocol import GenerateRequest, SamplingParams
@@ -179,8 +180,10 @@ class HolderActor:
     async def ping(self) -> None:
         await self.actor.ping.remote()
 
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
-        grant: ImageGrant = await self.actor.acquire.remote(request, key, lessee)
+    async def acquire(
+        self, request: ImageRequest, key: ImageKey, lessee: str, worker: Any = None
+    ) -> ImageGrant:
+        grant: ImageGrant = await self.actor.acquire.remote(request, key, lessee, worker)
         return grant
 
     async def release(self, key: ImageKey, lessee: str) -> bool:

@@ -5,6 +5,7 @@ should be told.
 """
 
 import errno
+import itertools
 import json
 import os
 import resource
@@ -86,6 +87,9 @@ class Wanted:
     image_bytes: int = 0  # of the checkpoints that are there already, once each
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what works, but may not be meant
+    image_sizes: tuple[int, ...] = ()  # of these checkpoints, each
+    image_budget: int | None = None  # bytes of memory for images; None: all there is
+    image_dir: Path | None = None  # for files of images
 
 
 # --- the checks ---
@@ -219,6 +223,55 @@ def check_shared_memory(total: int, free: int, image_bytes: int) -> Finding:
     return Finding(name, Verdict.OK, text)
 
 
+def check_host_memory(sizes: Sequence[int], budget: int | None, available: int) -> Finding:
+    """How many of the models may be in memory at once, asleep or awake.
+
+    Args:
+        sizes: bytes of the weights of each.
+        budget: bytes that images may take; None: all that there is.
+        available: bytes of memory that nobody uses.
+    """
+    name, whole = "host memory", text_size(available)
+    room = available if budget is None else budget
+    where = f"{whole} available" if budget is None else f"the budget of {text_size(budget)}"
+    text = f"{_fitting(sizes, room)} of {len(sizes)} models fit into {where}"
+    if budget is not None and budget > available:
+        remedy = f"host.memory_budget_gib should leave the others what they need; or is a server running already? {whole} are free"
+        return Finding(name, Verdict.WARN, text, remedy)
+    if any(size > room for size in sizes):
+        remedy = "the largest does not fit alone: it is served from private copies, which are loaded with each wake"
+        if budget is None:
+            remedy = "the largest does not fit alone: this machine cannot serve it"
+        return Finding(name, Verdict.WARN, text, remedy)
+    if budget is None and sum(sizes) > available:
+        remedy = "host.memory_budget_gib has the others leave memory while they sleep, host.disk_dir brings them back sooner"
+        return Finding(name, Verdict.WARN, text, remedy)
+    return Finding(name, Verdict.OK, text)
+
+
+def check_image_disk(sizes: Sequence[int], path: Path, free: int) -> Finding:
+    """How many of the models can have a file.
+
+    Args:
+        free: bytes, with those that earlier files take.
+    """
+    name = "disk of images"
+    fitting = _fitting(sizes, free)
+    text = f"{fitting} of {len(sizes)} models fit into {text_size(free)} at {path}"
+    if fitting < len(sizes):
+        remedy = (
+            f"all take {text_size(sum(sizes))}: those that find no room are packed again each time"
+        )
+        return Finding(name, Verdict.WARN, text, remedy)
+    return Finding(name, Verdict.OK, text)
+
+
+def _fitting(sizes: Sequence[int], room: int) -> int:
+    """How many at most, at once."""
+    taken = list(itertools.accumulate(sorted(sizes)))
+    return sum(1 for total in taken if total <= room)
+
+
 def check_object_store(size: int | None, image_bytes: int) -> Finding:
     """Args: size: bytes that Ray gives its store by itself; None: there is no Ray to ask."""
     name = "object store"
@@ -300,8 +353,9 @@ def examine(file: Path) -> list[Finding]:
         check_cuda(has_driver, torch, installed),
         check_configuration(file, read),
         check_locked_memory(_locked_limit(), has_driver, wanted.image_bytes),
-        check_shared_memory(shared.total, shared.free, wanted.image_bytes),
-        check_object_store(_object_store_bytes(), wanted.image_bytes),
+        check_shared_memory(shared.total, shared.free, _resident_bytes(wanted)),
+        *_host(wanted),
+        check_object_store(_object_store_bytes(), _resident_bytes(wanted)),
         check_port(
             "HTTP",
             wanted.host,
@@ -319,6 +373,26 @@ def examine(file: Path) -> list[Finding]:
         ),
         *_disks(),
     ]
+
+
+def _resident_bytes(wanted: Wanted) -> int:
+    """Of images that are in memory at once, at most."""
+    budget = wanted.image_budget
+    return wanted.image_bytes if budget is None else min(budget, wanted.image_bytes)
+
+
+def _host(wanted: Wanted) -> list[Finding]:
+    sizes, folder = wanted.image_sizes, wanted.image_dir
+    if not sizes:
+        return []
+    available = psutil.virtual_memory().available
+    found = [check_host_memory(sizes, wanted.image_budget, available)]
+    if folder is not None:
+        from actors.image.files import ImageFiles  # what it needs is there, or there were no sizes
+
+        free = psutil.disk_usage(str(folder)).free + sum(ImageFiles(folder).sizes())
+        found.append(check_image_disk(sizes, folder, free))
+    return found
 
 
 def _normal(name: str) -> str:
@@ -410,7 +484,7 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
     from actors.checkpoints.download import CheckpointMissing, find_checkpoint
     from serve_app.config.cards import notes_on_cards
     from serve_app.config.errors import ConfigError
-    from serve_app.config.files import check_any
+    from serve_app.config.files import check_any, host_config
 
     try:
         config = check_any(file)
@@ -428,8 +502,16 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
     image_bytes = sum(sizes.values())
     notes = [note for model in models if (note := model.unused_card(has_driver))]
     notes += notes_on_cards(models, config.card, devices)
-    host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
-    return Wanted(host, port, image_bytes, notes=tuple(notes))
+    host = host_config(file)
+    return Wanted(
+        http.get("host", "127.0.0.1"),
+        http.get("port", 8000),
+        image_bytes,
+        notes=tuple(notes),
+        image_sizes=tuple(sizes.values()),
+        image_budget=host.budget_bytes,
+        image_dir=None if host.disk_dir is None else Path(host.disk_dir),
+    )
 
 
 def _http_options(file: Path) -> dict[str, Any]:

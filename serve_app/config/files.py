@@ -29,6 +29,7 @@ from pydantic import (
 from actors.card.config import CardConfig
 from actors.checkpoints.directory import unsupported_weights
 from actors.checkpoints.source import Hub
+from actors.image.config import HostConfig, folder_problem
 from serve_app.config.errors import (
     ConfigError,
     Problem,
@@ -108,12 +109,23 @@ class _ModelList(BaseModel):
         return self
 
 
+def _find_disk_dir(host: HostConfig, info: ValidationInfo) -> HostConfig:
+    if host.disk_dir is None:
+        return host
+    folder = _project_in(info) / Path(host.disk_dir).expanduser()
+    return host.model_copy(update={"disk_dir": str(folder)})
+
+
 class WeightsArgs(_ModelList):
     """Arguments of the `weights` application."""
 
     preload: bool = Field(
         default=True,
-        description="Pack every model when the holder starts, not when a replica first asks.",
+        description="Pack every model when the holder starts, not when a replica first asks; those that `host.memory_budget_gib` has no room "
+        "for wait until one does.",
+    )
+    host: Annotated[HostConfig, AfterValidator(_find_disk_dir)] = Field(
+        default_factory=HostConfig, description="What each node has for packed images."
     )
 
 
@@ -234,6 +246,19 @@ def check_any(path: str | Path) -> ServeConfig:
         raise error.inside(file=shown(file)) from error
 
 
+def host_config(path: str | Path) -> HostConfig:
+    """What a valid serve_config.yaml, or a file of `configs/`, says of the hosts' memory.
+
+    Raises:
+        ConfigError: something is wrong.
+    """
+    if not is_serve_config(path):
+        return HostConfig()
+    applications = read_serve_config(path).data["applications"]
+    said = (each["args"].get("host", {}) for each in applications if each["import_path"] == WEIGHTS)
+    return HostConfig.model_validate(next(said, {}))
+
+
 def is_serve_config(path: str | Path) -> bool:
     """Whether it is a file, and no model's.
 
@@ -304,6 +329,10 @@ def _check_application(import_path: str, args: dict[str, Any], project: Path) ->
         _require_checkpoints(valid.models, args["models"], project)
         if isinstance(valid, AppArgs):
             read_keys(valid.http.api_keys_file, valid.http.admin_keys_file, {})
+        if isinstance(valid, WeightsArgs) and valid.host.disk_dir is not None:
+            problem = folder_problem(Path(valid.host.disk_dir))
+            if problem is not None:
+                raise ConfigError([Problem(problem, ("host", "disk_dir"))])
     except ConfigError as error:
         raise error.inside(("args",)) from error
     return valid

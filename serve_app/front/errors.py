@@ -93,6 +93,7 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.ImageMissing: Row(500, _SERVER, "image_missing"),
     errors.WeightsCorrupted: Row(500, _SERVER, "weights_corrupted"),
     errors.StoreFull: Row(500, _SERVER, "store_full"),
+    errors.HostMemoryFull: Row(500, _SERVER, "host_memory_full"),
     errors.HolderLost: Row(500, _SERVER, "holder_lost"),
     errors.EngineDied: Row(500, _SERVER, "engine_dead"),
     errors.WorkerLost: Row(500, _SERVER, "worker_lost"),

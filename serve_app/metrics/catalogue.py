@@ -336,13 +336,27 @@ SCALING_ERRORS = _counter(
 )
 IMAGE_LOADS = _counter(
     "sleepserve_image_loads_total",
-    "Images that a node's holder put into its store, from `disk` or another `node`.",
-    origin=("disk", "node"),
+    "Images that a node's holder put into its store: packed from a checkpoint on `disk`, read from a `file` that has "
+    "it packed, or from another `node`.",
+    origin=("disk", "file", "node"),
 )
 IMAGE_LOADED_BYTES = _counter(
-    "sleepserve_image_loaded_bytes_total", "Bytes of those images.", origin=("disk", "node")
+    "sleepserve_image_loaded_bytes_total",
+    "Bytes of those images.",
+    origin=("disk", "file", "node"),
 )
-RAY_ONLY = (SCALING_DECISIONS, SCALING_ERRORS, IMAGE_LOADS, IMAGE_LOADED_BYTES)
+IMAGE_EVICTIONS = _counter(
+    "sleepserve_image_evictions_total",
+    "Images that left a node's store for others (`host.memory_budget_gib`): to a `file`, or to `nothing`.",
+    to=("file", "nothing"),
+)
+RAY_ONLY = (
+    SCALING_DECISIONS,
+    SCALING_ERRORS,
+    IMAGE_LOADS,
+    IMAGE_LOADED_BYTES,
+    IMAGE_EVICTIONS,
+)
 
 
 def scaling_decisions() -> Counter:
@@ -359,6 +373,10 @@ def image_loads() -> Counter:
 
 def image_loaded_bytes() -> Counter:
     return _in_ray(IMAGE_LOADED_BYTES)
+
+
+def image_evictions() -> Counter:
+    return _in_ray(IMAGE_EVICTIONS)
 
 
 def _in_ray(metric: Metric) -> Counter:

@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ray
+
 from actors.card.config import budget_bytes
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
 from actors.errors import EngineDied
+from actors.image.host_memory import ImageUse, Need
 from actors.waits import at_most
 from actors.worker.connection import Connection
 from actors.worker.messages import Logged, Obtained, ToWorker
@@ -21,6 +24,7 @@ from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import log_to
 
 if TYPE_CHECKING:
+    from actors.image.layout import ImageKey
     from actors.worker.model_worker import ModelWorker
 
 
@@ -50,6 +54,7 @@ class WorkerActor:
     def __init__(self, settings: WorkerSettings) -> None:
         spares.taken()
         self._settings = settings
+        self._worker: ModelWorker | None = None  # once it is ready
 
     def __repr__(self) -> str:
         """What Ray puts before the lines that this process prints."""
@@ -72,7 +77,7 @@ class WorkerActor:
         # Before there is a connection, on which silence counts: imports let nothing else run here meanwhile.
         await spares.imported()
         with uncollected():
-            from actors.image.holder import ImageRequest
+            from actors.image.held import ImageRequest
             from actors.image.obtain import FastLoad
             from actors.memory.cpu_card import CpuCard
             from actors.worker.model_worker import ModelWorker, build_module
@@ -96,6 +101,7 @@ class WorkerActor:
                 ),
                 checkpoint=settings.checkpoint,
                 lessee=settings.lessee,
+                worker=ray.get_runtime_context().current_actor,
                 on_obtained=lambda source: connection.send(Obtained(source)),
             )
             budget = settings.memory_budget
@@ -114,10 +120,21 @@ class WorkerActor:
                 permission.ask,
                 None if budget is None else partial(budget_bytes, budget),
             )
+        self._worker = worker
         self._service = WorkerService(worker, connection)
         set_aside()
         await spares.keep_one_more()
         self._compiling = asyncio.create_task(self._set_compiled_aside(worker))
+
+    async def image_use(self, key: "ImageKey") -> ImageUse | None:
+        """See ModelWorker; one that starts needs its image until it is ready. Asked by the holder of the image."""
+        if self._worker is None:
+            return ImageUse(Need.CHANGING)
+        return self._worker.image_use(key)
+
+    async def let_go(self, key: "ImageKey") -> bool:
+        """See ModelWorker. Asked by the holder of the image."""
+        return self._worker is not None and await self._worker.let_go(key)
 
     async def _set_compiled_aside(self, worker: "ModelWorker") -> None:
         await worker.compiled()

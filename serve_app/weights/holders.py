@@ -28,7 +28,8 @@ from serve_app.process.node_actor import NAMESPACE, find_or_make
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-    from actors.image.holder import HolderCounts, ImageGrant, ImageRequest, WeightHolder
+    from actors.image.held import ImageGrant, ImageRequest
+    from actors.image.holder import HolderCounts, Wanted, WeightHolder
     from actors.image.layout import ImageKey, Manifest
     from actors.image.pull import Peer
     from actors.image.store import ByteArray
@@ -77,7 +78,7 @@ class Holder:
     async def _keep(self, args: WeightsArgs) -> None:
         holder = await self._holder()
         requests = [_request_for(model) for model in args.models]
-        await holder.keep(requests)
+        await holder.keep(requests, args.host)
         if args.preload:
             await holder.preload(requests)
 
@@ -85,8 +86,10 @@ class Holder:
         """The id of this node. Answers at once: the caller learns that somebody is here, and where."""
         return _own_node()
 
-    async def acquire(self, request: "ImageRequest", key: "ImageKey", lessee: str) -> "ImageGrant":
-        return await (await self._holder()).acquire(request, key, lessee)
+    async def acquire(
+        self, request: "ImageRequest", key: "ImageKey", lessee: str, worker: Any = None
+    ) -> "ImageGrant":
+        return await (await self._holder()).acquire(request, key, lessee, worker)
 
     async def release(self, key: "ImageKey", lessee: str) -> bool:
         return await (await self._holder()).release(key, lessee)
@@ -106,7 +109,7 @@ class Holder:
     async def counts(self) -> "HolderCounts":
         return await (await self._holder()).counts()
 
-    async def wanted(self) -> "tuple[ImageRequest, ...]":
+    async def wanted(self) -> "Wanted":
         return await (await self._holder()).wanted()
 
     async def check_health(self) -> None:
@@ -138,20 +141,34 @@ class NodeHolder(Holder):
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         log_to_stderr()
         self._start(_all_peers)
+        self._made = asyncio.create_task(self._knowing(self._made))
+
+    async def _knowing(self, made: "asyncio.Task[WeightHolder]") -> "WeightHolder":
+        """The holder, once it knows its budget, if the deployment answers: else the first look around tells it."""
+        holder = await made
+        try:
+            await self._ask_what_is_wanted(holder)
+        except Exception:
+            logger.warning("no budget for images is known yet", exc_info=True)
+        return holder
 
     async def _look_around(self) -> None:
         status = await asyncio.to_thread(serve.status)
         if HOLDER_APP not in status.applications:
             logger.info("the application %s is gone: so is this node's holder", HOLDER_APP)
             ray.kill(ray.get_runtime_context().current_actor)
+        await self._ask_what_is_wanted(await self._holder())
+
+    @staticmethod
+    async def _ask_what_is_wanted(holder: "WeightHolder") -> None:
         deployment = serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
         async with asyncio.timeout(_LEND_TIMEOUT_S):
-            wanted = await deployment.wanted.remote()
-        await (await self._holder()).keep(wanted)
+            wanted: Wanted = await deployment.wanted.remote()
+        await holder.keep(wanted.requests, wanted.host)
 
 
 def _request_for(model: ModelConfig) -> "ImageRequest":
-    from actors.image.holder import ImageRequest
+    from actors.image.held import ImageRequest
 
     return ImageRequest(model.model_id, model.source, model.dtype, model.image_ttl_s)
 
@@ -160,12 +177,16 @@ def _make_holder(peers: "Callable[[], Iterable[Peer]]") -> "WeightHolder":
     from actors.image.holder import WeightHolder  # torch stays out of the module
 
     loads, loaded = metrics.image_loads(), metrics.image_loaded_bytes()
+    evictions = metrics.image_evictions()
 
     def count(origin: str, size: int) -> None:
         loads.inc(tags={"origin": origin})
         loaded.inc(size, tags={"origin": origin})
 
-    return WeightHolder(peers=peers, on_load=count)
+    def count_eviction(has_file: bool) -> None:
+        evictions.inc(tags={"to": "file" if has_file else "nothing"})
+
+    return WeightHolder(peers=peers, on_load=count, on_evicted=count_eviction)
 
 
 # --- the replicas' side ---
@@ -195,10 +216,12 @@ class HolderOfThisNode:
         elif await self._deployment.ping.remote() == self._node:
             self._holder = self._deployment
 
-    async def acquire(self, request: "ImageRequest", key: "ImageKey", lessee: str) -> "ImageGrant":
+    async def acquire(
+        self, request: "ImageRequest", key: "ImageKey", lessee: str, worker: Any = None
+    ) -> "ImageGrant":
         if self._holder is None:
             self._holder = await asyncio.to_thread(_find_or_make, self._node)
-        grant: ImageGrant = await self._holder.acquire.remote(request, key, lessee)
+        grant: ImageGrant = await self._holder.acquire.remote(request, key, lessee, worker)
         return grant
 
     async def release(self, key: "ImageKey", lessee: str) -> bool:

@@ -13,7 +13,8 @@ import ray
 
 from actors.checkpoints.source import ModelSource
 from actors.image import packer
-from actors.image.holder import HolderCounts, ImageGrant, ImageRequest, WeightHolder
+from actors.image.held import ImageGrant, ImageRequest
+from actors.image.holder import HolderCounts, WeightHolder
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, ImageSource, ignore_source
@@ -55,7 +56,7 @@ class GatedHolder(WeightHolder):
 
     async def change_a_byte(self) -> None:
         """Of what has been published, the last."""
-        (held,) = self._images.values()
+        ((_, held),) = self._images.snapshot()
         held.segments[-1].payload[-1] ^= 1
 
     async def die_at_segment(self, index: int) -> None:
@@ -89,8 +90,10 @@ class ActorHolder:
     async def ping(self) -> None:
         await self.actor.ping.remote()
 
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
-        return await self.actor.acquire.remote(request, key, lessee)
+    async def acquire(
+        self, request: ImageRequest, key: ImageKey, lessee: str, worker: Any = None
+    ) -> ImageGrant:
+        return await self.actor.acquire.remote(request, key, lessee, worker)
 
     async def release(self, key: ImageKey, lessee: str) -> bool:
         return await self.actor.release.remote(key, lessee)
@@ -117,8 +120,10 @@ class AskingForAnother(ActorHolder):
 
     changes: dict[str, Any]
 
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
-        return await super().acquire(request, replace(key, **self.changes), lessee)
+    async def acquire(
+        self, request: ImageRequest, key: ImageKey, lessee: str, worker: Any = None
+    ) -> ImageGrant:
+        return await super().acquire(request, replace(key, **self.changes), lessee, worker)
 
 
 def image_key(checkpoint: Path) -> ImageKey:

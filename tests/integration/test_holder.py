@@ -11,7 +11,7 @@ import ray
 from actors.checkpoints.making import write_checkpoint
 from actors.checkpoints.source import ModelSource
 from actors.errors import ImageMissing, LayoutMismatch, StoreFull
-from actors.image.holder import ImageGrant, ImageRequest
+from actors.image.held import ImageGrant, ImageRequest
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, ImageSource, load_from_disk
 from actors.image.store import in_shared_memory, reserve, store_room
@@ -235,8 +235,10 @@ def test_holder_that_dies_while_it_loads_means_disk(
 class MortalHolder(ActorHolder):
     """Dies once it has handed out an image, before anybody looked at it."""
 
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
-        grant = await super().acquire(request, key, lessee)
+    async def acquire(
+        self, request: ImageRequest, key: ImageKey, lessee: str, worker: Any = None
+    ) -> ImageGrant:
+        grant = await super().acquire(request, key, lessee, worker)
         self.kill()
         return grant
 

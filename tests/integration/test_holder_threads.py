@@ -12,8 +12,10 @@ import pytest
 from actors.checkpoints.source import Hub, ModelSource
 from actors.errors import ImageMissing, StoreFull
 from actors.image import holder as module
-from actors.image.holder import ImageRequest, Published, WeightHolder
+from actors.image.held import ImageRequest, Published
+from actors.image.holder import WeightHolder
 from actors.image.layout import ImageKey
+from actors.image.room import MakeRoom
 from actors.image.store import store_room
 from tests.integration.holder_harness import STORE, image_key, image_request, run
 
@@ -120,7 +122,7 @@ def test_release_does_not_hold_up_the_others(
         others_were_served.append(may_tell.wait(WAIT_S / 4))
         return set()
 
-    monkeypatch.setattr(module, "_alive", slow_answer)
+    monkeypatch.setattr(module, "alive", slow_answer)
     request, key = image_request(tiny_checkpoint), image_key(tiny_checkpoint)
 
     async def scenario() -> None:
@@ -166,14 +168,16 @@ def test_checkpoint_that_cannot_be_read_keeps_nobody_from_loading_another(
     publish = WeightHolder._publish
     stuck_threads: list[threading.Thread] = []
 
-    def hang(holder: WeightHolder, model_id: str, checkpoint: Path, key: ImageKey) -> Published:
+    def hang(
+        holder: WeightHolder, model_id: str, checkpoint: Path, key: ImageKey, make_room: MakeRoom
+    ) -> Published:
         if checkpoint == another:
             stuck_threads.append(threading.current_thread())
             reading.set()
             never.wait()
             # Whoever puts anything into a store that has been shut down starts another Ray.
             raise OSError("it was unmounted by force")
-        return publish(holder, model_id, checkpoint, key)
+        return publish(holder, model_id, checkpoint, key, make_room)
 
     monkeypatch.setattr(WeightHolder, "_publish", hang)
 

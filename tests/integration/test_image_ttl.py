@@ -9,7 +9,8 @@ import ray
 
 from actors.checkpoints.source import ModelSource
 from actors.image import packer
-from actors.image.holder import ImageRequest, WeightHolder
+from actors.image.held import ImageRequest
+from actors.image.holder import WeightHolder
 
 pytestmark = pytest.mark.alone
 

@@ -13,13 +13,16 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, OwnerDiedError, RayT
 from actors.checkpoints.source import ModelSource
 from actors.errors import (
     HolderLost,
+    HostMemoryFull,
     ImageMissing,
     LayoutMismatch,
     ServingError,
     StoreFull,
 )
 from actors.image import obtain, packer
-from actors.image.holder import ImageGrant, ImageRequest
+from actors.image.files import ImageFiles
+from actors.image.held import ImageGrant, ImageRequest
+from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, ImageSource, load_from_disk
 
@@ -35,7 +38,9 @@ class FakeHolder:
 
     async def ping(self) -> None: ...
 
-    async def acquire(self, request: ImageRequest, key: ImageKey, lessee: str) -> ImageGrant:
+    async def acquire(
+        self, request: ImageRequest, key: ImageKey, lessee: str, worker: Any = None
+    ) -> ImageGrant:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -62,6 +67,7 @@ FAILURES: dict[str, tuple[Exception, ImageSource]] = {
     "missing key": (from_another_process(ImageMissing("x")), ImageSource.MISSING_KEY),
     "layout mismatch": (from_another_process(LayoutMismatch("x")), ImageSource.LAYOUT_MISMATCH),
     "store full": (from_another_process(StoreFull("x")), ImageSource.STORE_FULL),
+    "over budget": (from_another_process(HostMemoryFull("x")), ImageSource.OVER_BUDGET),
     "holder timeout": (GetTimeoutError("x"), ImageSource.TIMEOUT),
     "timeout": (TimeoutError("x"), ImageSource.TIMEOUT),
     "holder died": (ActorDiedError(), ImageSource.HOLDER_GONE),
@@ -85,6 +91,38 @@ def test_failure_is_told_once_with_its_reason_and_disk_is_read(
     assert warning.getMessage().startswith("Fallback to load from disk. error:")
     assert warning.getMessage().endswith(f"({source.value})")
     assert holder.rechecked == []
+
+
+@pytest.mark.parametrize("flips", [False, True])
+def test_image_beyond_the_budget_comes_from_the_holder_s_file_and_goes_with_the_sleep(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flips: bool
+) -> None:
+    key = packer.image_key(tiny_checkpoint, packer.checkpoint_dtype(tiny_checkpoint, "auto"))
+    packed, files = load_from_disk(tiny_checkpoint, key), ImageFiles(tmp_path)
+    assert files.write(packed.manifest, packed.segments)
+    file = files.path(key)
+    packs: list[Path] = []
+    if flips:
+        data = bytearray(file.read_bytes())
+        data[-5000] ^= 1
+        file.write_bytes(data)
+
+    def pack(checkpoint: Path, key: ImageKey) -> WeightImage:
+        packs.append(checkpoint)
+        return load_from_disk(checkpoint, key)
+
+    monkeypatch.setattr(obtain, "load_from_disk", pack)
+    holder = FakeHolder(from_another_process(HostMemoryFull("x", str(file))))
+    image = asyncio.run(load_with(holder, tiny_checkpoint, []).obtain())
+    assert (image.origin, image.is_kept_asleep) == ("disk", False)
+    assert image.manifest == packed.manifest
+    image.verify()
+    assert packs == ([tiny_checkpoint] if flips else [])
+
+
+def test_private_copies_are_kept_asleep_where_there_is_no_budget(tiny_checkpoint: Path) -> None:
+    holder = FakeHolder(from_another_process(StoreFull("x")))
+    assert asyncio.run(load_with(holder, tiny_checkpoint, []).obtain()).is_kept_asleep
 
 
 def test_no_holder_is_told_and_is_no_failure(

@@ -55,6 +55,15 @@ IN_USE, FORBIDDEN, ELSEWHERE = (
         (doctor.check_shared_memory(32 * GIB, 16 * GIB, IMAGE), "ok", ""),
         (doctor.check_shared_memory(32 * GIB, 8 * GIB, IMAGE), "warn", "running already"),
         (doctor.check_shared_memory(2**26, 2**26, IMAGE), "fail", "--shm-size"),
+        (doctor.check_host_memory([GIB, GIB], 2 * GIB, 9 * GIB), "ok", ""),
+        (doctor.check_host_memory([GIB, GIB], GIB, 9 * GIB), "ok", ""),
+        (doctor.check_host_memory([GIB, GIB], 9 * GIB, 8 * GIB), "warn", "others what they need"),
+        (doctor.check_host_memory([GIB, 3 * GIB], 2 * GIB, 9 * GIB), "warn", "private copies"),
+        (doctor.check_host_memory([GIB, GIB], None, 2 * GIB), "ok", ""),
+        (doctor.check_host_memory([GIB, GIB], None, GIB), "warn", "host.memory_budget_gib"),
+        (doctor.check_host_memory([3 * GIB], None, 2 * GIB), "warn", "cannot serve it"),
+        (doctor.check_image_disk([GIB, GIB], Path("/tmp"), 2 * GIB), "ok", ""),
+        (doctor.check_image_disk([GIB, GIB], Path("/tmp"), GIB), "warn", "packed again each time"),
         (doctor.check_object_store(IMAGE, IMAGE), "ok", ""),
         (doctor.check_object_store(GIB, IMAGE), "warn", "--object-store-memory"),
         (doctor.check_object_store(None, IMAGE), "fail", "see packages"),
@@ -168,6 +177,34 @@ def test_weights_of_the_configuration_are_counted_once(
     assert wanted.problems == ()
     size = sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors"))
     assert wanted.image_bytes == size > 0
+
+
+def test_room_for_images_is_as_configured(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    file = _two_of_one_checkpoint(tiny_checkpoint, tmp_path)
+    found = examined(monkeypatch, file, Torch())
+    assert found["host memory"].text.startswith("1 of 1 models fit into ")
+    assert "disk of images" not in found
+
+    (tmp_path / "images").mkdir()
+    config = json.loads(file.read_text())
+    models = config["applications"][0]["args"]["models"][:1]
+    config["applications"].append(
+        {
+            "name": "weights",
+            "route_prefix": None,
+            "import_path": "serve_app.app:build_weights",
+            "args": {
+                "models": models,
+                "host": {"memory_budget_gib": 0.25, "disk_dir": str(tmp_path / "images")},
+            },
+        }
+    )
+    file.write_text(json.dumps(config))
+    found = examined(monkeypatch, file, Torch())
+    assert found["host memory"].text == "1 of 1 models fit into the budget of 256.0 MiB"
+    assert str(tmp_path / "images") in found["disk of images"].text
 
 
 def _two_of_one_checkpoint(checkpoint: Path, folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """What a user who mistyped is told, and that every file we ship is right."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from serve_app.config.files import (
     as_written,
     check_file,
     checkpoint_problem,
+    host_config,
     load_model_config,
+    read_serve_config,
 )
 from serve_app.config.model import ModelConfig
 
@@ -159,6 +162,54 @@ def test_args_far_from_any_project_start_from_the_installed_one(
     monkeypatch.chdir(tmp_path)
     args = WeightsArgs.model_validate({"models": ["configs/demo.yaml"]})
     assert args.models[0].source.id == str(PROJECT / "configs" / "demo" / "model")
+
+
+# --- the memory of a host ---
+
+
+def _with_host(folder: Path, host: str) -> str:
+    models = "args: {models: &models [configs/demo.yaml]"
+    _write(folder / "serve_config.yaml", SERVE.replace(models, f"{models}, host: {host}"))
+    return "serve_config.yaml"
+
+
+def test_budget_and_folder_of_images_are_read(folder: Path) -> None:
+    (folder / "images").mkdir()
+    file = _with_host(folder, "{memory_budget_gib: 1.5, disk_dir: images}")
+    host = host_config(file)
+    assert host.budget_bytes == 3 * 2**29
+    assert host.disk_dir == str(folder / "images")
+    check_file(file)
+    weights = read_serve_config(file).data["applications"][0]["args"]
+    assert WeightsArgs.model_validate(weights).host == host
+    assert host_config(folder / "configs" / "demo.yaml").budget_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        ("{memory_budget_gib: 0}", "host.memory_budget_gib: should be greater than 0, found 0"),
+        ("{memory_budget_gib: much}", "host.memory_budget_gib: expected a number, found 'much'"),
+        ("{memory_budget: 1}", "host.memory_budget: "),
+        ("{disk_dir: images}", "disk_dir keeps images that memory_budget_gib has no room for"),
+        ("{memory_budget_gib: 1, disk_dir: images}", "host.disk_dir: no directory "),
+        ("{memory_budget_gib: 1, disk_dir: configs/demo.yaml}", "host.disk_dir: no directory "),
+    ],
+)
+def test_what_is_wrong_with_the_memory_of_a_host_is_told(
+    folder: Path, host: str, told: str
+) -> None:
+    complaint = _complaint(_with_host(folder, host))
+    assert told in complaint
+    assert complaint.startswith("serve_config.yaml")
+
+
+def test_folder_of_images_that_cannot_be_written_to_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    complaint = _complaint(_with_host(folder, "{memory_budget_gib: 1, disk_dir: configs}"))
+    assert f"host.disk_dir: {folder}/configs cannot be written to" in complaint
 
 
 def test_hub_id_is_no_path(folder: Path) -> None:

@@ -1,0 +1,92 @@
+"""An image that somebody has packed before: in a file on this node's disk, or in another node's memory."""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+from actors.errors import HostMemoryFull, WeightsCorrupted
+from actors.image.held import HeldImages, ImageGrant, Published
+from actors.image.layout import ImageKey, Manifest
+from actors.image.pull import Peer, pull
+from actors.image.room import HostRoom, MakeRoom
+from actors.image.store import ReservedSegment, reserve, store_room
+
+logger = logging.getLogger(__name__)
+
+
+def from_file(
+    room: HostRoom, images: HeldImages, key: ImageKey, make_room: MakeRoom
+) -> Published | None:
+    """The image as it was when it left memory; None if there is no file of it that can be used.
+
+    Raises:
+        HostMemoryFull: the budget has no room for it.
+        StoreFull: the object store has none.
+    """
+    files = room.files
+    found = None if files is None else files.find(key)
+    if files is None or found is None:
+        return None
+    started_s = time.monotonic()
+    size = found.layout.total_bytes
+    make_room(size)
+    store = store_room()
+    store.require(size, images.recycled_bytes)
+    segments = [reserve(segment.size) for segment in found.layout.segments]
+    if not files.read(found, [segment.payload.data for segment in segments]):
+        del segments
+        room.await_store(store.available)
+        return None
+    offsets = tuple(segment.payload_offset for segment in segments)
+    manifest = replace(found, payload_offsets=offsets)
+    return _published(manifest, segments, str(files.path(key)), started_s)
+
+
+def from_peers(
+    peers: Iterable[Peer], images: HeldImages, key: ImageKey, make_room: MakeRoom
+) -> Published | None:
+    """Our own copy of another holder's image; None if nobody has it, or nobody's could be had.
+
+    Raises:
+        HostMemoryFull: the budget has no room for it.
+    """
+    for peer in peers:
+        started_s = time.monotonic()
+        try:
+            lent = peer.lend(key)
+            if lent is None:
+                continue
+            make_room(lent.layout.total_bytes)
+            manifest, segments = pull(lent, peer, images.recycled_bytes)
+        except HostMemoryFull:
+            raise  # whoever it comes from
+        except WeightsCorrupted as exc:
+            logger.warning("image %s of %s: %s", key, peer.name, exc)
+            _have_rechecked(peer, key)
+        except Exception as exc:  # noqa: BLE001  # whatever it was, there is the disk
+            logger.warning("no image %s from %s: %s: %s", key, peer.name, type(exc).__name__, exc)
+        else:
+            return _published(manifest, segments, peer.name, started_s)
+    return None
+
+
+def _published(
+    manifest: Manifest, segments: list[ReservedSegment], source: str, started_s: float
+) -> Published:
+    load_s = time.monotonic() - started_s
+    logger.info(
+        "load_model key:%s: copied %.2f GiB from %s, costed %.2f s",
+        manifest.key,
+        manifest.layout.total_bytes / 2**30,
+        source,
+        load_s,
+    )
+    return ImageGrant(manifest, tuple(s.ref for s in segments), load_s), segments
+
+
+def _have_rechecked(peer: Peer, key: ImageKey) -> None:
+    try:
+        peer.recheck(key)
+    except Exception as exc:  # noqa: BLE001  # it concerns the others; we have the disk
+        logger.warning("%s did not check image %s: %s", peer.name, key, exc)

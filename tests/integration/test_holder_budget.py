@@ -1,0 +1,185 @@
+"""A WeightHolder with a budget on a real object store: images that leave, and come back from files."""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from actors.errors import HostMemoryFull
+from actors.image.config import HostConfig
+from actors.image.holder import WeightHolder
+from actors.image.obtain import load_from_disk
+from actors.image.store import store_room
+from tests.integration.holder_harness import STORE, image_key, image_request, run
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.parametrize("ray_store", [STORE], indirect=True),
+    pytest.mark.usefixtures("ray_store"),
+]
+
+
+@pytest.fixture
+def checkpoints(tiny_checkpoint: Path, tmp_path: Path) -> list[Path]:
+    return [Path(shutil.copytree(tiny_checkpoint, tmp_path / name)) for name in "ab"]
+
+
+@pytest.fixture
+def disk_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    return folder
+
+
+def size_of(checkpoint: Path) -> int:
+    return load_from_disk(checkpoint, image_key(checkpoint)).layout.total_bytes
+
+
+async def holder_of(checkpoints: list[Path], images: float, disk_dir: Path) -> WeightHolder:
+    """Of so many images at once."""
+    holder = WeightHolder()
+    gib = images * size_of(checkpoints[0]) / 2**30
+    host = HostConfig(memory_budget_gib=gib, disk_dir=str(disk_dir))
+    await holder.keep([image_request(each) for each in checkpoints], host)
+    return holder
+
+
+async def acquire(holder: WeightHolder, checkpoint: Path) -> list[bytes]:
+    """What is in the image, by somebody who is gone when it has been read."""
+    key = image_key(checkpoint)
+    await holder.acquire(image_request(checkpoint), key, "somebody")
+    held = holder._images.get(key)
+    assert held is not None
+    await holder.recheck(key)
+    return [bytes(payload) for payload in held.payloads]
+
+
+async def origins(holder: WeightHolder) -> list[str]:
+    return [held.origin for held in await holder.stats()]
+
+
+def test_image_that_left_comes_back_from_its_file_as_it_was(
+    checkpoints: list[Path], disk_dir: Path
+) -> None:
+    first, second = checkpoints
+
+    async def scenario() -> None:
+        holder = await holder_of(checkpoints, 1.5, disk_dir)
+        empty = store_room().available
+        before = await acquire(holder, first)
+        for _ in range(3):
+            await acquire(holder, second)
+            assert await acquire(holder, first) == before
+            assert await origins(holder) == ["file"]
+        counts = await holder.counts()
+        assert (counts.disk_loads, counts.file_loads, counts.evictions) == (2, 5, 6)
+        assert counts.files == 2
+        assert counts.corrupted == 0
+        (held,) = await holder.stats()
+        assert held.on_disk
+        assert await holder.release(image_key(first), "somebody")
+        while store_room().available < empty:  # Ray frees in the background
+            await asyncio.sleep(0.05)
+
+    run(scenario)
+
+
+def spoil(disk_dir: Path, fault: str) -> None:
+    (file,) = disk_dir.iterdir()
+    if fault == "torn":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("fault", ["changed", "torn"])
+def test_file_that_is_not_what_was_written_is_made_again(
+    checkpoints: list[Path], disk_dir: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    first, second = checkpoints
+
+    async def scenario() -> None:
+        holder = await holder_of(checkpoints, 1.5, disk_dir)
+        before = await acquire(holder, first)
+        await acquire(holder, second)
+        spoil(disk_dir, fault)
+        assert await acquire(holder, first) == before
+        assert caplog.text.count("is deleted, and made again from the checkpoint") == 1
+        counts = await holder.counts()
+        assert (counts.disk_loads, counts.file_loads) == (3, 0)
+        await acquire(holder, second)
+        assert await acquire(holder, first) == before
+        assert (await holder.counts()).file_loads == 2
+
+    run(scenario)
+
+
+def test_two_that_are_asked_for_at_once_never_take_more_than_the_budget(
+    checkpoints: list[Path], disk_dir: Path
+) -> None:
+    async def scenario() -> None:
+        holder = await holder_of(checkpoints, 1.5, disk_dir)
+        for _ in range(3):
+            await asyncio.gather(*(acquire_alone(holder, each) for each in checkpoints))
+            assert len(await holder.stats()) == 1
+        assert (await holder.counts()).disk_loads == 2
+
+    async def acquire_alone(holder: WeightHolder, checkpoint: Path) -> None:
+        await holder.acquire(image_request(checkpoint), image_key(checkpoint), "somebody")
+
+    run(scenario)
+
+
+def test_image_beyond_the_budget_is_refused_with_the_sizes(
+    checkpoints: list[Path], disk_dir: Path
+) -> None:
+    first, _ = checkpoints
+
+    async def scenario() -> None:
+        holder = await holder_of(checkpoints, 0.5, disk_dir)
+        with pytest.raises(HostMemoryFull, match=r"needs 0\.\d\d GiB of a budget of 0\.\d\d GiB"):
+            await holder.acquire(image_request(first), image_key(first), "somebody")
+        assert await holder.stats() == []
+
+    run(scenario)
+
+
+def test_files_of_models_that_are_gone_are_deleted(checkpoints: list[Path], disk_dir: Path) -> None:
+    first, second = checkpoints
+
+    async def scenario() -> None:
+        holder = await holder_of(checkpoints, 1.5, disk_dir)
+        await acquire(holder, first)
+        await acquire(holder, second)
+        await acquire(holder, first)
+        assert (await holder.counts()).files == 2
+        await holder.keep([image_request(second)])
+        await holder.expire()
+        async with asyncio.timeout(30):
+            while (await holder.counts()).files != 1:
+                await asyncio.sleep(0.05)
+        await acquire(holder, second)
+        assert await origins(holder) == ["file"]
+
+    run(scenario)
+
+
+def test_preload_fills_the_budget_and_has_nobody_leave(
+    checkpoints: list[Path], disk_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def scenario() -> None:
+        holder = await holder_of(checkpoints, 1.5, disk_dir)
+        await holder.preload([image_request(each) for each in checkpoints])
+        async with asyncio.timeout(60):
+            while "is loaded when it is asked for" not in caplog.text:
+                await asyncio.sleep(0.05)
+        assert len(await holder.stats()) == 1
+        assert (await holder.counts()).evictions == 0
+
+    run(scenario)
