@@ -50,7 +50,7 @@ _SHORT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("bench", "http"): ("--url", "URL", "--requests", "4", "--max-tokens", "4"),
     ("bench", "many"): (
         "--memory-budget",
-        "60 MiB",
+        "60MiB",
         "--limit-s",
         "0",
     ),  # test_bench_many has servers

@@ -1,5 +1,6 @@
 """Records of a variant's requests -> its figures. Pure; seconds throughout."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,13 +43,13 @@ def with_wakes(
 ) -> list[RequestRecord]:
     """The same, those cold that waited for a wake: one ended between their sending and their first token."""
     by_model: dict[str, list[float]] = {}
-    for at_s, model in wakes:
+    for at_s, model in sorted(wakes):
         by_model.setdefault(model, []).append(at_s)
 
     def is_cold(record: RequestRecord) -> bool:
-        ends_s = record.first_s or record.end_s
-        model = requests.planned[record.index].model
-        return any(record.start_s < at_s <= ends_s for at_s in by_model.get(model, ()))
+        wakes_s = by_model.get(requests.planned[record.index].model, ())
+        following = bisect_right(wakes_s, record.start_s)
+        return following < len(wakes_s) and wakes_s[following] <= (record.first_s or record.end_s)
 
     return [replace(record, cold=is_cold(record)) for record in records]
 

@@ -1,5 +1,6 @@
 """Requests of a trace: their lengths, and the questions among them."""
 
+import pickle
 from collections import Counter
 
 import pytest
@@ -62,6 +63,12 @@ def test_body_has_the_lengths_of_the_trace_in_the_models_own_tokens() -> None:
     assert len(body["prompt"].split()) == 10
     assert (body["model"], body["max_tokens"], body["stream"]) == ("m", 5, True)
     assert requests().body(0, 1) == body
+
+
+def test_requests_go_to_the_processes_that_send() -> None:
+    sent = pickle.loads(pickle.dumps(requests()))
+    assert [sent.body(0, index) for index in (0, 1)] == [requests().body(0, i) for i in (0, 1)]
+    assert sent.path == "/v1/completions"
 
 
 def test_only_questions_have_a_right_answer() -> None:
