@@ -47,10 +47,10 @@ def _figures(result: Result) -> Table:
             value = each.get(key)
             yield "-" if value is None else f"{value / scale if scale != 1 else value:{form}}"
 
-    def spread(key: str, which: str) -> Iterator[str]:
+    def spread(key: str, which: str, digits: int = 3) -> Iterator[str]:
         for each in found.values():
             value = each[key]
-            yield "-" if value is None else f"{value[which]:.3f}"
+            yield "-" if value is None else f"{value[which]:.{digits}f}"
 
     row("requests", number("requests"))
     row("refused", number("refused"))
@@ -63,8 +63,8 @@ def _figures(result: Result) -> Table:
         row(f"{name} answers", (str(count or 0) for count in counts))
         row(f"TTFT {name} p50, s", spread(key, "p50"))
         row(f"TTFT {name} p99, s", spread(key, "p99"))
-    row("TPOT p50, s", spread("tpot_s", "p50"))
-    row("TPOT p99, s", spread("tpot_s", "p99"))
+    row("TPOT p50, s", spread("tpot_s", "p50", 4))
+    row("TPOT p99, s", spread("tpot_s", "p99", 4))
     row("tokens per second", number("tokens_per_s", ".1f"))
     if infinite:
         row("of infinite's", number("tokens_per_s", ".2f", infinite))
