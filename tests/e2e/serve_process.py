@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
-from tests import serve_process as base
-from tests.serve_process import PROJECT, Leftovers
+from serve_app.bench import serve_process as base
+from serve_app.bench.serve_process import PROJECT, Leftovers
 
 __all__ = ["PROJECT", "WITH_A_GPU", "ServeProcess", "running", "wait_until", "wait_until_gone"]
 

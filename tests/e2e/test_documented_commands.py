@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.bench.many.trace import SAMPLE
 from tests.documents import block_with
 from tests.e2e.conftest import Servers
 from tests.e2e.serve_process import PROJECT, WITH_A_GPU, ServeProcess
@@ -38,6 +39,7 @@ _FILLED = {
     "CHECKPOINT": "tiny",
     "DIR": "made",
     "SHAPE": "tiny",
+    "agents.csv": str(SAMPLE),  # which a block writes
 }
 # Behind a command, so that it ends, is short, and asks our server: `URL` is that.
 _SHORT: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -46,6 +48,12 @@ _SHORT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("sleep",): ("--url", "URL"),
     ("wake",): ("--url", "URL"),
     ("bench", "http"): ("--url", "URL", "--requests", "4", "--max-tokens", "4"),
+    ("bench", "many"): (
+        "--memory-budget",
+        "60MiB",
+        "--limit-s",
+        "0",
+    ),  # test_bench_many has servers
     ("bench", "wake"): ("--variants", "pipelined", "--cycles", "1", "--requests", "0"),
     ("bench", "load"): ("--replicas", "1"),
     ("bench", "soak"): ("--cycles", "2"),
@@ -55,6 +63,7 @@ _SHORT: dict[tuple[str, ...], tuple[str, ...]] = {
 _NEEDED = {
     ("check",): "serve_config.yaml",
     ("bench", "soak"): "tiny",
+    ("bench", "many"): "configs/many.yaml",
     ("download",): _HUB_ID,
     ("eval",): "tiny",
     ("serve", "--host"): "0.0.0.0",

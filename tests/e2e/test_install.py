@@ -114,6 +114,8 @@ def test_wheel_serves_the_demo_from_an_empty_folder(server: Installed, tmp_path:
     assert server.told("sleep", "demo", "--level", "2")["state"] == "asleep"
     assert server.told("wake", "demo")["state"] == "awake"
     assert server.chat() == text
+    many = str(PROJECT / "configs" / "many.yaml")
+    assert "servegen_16_apps" in server.output("bench", "many", many, "--limit-s", "0")
     page = server.http.get("/", headers={"accept": "text/html"})
     assert page.headers["content-type"].startswith("text/html")
 

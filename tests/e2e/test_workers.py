@@ -12,12 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
+from serve_app.bench.serve_process import SHARED_MEMORY
 from tests.e2e.conftest import Servers, config_with
 from tests.e2e.puzzles import Puzzle
 from tests.e2e.serve_process import ServeProcess, wait_until, wait_until_gone
 from tests.e2e.test_faults import HOLDER, LONG, MODEL, solve, stopped
 from tests.e2e.test_recovery import SAME, replicas_of, serving
-from tests.serve_process import SHARED_MEMORY
 
 STREAMS = 8
 DEATHS = 20

@@ -10,6 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.image.obtain import load_from_disk
+from serve_app.bench.serve_process import free_port
 from tests.integration.holder_harness import (
     STORE,
     ActorHolder,
@@ -18,7 +19,6 @@ from tests.integration.holder_harness import (
     image_key,
     run,
 )
-from tests.serve_process import free_port
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 

@@ -13,6 +13,7 @@ from ray.cluster_utils import Cluster
 from actors.image.image import WeightImage
 from actors.image.obtain import FastLoad, ImageSource, load_from_disk
 from actors.image.store import store_room
+from serve_app.bench.serve_process import free_port
 from tests.integration.holder_harness import (
     STORE,
     ActorHolder,
@@ -22,7 +23,6 @@ from tests.integration.holder_harness import (
     image_request,
     run,
 )
-from tests.serve_process import free_port
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 

@@ -25,8 +25,8 @@ from serve_app.bench.http.workers import (
     processes,
     workers_for,
 )
+from serve_app.bench.serve_process import ServeProcess, free_port
 from serve_app.config.model import ModelConfig
-from tests.serve_process import ServeProcess, free_port
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Progress

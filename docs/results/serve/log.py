@@ -1,7 +1,8 @@
 """What the log of `serve run` tells of a start and of wakes. Pure: text in, figures out."""
 
 import re
-from datetime import datetime
+
+from serve_app.bench.serve_process import logged_at
 
 # What a start is made of: the first line of the log with each of these.
 STEPS = {
@@ -18,7 +19,6 @@ STEPS = {
     "awake": "waking -> awake",
     "compiled layers in use": "decoder layers run compiled",
 }
-_STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 _RESTORED = re.compile(r"restored (\d+) bytes in ([0-9.]+) ms")
 
 
@@ -39,12 +39,6 @@ def first_since(log: str, pattern: re.Pattern[str], since_s: float) -> float | N
     """
     lines = (line for line in log.splitlines() if pattern.search(line))
     return min((at_s for line in lines if (at_s := logged_at(line) - since_s) >= 0), default=None)
-
-
-def logged_at(line: str) -> float:
-    """When a line was logged, since the epoch; 0 where it does not say."""
-    stamp = _STAMP.search(line)
-    return datetime.strptime(stamp[0], "%Y-%m-%d %H:%M:%S,%f").timestamp() if stamp else 0.0
 
 
 def transfers(log: str) -> list[tuple[int, float]]:

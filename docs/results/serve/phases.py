@@ -22,8 +22,8 @@ from serve_app.bench.http.run import HttpBench, Round
 from serve_app.bench.http.summary import summarize
 from serve_app.bench.http.workers import ProcessWorker
 from serve_app.bench.http.workload import Lengths, Load, Workload
+from serve_app.bench.serve_process import ServeFailed, ServeProcess
 from tests.card import CardFiller
-from tests.serve_process import ServeFailed, ServeProcess
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Progress

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import aiohttp
 
-from serve_app.bench.http.workload import Workload, without_nulls
+from serve_app.bench.http.workload import Requests, without_nulls
 from serve_app.config.keys import bearer
 
 ErrorKind = Literal[
@@ -41,6 +41,7 @@ class RequestRecord:
         prompt_tokens, output_tokens: of the server's usage; None where it tells none.
         status: of HTTP; None where there was no answer.
         error: None if the whole answer came.
+        text: of a streamed answer.
         cold: sent after a sleep or gap, before the model had answered anybody again.
     """
 
@@ -57,6 +58,7 @@ class RequestRecord:
     error: ErrorKind | None = None
     message: str = ""
     cold: bool = False
+    text: str = ""
 
     @property
     def error_class(self) -> str:
@@ -104,6 +106,7 @@ class Client:
     """Connections to one server, for one event loop. A context manager."""
 
     def __init__(self, target: Target) -> None:
+        self.url = target.url
         self._target = target
         self._session: aiohttp.ClientSession
 
@@ -125,7 +128,7 @@ class Client:
         await self._session.close()
 
     async def send(
-        self, workload: Workload, round_number: int, segment: int, index: int
+        self, workload: Requests, round_number: int, segment: int, index: int
     ) -> RequestRecord:
         """Send one request of the workload and take its answer."""
         body = workload.body(round_number, index)
@@ -157,20 +160,27 @@ class Client:
         return answer.record(start_s, time.monotonic())
 
     async def call(
-        self, method: Literal["GET", "POST"], path: str, *, as_admin: bool = False, **query: str
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        *,
+        as_admin: bool = False,
+        body: Mapping[str, Any] | None = None,
+        **query: str,
     ) -> tuple[int | None, Any]:
-        """Status and JSON of any other request; no status without an answer, then an error's text."""
+        """Status and JSON, or else text, of any other request; no status without an answer, then an error's text."""
         url = self._target.url + path
         headers = bearer(self._target.admin_key) if as_admin else {}
         try:
             async with self._session.request(
-                method, url, params=query, headers=headers
+                method, url, params=query, headers=headers, json=body
             ) as response:
                 raw = await response.read()
                 try:
                     return response.status, json.loads(raw)
                 except ValueError:
-                    return response.status, raw.decode(errors="replace")[:_MESSAGE_CHARS]
+                    text = raw.decode(errors="replace")
+                    return response.status, text if response.ok else text[:_MESSAGE_CHARS]
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             return None, str(exc) or type(exc).__name__
 
@@ -184,6 +194,7 @@ class _Answer:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     last_choice_s: float | None = None
+    texts: list[str] = field(default_factory=list)
     finished: bool = False
     error: ErrorKind | None = None
     message: str = ""
@@ -224,6 +235,7 @@ class _Answer:
             status=self.status,
             error=self.error,
             message=self.message,
+            text="".join(self.texts),
         )
 
     def _take_usage(self, body: Mapping[str, Any]) -> None:
@@ -248,6 +260,7 @@ class _Answer:
             self.last_choice_s = now_s
             if any(_has_tokens(choice) for choice in choices):
                 self.event_s.append(now_s)
+                self.texts += map(_text, choices)
             if any(choice.get("finish_reason") for choice in choices):
                 self.finished = True
 
@@ -272,6 +285,10 @@ def _has_tokens(choice: Mapping[str, Any]) -> bool:
     if choice.get("text") or any(delta.get(name) for name in _TEXTS):
         return True
     return "role" not in delta and not choice.get("finish_reason")
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 
 def message_of(raw: bytes) -> str:

@@ -104,7 +104,9 @@ class HttpBench:
             self._workers = self._processes or [LocalWorker(self._client)]
             if not self.workload.model:
                 self.workload = replace(self.workload, model=await self._only_model())
-            self.workload = replace(self.workload, scale=await self._scale())
+            self.workload = replace(
+                self.workload, scale=await fit_scale(self._client, self.workload)
+            )
             self.server_version = await self._version()
             await asyncio.gather(*(worker.ready() for worker in self._workers))
             for number, load in enumerate(loads):
@@ -126,31 +128,6 @@ class HttpBench:
         if len(names) != 1:
             raise BenchError(f"{len(names)} models are served: {', '.join(names)}; choose --model")
         return names[0]
-
-    async def _scale(self) -> Scale:
-        """Requests for one token: whether the server takes ours, and how it counts their words.
-
-        Two short ones give a first idea, the third is of the length that was asked for.
-        """
-        few, some = self.workload.probe_words()
-        low = few, await self._probe(few)
-        first = Scale.fit(low, (some, await self._probe(some))) or Scale()
-        lengths = self.workload.prompt_tokens
-        many = first.words((lengths.low + lengths.high) // 2)
-        found = many, await self._probe(many)
-        return (Scale.fit(low, found) if many > few else None) or first
-
-    async def _probe(self, words: int) -> int:
-        """Prompt tokens; 0 where the server does not tell."""
-        record = await self._client.ask(self.workload.path, self.workload.probe(words))
-        if record.error == "connect":
-            raise BenchError(f"no server at {self.target.url}: {record.message}")
-        if record.error is not None:
-            raise BenchError(
-                f"the first request failed, POST {self.target.url}{self.workload.path}: "
-                f"{record.error_class}: {record.message}{_REMEDIES.get(record.status, '')}"
-            )
-        return record.prompt_tokens or 0
 
     async def _version(self) -> str | None:
         status, answer = await self._client.call("GET", "/version")
@@ -254,3 +231,33 @@ class HttpBench:
         )
         value: Any = answer.get("is_sleeping") if isinstance(answer, dict) else None
         return value if status == 200 and isinstance(value, bool) else None
+
+
+async def fit_scale(client: Client, workload: Workload) -> Scale:
+    """By requests for one token: whether the server takes ours, and how it counts their words.
+
+    Two short ones give a first idea, the third is of the length that was asked for.
+
+    Raises:
+        BenchError: there is no server, or it refuses.
+    """
+    few, some = workload.probe_words()
+    low = few, await _probe(client, workload, few)
+    first = Scale.fit(low, (some, await _probe(client, workload, some))) or Scale()
+    lengths = workload.prompt_tokens
+    many = first.words((lengths.low + lengths.high) // 2)
+    found = many, await _probe(client, workload, many)
+    return (Scale.fit(low, found) if many > few else None) or first
+
+
+async def _probe(client: Client, workload: Workload, words: int) -> int:
+    """Prompt tokens; 0 where the server does not tell."""
+    record = await client.ask(workload.path, workload.probe(words))
+    if record.error == "connect":
+        raise BenchError(f"no server at {client.url}: {record.message}")
+    if record.error is not None:
+        raise BenchError(
+            f"the first request failed, POST {client.url}{workload.path}: "
+            f"{record.error_class}: {record.message}{_REMEDIES.get(record.status, '')}"
+        )
+    return record.prompt_tokens or 0

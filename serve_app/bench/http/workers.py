@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from serve_app.bench.http.client import Client, RequestRecord, Target, until
-from serve_app.bench.http.workload import Load, Share, Workload
+from serve_app.bench.http.workload import Load, Requests, Share
 
 OnRecord = Callable[[RequestRecord], None]
 
@@ -33,7 +33,7 @@ class Worker(Protocol):
     async def ready(self) -> None:
         """Returns when `work` can begin at once."""
 
-    async def work(self, workload: Workload, share: Share, on_record: OnRecord) -> list[float]:
+    async def work(self, workload: Requests, share: Share, on_record: OnRecord) -> list[float]:
         """Send a share, and tell of each request as it ends.
 
         Returns:
@@ -56,7 +56,7 @@ class LocalWorker:
     async def ready(self) -> None:
         pass
 
-    async def work(self, workload: Workload, share: Share, on_record: OnRecord) -> list[float]:
+    async def work(self, workload: Requests, share: Share, on_record: OnRecord) -> list[float]:
         return await send_share(self._client, workload, share, on_record)
 
 
@@ -77,7 +77,7 @@ class ProcessWorker:
     async def ready(self) -> None:
         await self._receive()  # whatever comes first
 
-    async def work(self, workload: Workload, share: Share, on_record: OnRecord) -> list[float]:
+    async def work(self, workload: Requests, share: Share, on_record: OnRecord) -> list[float]:
         self._connection.send((workload, share))
         try:
             while isinstance(message := await self._receive(), RequestRecord):
@@ -124,7 +124,7 @@ def processes(count: int, target: Target) -> Iterator[Sequence[ProcessWorker]]:
 
 
 async def send_share(
-    client: Client, workload: Workload, share: Share, on_record: OnRecord
+    client: Client, workload: Requests, share: Share, on_record: OnRecord
 ) -> list[float]:
     """Returns after the last answer; see `Worker.work`."""
     await until(share.starts_s)
@@ -137,7 +137,7 @@ async def send_share(
 
 
 async def _closed_loop(
-    client: Client, workload: Workload, share: Share, on_record: OnRecord
+    client: Client, workload: Requests, share: Share, on_record: OnRecord
 ) -> None:
     indices = share.indices()
 
@@ -153,7 +153,7 @@ async def _closed_loop(
             group.create_task(place())
 
 
-async def _open_loop(client: Client, workload: Workload, share: Share, on_record: OnRecord) -> None:
+async def _open_loop(client: Client, workload: Requests, share: Share, on_record: OnRecord) -> None:
     async def send(index: int) -> None:
         segment = share.segment.number
         on_record(await client.send(workload, share.round_number, segment, index))

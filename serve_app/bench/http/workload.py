@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import ceil
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 Endpoint = Literal["chat", "completions"]
 
@@ -78,6 +78,14 @@ class Scale:
 
     def words(self, tokens: int) -> int:
         return max(1, round((tokens - self.extra_tokens) / self.tokens_per_word))
+
+
+class Requests(Protocol):
+    """What is sent: request `index` of a round, the same whenever it is asked for."""
+
+    @property
+    def path(self) -> str: ...
+    def body(self, round_number: int, index: int) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +240,7 @@ class Share:
 
     Attributes:
         starts_s, ends_s: on the machine's monotonic clock; nothing is sent from `ends_s` on.
+        trace_s: when the requests of an open loop are sent, seconds from the start; None: Poisson arrivals.
     """
 
     round_number: int
@@ -243,6 +252,7 @@ class Share:
     seed: int
     starts_s: float
     ends_s: float | None
+    trace_s: Sequence[float] | None = None
 
     @property
     def places(self) -> int:
@@ -256,7 +266,8 @@ class Share:
         """Requests of an open loop, with the time at which each is to be sent."""
         assert self.request_rate is not None
         seed = f"{self.seed}/{self.round_number}/{self.segment.number}"
-        times = arrival_times(self.request_rate, seed)
+        poisson = arrival_times(self.request_rate, seed)
+        times = poisson if self.trace_s is None else self.trace_s
         for offset, after_s in zip(self._offsets(), times, strict=False):
             if self._ours(offset):
                 yield self.segment.first + offset, self.starts_s + after_s

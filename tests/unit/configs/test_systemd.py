@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve_process import STOP_DEADLINE_S
+from serve_app.bench.serve_process import STOP_DEADLINE_S
 
 
 def test_systemd_takes_the_unit(project: Path, tmp_path: Path) -> None:

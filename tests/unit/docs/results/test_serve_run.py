@@ -14,8 +14,8 @@ from docs.results.serve import bench as serve
 from docs.results.serve import phases as serve_phases
 from docs.results.serve.bench import ServeBench, Served
 from docs.results.serve.phases import Plan
-from tests import serve_process
-from tests.serve_process import Leftovers
+from serve_app.bench import serve_process
+from serve_app.bench.serve_process import Leftovers
 from tests.unit.serve_app.bench.our_front import OurFront, PacedModel
 
 PHASES = ("latency", "throughput")

@@ -42,6 +42,7 @@ def test_times_are_those_at_which_the_server_wrote(endpoint: str) -> None:
         (current,) = run(server, closed(1, 9), endpoint=endpoint, max_tokens=6)
     records = current.records
     assert [record.error for record in records] == [None] * 9
+    assert {record.text for record in records} == {"x" * 6}
     for record, served in zip(records, server.served, strict=True):
         assert len(record.event_s) == len(served.written_s) == 6
         assert record.start_s <= served.received_s

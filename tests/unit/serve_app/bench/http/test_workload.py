@@ -1,6 +1,7 @@
 """What is sent, and when."""
 
 import statistics
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -170,3 +171,11 @@ def test_workers_together_keep_the_one_stream_of_arrivals() -> None:
     assert len(arrivals(1)) == 30
     assert arrivals(3) == arrivals(1)
     assert all(due_s > 9.0 for _, due_s in arrivals(1))
+
+
+def test_trace_is_sent_at_its_own_times_by_whoever_has_the_request() -> None:
+    load = Load(request_rate=1.0, requests=5)
+    times = (0.0, 0.1, 0.1, 7.0, 9.5)
+    shares = deal(load, 0, Segment(0, 0, 5), workers=2, seed=0, starts_s=100.0, ends_s=None)
+    sent = [list(replace(share, trace_s=times).arrivals()) for share in shares]
+    assert sent == [[(0, 100.0), (2, 100.1), (4, 109.5)], [(1, 100.1), (3, 107.0)]]

@@ -1,7 +1,11 @@
-"""`serve run` as a user has it: a process of its own, Ctrl-C, and nothing left behind. No Ray here."""
+"""`serve run` as a user has it: a process of its own, Ctrl-C, and nothing left behind. No Ray here.
+
+For benches that have a server of their own, and for the end-to-end tests.
+"""
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -11,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -18,11 +23,12 @@ import psutil
 from serve_app.config.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE
 from serve_app.process.environment import serve_environment
 
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]  # a checkout; of an installed package, the folder that has it
 SHARED_MEMORY = Path("/dev/shm")
 
 STOP_DEADLINE_S = 30.0
 OBJECT_STORE_BYTES = 400_000_000
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 
 _LISTEN_TO_SIGINT = """
 import os, signal, sys
@@ -140,7 +146,7 @@ class ServeProcess:
     def cpu_s(self, title: str) -> float:
         """Seconds of a core that the processes whose titles start like this have used."""
         used = [process.cpu_times() for process in self.titled(title)]
-        return sum(each.user + each.system for each in used)
+        return float(sum(each.user + each.system for each in used))
 
     def driver(
         self, script: str, *args: str, stdin: int = subprocess.DEVNULL
@@ -231,6 +237,12 @@ def listening_to_sigint(command: list[str]) -> list[str]:
     return [sys.executable, "-c", _LISTEN_TO_SIGINT, *command]
 
 
+def logged_at(line: str) -> float:
+    """When a line of the log was written, since the epoch; 0 where it does not say."""
+    stamp = _STAMP.search(line)
+    return datetime.strptime(stamp[0], "%Y-%m-%d %H:%M:%S,%f").timestamp() if stamp else 0.0
+
+
 def free_port() -> int:
     """One that nobody listens on, and that nobody is given who asks for any.
 
@@ -254,9 +266,10 @@ def _environment(home: Path) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith("RAY_") and name not in (API_KEYS_VARIABLE, ADMIN_KEYS_VARIABLE)
     }
-    search = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # An installed package is found without, and its folder must not come before Python's own.
+    ours = [str(PROJECT)] if (PROJECT / "pyproject.toml").exists() else []
     return serve_environment(inherited) | {
-        "PYTHONPATH": os.pathsep.join(search),
+        "PYTHONPATH": os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "RAY_ADDRESS": "local",  # never join a Ray that somebody else has started
         "RAY_TMPDIR": str(home),
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),

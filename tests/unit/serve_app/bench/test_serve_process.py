@@ -5,7 +5,7 @@ import socket
 
 import psutil
 
-from tests.serve_process import _listening, _sockets_of
+from serve_app.bench.serve_process import _listening, _sockets_of
 
 
 def test_socket_that_listens_is_told_with_its_port_until_it_is_closed() -> None:

@@ -1,0 +1,1 @@
+"""Many models on one card, under a trace of requests."""

@@ -1,0 +1,164 @@
+"""Requests of a trace as they are sent, with questions among them whose answers are known. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serve_app.bench.http.workload import Lengths, Requests, Workload
+from serve_app.bench.many.trace import Arrival
+
+QUESTIONS = 2  # of each model
+_ASKED_EVERY = 10  # of a model's requests one is a question
+_CANDIDATES = 12
+_WORDS = 16
+_ANSWER_TOKENS = 8
+_OUTPUT_PART = 4  # of a model's length, the most for an answer where nothing else is asked for
+_SURE = 0.9  # of the rest: how many tokens our words become is only nearly known
+_IGNORE_EOS: Mapping[str, Any] = {"ignore_eos": True}  # answers as long as the trace has them
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """The most tokens that a prompt and an answer may have."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def within(cls, length: int, prompt: int | None, output: int | None) -> "Caps":
+        """What was asked for, or what a model of that length takes.
+
+        Raises:
+            ValueError: together they are longer than the model.
+        """
+        output = output or max(1, length // _OUTPUT_PART)
+        prompt = prompt or max(1, int(_SURE * (length - output)))
+        if prompt + output > length:
+            raise ValueError(
+                f"prompts of {prompt} and answers of {output} tokens are longer than a model's {length}; "
+                "lower --max-prompt-tokens or --max-output-tokens"
+            )
+        return cls(prompt, output)
+
+    def cap(self, arrival: Arrival) -> Arrival:
+        return replace(
+            arrival,
+            prompt_tokens=min(arrival.prompt_tokens, self.prompt_tokens),
+            output_tokens=min(arrival.output_tokens, self.output_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request: of the trace's lengths, or one of the model's questions by its number."""
+
+    model: str
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    question: int | None = None
+
+
+def plan(dealt: Sequence[tuple[Arrival, str]], caps: Mapping[str, Caps]) -> list[Planned]:
+    """Shorten what is too long; of each model's requests, the first and every tenth then is a question."""
+    asked = Counter[str]()
+    planned = []
+    for arrival, model in dealt:
+        number, is_asked = divmod(asked[model], _ASKED_EVERY)
+        asked[model] += 1
+        fitting = caps[model].cap(arrival)
+        question = None if is_asked else number % QUESTIONS
+        planned.append(
+            Planned(model, arrival.at_s, fitting.prompt_tokens, fitting.output_tokens, question)
+        )
+    return planned
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and what the model says to it when nobody else is served.
+
+    Attributes:
+        margin: by how much each of the answer's tokens was likelier than the next best, in nats at least.
+            In half precision, other requests in a batch change the last digits.
+    """
+
+    body: Mapping[str, Any]
+    answer: str
+    margin: float
+
+
+def candidates(model: str) -> list[dict[str, Any]]:
+    """Prompts of which the best become questions, to be asked with the likeliest two of each token."""
+    workload = Workload(
+        model=model,
+        endpoint="completions",
+        stream=False,
+        prompt_tokens=Lengths(_WORDS, _WORDS),
+        max_tokens=_ANSWER_TOKENS,
+        extra_body=_IGNORE_EOS,
+        seed=1,  # none that a trace's own request begins like
+    )
+    return [workload.body(0, number) | {"logprobs": 2} for number in range(_CANDIDATES)]
+
+
+def question_of(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Question:
+    """Of a candidate and the answer to it.
+
+    Raises:
+        LookupError, TypeError, ValueError: the answer has no log-probabilities.
+    """
+    margins = []
+    for tokens in choice["logprobs"]["top_logprobs"]:
+        best, *others = sorted(tokens.values(), reverse=True)
+        margins.append(best - others[0] if others else 0.0)  # two tokens that read the same
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    plain = {name: value for name, value in body.items() if name != "logprobs"}
+    return Question(plain | streamed, choice["text"], min(margins))
+
+
+def choose(found: Sequence[Question]) -> tuple[Question, ...]:
+    """Those whose answers hang least on a rounding error."""
+    return tuple(sorted(found, key=lambda question: -question.margin)[:QUESTIONS])
+
+
+def workload_of(model: str, caps: Caps) -> Workload:
+    """To ask a model how it counts our words."""
+    longest = Lengths(caps.prompt_tokens, caps.prompt_tokens)
+    return Workload(model, "completions", prompt_tokens=longest, extra_body=_IGNORE_EOS)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequests(Requests):
+    """What is sent.
+
+    Attributes:
+        workloads: of each model, with its scale.
+        questions: of each model.
+    """
+
+    planned: Sequence[Planned]
+    workloads: Mapping[str, Workload]
+    questions: Mapping[str, Sequence[Question]]
+
+    @property
+    def path(self) -> str:
+        return next(iter(self.workloads.values())).path
+
+    def body(self, round_number: int, index: int) -> dict[str, Any]:
+        planned = self.planned[index]
+        if planned.question is not None:
+            return dict(self.questions[planned.model][planned.question].body)
+        lengths = Lengths(planned.prompt_tokens, planned.prompt_tokens)
+        workload = replace(
+            self.workloads[planned.model], prompt_tokens=lengths, max_tokens=planned.output_tokens
+        )
+        return workload.body(round_number, index)
+
+    def is_right(self, index: int, text: str) -> bool | None:
+        """Whether a whole answer is what it should be; None where that is not known."""
+        planned = self.planned[index]
+        if planned.question is None:
+            return None
+        return text == self.questions[planned.model][planned.question].answer

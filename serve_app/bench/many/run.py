@@ -1,0 +1,360 @@
+"""A trace, replayed against one server after another, each with its own way to share a card."""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actors.checkpoints.download import ensure_checkpoint
+from serve_app.bench.figures import environment
+from serve_app.bench.http.client import Client, RequestRecord, Target
+from serve_app.bench.http.run import fit_scale
+from serve_app.bench.http.workers import (
+    BenchError,
+    LocalWorker,
+    ProcessWorker,
+    Worker,
+    allow_many_connections,
+    processes,
+    workers_for,
+)
+from serve_app.bench.http.workload import Load, Segment, Workload, deal
+from serve_app.bench.many.requests import (
+    Caps,
+    Question,
+    TraceRequests,
+    candidates,
+    choose,
+    plan,
+    question_of,
+    workload_of,
+)
+from serve_app.bench.many.score import Measured, figures
+from serve_app.bench.many.told import budget_of, counters, tenants, wakes_in
+from serve_app.bench.many.trace import Arrival
+from serve_app.bench.many.variants import VARIANTS, Fits, Needs, Settings, fits, settings_for
+from serve_app.bench.serve_process import ServeProcess, free_port
+from serve_app.config.files import ServeConfig
+
+Progress = Callable[[str, int, int], None]
+
+_START_LIMIT_S = (
+    1200.0  # every process imports torch, and a card's models capture graphs one after the other
+)
+_ANSWER_LIMIT_S = 600.0
+_LOGGED_WITHIN_S = 30.0  # lines come through Ray
+_POLL_S = 0.5
+_START_DELAY_S = 0.1
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        trace: its name, to be told.
+        dealt: the requests, each with its model.
+        left_out: how many belong to apps that have no model.
+        limit_s: begin no variant after that; None: no limit.
+    """
+
+    trace: str
+    time_scale: float
+    dealt: Sequence[tuple[Arrival, str]]
+    left_out: int
+    variants: Sequence[str]
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None
+    limit_s: float | None = None
+
+    @property
+    def load(self) -> Load:
+        span_s = max(1.0, self.dealt[-1][0].at_s)
+        return Load(request_rate=len(self.dealt) / span_s, requests=len(self.dealt))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the first server has told; the others are asked the same, and must answer the same."""
+
+    requests: TraceRequests
+    fit: Fits
+    budget: int
+
+
+class _Served(ServeProcess):
+    """All paths in its configuration are absolute."""
+
+    def _folder(self) -> Path:
+        return self._home
+
+
+class ManyBench:
+    """One run. `result` tells what has been measured, also of a run that was broken off."""
+
+    def __init__(self, config: ServeConfig, plan: Plan) -> None:
+        self._settings: Settings = config.data
+        self._models = [model.model_id for model in config.models]
+        self._store_bytes = _store_bytes(config)
+        self._plan = plan
+        self._environment = environment()
+        self._figures: dict[str, dict[str, Any]] = {}
+        self._skipped: dict[str, str] = {}
+        self._known: _Known | None = None
+        self._port = free_port()
+        self._clients: Sequence[ProcessWorker] = ()
+        self.complete = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether a variant could not be measured, or nobody was answered in one."""
+        return any(
+            each["failed"] or not each.get("ttft_s", True) for each in self._figures.values()
+        )
+
+    def result(self) -> dict[str, Any]:
+        return {
+            **self._environment,
+            "trace": self._plan.trace,
+            "time_scale": self._plan.time_scale,
+            "complete": self.complete,
+            "sent": None if self._known is None else self._sent(self._known),
+            "variants": self._figures,
+            "skipped": self._skipped,
+            "wrong": sum(each["wrong"] for each in self._figures.values()),
+        }
+
+    @contextmanager
+    def clients(self) -> Iterator[None]:
+        """The processes that send; around `run`, in the main thread."""
+        allow_many_connections()
+        count = workers_for(self._plan.load)
+        target = Target(f"http://127.0.0.1:{self._port}", timeout_s=_ANSWER_LIMIT_S)
+        with processes(count if count > 1 else 0, target) as self._clients:
+            yield
+
+    async def run(self, progress: Progress) -> None:
+        """One variant after the other."""
+        limit_s = math.inf if self._plan.limit_s is None else self._plan.limit_s
+        ends_s = time.monotonic() + limit_s
+        if self._clients:
+            await asyncio.gather(*(worker.ready() for worker in self._clients))
+        for name in self._plan.variants:
+            if time.monotonic() > ends_s:
+                self._skipped[name] = "the time was up"
+            elif name != self._plan.variants[0] and self._known is None:
+                self._skipped[name] = f"{self._plan.variants[0]} failed, which tells what fits"
+            else:
+                await self._variant(name, progress)
+        self.complete = not self._skipped and all(f["complete"] for f in self._figures.values())
+
+    async def _variant(self, name: str, progress: Progress) -> None:
+        """What it found stays, however it ends."""
+        progress(f"{name}: starts", 0, 0)
+        measured = Measured()
+        server = _Served(
+            self._config_of(name),
+            self._port,
+            RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=str(self._store_bytes),
+            # Of the memory that is free now; the limit above is what counts.
+            RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION="0.8",
+        )
+        target = Target(server.url, timeout_s=_ANSWER_LIMIT_S)
+        try:
+            async with Client(target) as client:
+                await self._measure(name, server, client, measured, progress)
+            measured.complete = True
+        except BenchError as error:
+            measured.failed = str(error)
+        finally:
+            if left := server.interrupt().processes:
+                measured.failed = measured.failed or f"the server left processes behind: {left}"
+            server.remove_files()
+            requests = None if self._known is None else self._known.requests
+            self._figures[name] = figures(requests, measured)
+
+    def _config_of(self, name: str) -> str:
+        fit = Fits(len(self._models), 1) if self._known is None else self._known.fit
+        settings = settings_for(VARIANTS[name], self._settings, fit)
+        settings["http_options"] |= {"host": "127.0.0.1", "port": 8000}  # the port is replaced
+        return yaml.safe_dump(settings, sort_keys=False)
+
+    async def _measure(
+        self,
+        name: str,
+        server: ServeProcess,
+        client: Client,
+        measured: Measured,
+        progress: Progress,
+    ) -> None:
+        """Raises BenchError: the server does not start, ends, or does not answer."""
+        lengths = await self._ready(server, client)
+        if self._known is None:
+            self._known = await self._ask_everything(client, lengths, progress)
+        known = self._known
+        progress(f"{name}: each model alone", 0, 0)
+        for model in lengths:
+            for question in known.requests.questions[model]:
+                record = await client.ask(known.requests.path, question.body)
+                _require(record, f"{model}, asked alone")
+                measured.asked += 1
+                measured.wrong += record.text != question.answer
+        before = await _counters(client)
+        epoch_s = time.time() - time.monotonic()
+        await self._send(name, client, known.requests, measured, progress)
+        after = await _counters(client)
+        measured.moved = {name: after[name] - before[name] for name in after}
+        woken = await _wakes(server, after["wakes"])
+        if woken is not None:
+            measured.wakes = [(at_s - epoch_s, model) for at_s, model in woken]
+
+    async def _ready(self, server: ServeProcess, client: Client) -> dict[str, int]:
+        """Wait until every model has a replica that says how it is; model -> its length in tokens."""
+        ends_s = time.monotonic() + _START_LIMIT_S
+        while True:
+            if not server.alive():
+                raise BenchError(f"serve run has ended:\n{server.log_tail()}")
+            status, answer = await client.call("GET", "/v1/models")
+            cards = {card["id"]: card for card in answer["data"]} if status == 200 else {}
+            states = {card["status"]["value"] for card in cards.values()}
+            if states and states <= {"loaded", "sleeping"}:
+                return {m: cards[m]["max_model_len"] for m in self._models if m in cards}
+            if time.monotonic() > ends_s:
+                why = f"the models are not there after {_START_LIMIT_S:g} s"
+                raise BenchError(f"{why}:\n{server.log_tail()}")
+            await asyncio.sleep(_POLL_S)
+
+    # --- the first server ---
+
+    async def _ask_everything(
+        self, client: Client, lengths: Mapping[str, int], progress: Progress
+    ) -> _Known:
+        """One model after the other: how it counts, what it says, what it takes of the card."""
+        caps: dict[str, Caps] = {}
+        workloads: dict[str, Workload] = {}
+        questions: dict[str, Sequence[Question]] = {}
+        needs: dict[str, Needs] = {}
+        limits = self._plan.max_prompt_tokens, self._plan.max_output_tokens
+        for number, model in enumerate(lengths):
+            progress("asking each model", number, len(lengths))
+            try:
+                caps[model] = Caps.within(lengths[model], *limits)
+            except ValueError as error:
+                raise BenchError(f"{model}: {error}") from error
+            workload = workload_of(model, caps[model])
+            workloads[model] = replace(workload, scale=await fit_scale(client, workload))
+            asked = [await _question(client, body) for body in candidates(model)]
+            questions[model] = choose(asked)
+            needs[model], budget = await _needs(client, model)
+        requests = TraceRequests(plan(self._plan.dealt, caps), workloads, questions)
+        return _Known(requests, fits(budget, [needs[model] for model in self._models]), budget)
+
+    def _sent(self, known: _Known) -> dict[str, Any]:
+        planned, dealt = known.requests.planned, self._plan.dealt
+        pairs = [(p, arrival) for p, (arrival, _) in zip(planned, dealt, strict=True)]
+        asked = Counter(each.model for each in planned)
+        return {
+            "requests": len(planned),
+            "span_s": planned[-1].at_s,
+            "apps": len({arrival.app for arrival, _ in dealt}),
+            "left_out": self._plan.left_out,
+            "of_models": {model: asked[model] for model in self._models},
+            "questions": sum(each.question is not None for each in planned),
+            "least_margin": min(
+                q.margin for each in known.requests.questions.values() for q in each
+            ),
+            "capped": {
+                "prompts": sum(p.prompt_tokens < a.prompt_tokens for p, a in pairs),
+                "answers": sum(p.output_tokens < a.output_tokens for p, a in pairs),
+            },
+            "budget_bytes": known.budget,
+            "fit": known.fit.beside_sleepers,
+        }
+
+    # --- the trace ---
+
+    async def _send(
+        self,
+        name: str,
+        client: Client,
+        requests: TraceRequests,
+        measured: Measured,
+        progress: Progress,
+    ) -> None:
+        """Returns after the last answer. What came until an interruption is kept."""
+        times = [planned.at_s for planned in requests.planned]
+        workers: Sequence[Worker] = self._clients or [LocalWorker(client)]
+
+        def keep(record: RequestRecord) -> None:
+            measured.records.append(record)
+            progress(f"{name}: answers", len(measured.records), len(times))
+
+        starts_s = time.monotonic() + _START_DELAY_S
+        whole = Segment(0, 0, len(times))
+        shares = deal(self._plan.load, 0, whole, len(workers), 0, starts_s, None)
+        work = (
+            worker.work(requests, replace(share, trace_s=times), keep)
+            for worker, share in zip(workers, shares, strict=True)
+        )
+        for lags_s in await asyncio.gather(*work):
+            measured.lags_s += lags_s
+
+
+async def _question(client: Client, body: Mapping[str, Any]) -> Question:
+    status, answer = await client.call("POST", "/v1/completions", body=body)
+    try:
+        return question_of(body, answer["choices"][0])
+    except (LookupError, TypeError, ValueError) as error:
+        raise BenchError(f"{body['model']} answered {status}: {answer}") from error
+
+
+async def _needs(client: Client, model: str) -> tuple[Needs, int]:
+    """What a model takes that has just answered, and the card's budget, both by the keeper's account."""
+    ends_s = time.monotonic() + _LOGGED_WITHIN_S
+    while time.monotonic() < ends_s:
+        status, answer = await client.call("GET", "/status")
+        if status == 200 and (found := tenants(answer)) is not None and model in found:
+            return found[model], budget_of(answer)
+        await asyncio.sleep(_POLL_S)
+    raise BenchError(f"GET /status does not tell what {model} takes of the card: {answer}")
+
+
+async def _counters(client: Client) -> dict[str, int]:
+    status, answer = await client.call("GET", "/metrics")
+    if status != 200:
+        raise BenchError(f"GET /metrics answered {status or 'nothing'}: {answer}")
+    return counters(answer)
+
+
+async def _wakes(server: ServeProcess, count: int) -> list[tuple[float, str]] | None:
+    """All wakes that the metrics have counted, once they are in the log; None if they do not get there."""
+    ends_s = time.monotonic() + _LOGGED_WITHIN_S
+    while len(found := wakes_in(server.log())) < count:
+        if time.monotonic() > ends_s:
+            return None
+        await asyncio.sleep(_POLL_S)
+    return found
+
+
+def _require(record: RequestRecord, what: str) -> None:
+    if record.error is not None:
+        raise BenchError(f"{what}: {record.error_class}: {record.message}")
+
+
+def _store_bytes(config: ServeConfig) -> int:
+    """An object store that holds every image once; some room for alignment on top."""
+    images = {(ensure_checkpoint(model.source), model.dtype) for model in config.models}
+    sizes = (
+        file.stat().st_size * (2 if dtype == "float32" else 1)  # of files with half of that
+        for checkpoint, dtype in images
+        for file in checkpoint.glob("*.safetensors")
+    )
+    return math.ceil(1.1 * sum(sizes) + _GIB / 2)
