@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.card.messages import Sight
 from actors.errors import DeviceMemoryShort, NeverFits, NoRoom
 from actors.memory.cpu_card import CpuCard
 from actors.observer import GrantOutcome, SleepCause, WakeCause
@@ -49,6 +50,13 @@ def test_models_take_turns_and_each_says_what_it_says_alone(
             assert seen.held == sum(each.model.worker.memory.mapped_bytes for each in made)
             assert seen.held == site.card.total - CpuCard(site.account, site.card.total).free()
             assert seen.waiting == ()
+            # What the policy weighs: each turn was a swap, paid for by the time that real ones took.
+
+            def sights() -> list[Sight]:
+                return [each.client.sight or Sight() for each in made]
+
+            await until(lambda: min(sight.swaps for sight in sights()) >= 8)
+            assert all(0 < each.own_swap_s < each.swap_s for each in sights())
 
     run(scenario)
 

@@ -11,6 +11,8 @@ from actors.errors import (
     EngineDied,
     HeldAsleep,
     InvalidRequest,
+    NeverFits,
+    NoRoom,
     QueueFull,
     WakeTimeout,
 )
@@ -220,6 +222,8 @@ def test_message_of_a_template_is_not_sent_back_whole(client, model):
         (QueueFull("full", 2.5), 429, "queue_full", "3"),
         (WakeTimeout("slow", 5.0), 503, "wake_failed", "5"),
         (HeldAsleep("held", 30.0), 503, "model_asleep", "30"),
+        (NoRoom("no room within 30 s", 12.3), 503, "no_room", "13"),
+        (NeverFits("never", 1.0), 503, "never_fits", "1"),
         (EngineDied("died"), 500, "engine_dead", None),
         (RuntimeError("inside"), 500, "internal_error", None),
     ],
