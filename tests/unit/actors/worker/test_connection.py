@@ -119,7 +119,7 @@ UP: list[Any] = [
     Logged(logging.WARNING, "actors.engine.engine", "zwei\nZeilen: ü"),
 ]
 VALUES: dict[type, list[Any]] = {
-    Wake: [Woke(CHANGE, 1.5, 0.25), Woke(MemoryChange(0, 0, 0), None, 0.0)],
+    Wake: [Woke(CHANGE, 0.5, 1.5, 0.25), Woke(MemoryChange(0, 0, 0), None, None, 0.0)],
     Sleep: [CHANGE],
     Score: [[None, *LOGPROBS], []],
     ReadDevice: [DeviceNow("GPU-1", "card", 2**36, 60, 40)],
