@@ -115,6 +115,11 @@ class HeldImages:
             held.leases += 1
             held.leased_s = now_s
 
+    def lessees_of(self, held: Held) -> tuple[int, dict[str, Any]]:
+        """How often it was leased until now, and who has a lease."""
+        with self._lock:
+            return held.leases, dict(held.lessees)
+
     def end_leases(self, held: Held, lessees: Collection[str]) -> None:
         with self._lock:
             for name in lessees:

@@ -95,9 +95,9 @@ class HostRoom:
     def _make(self, load: object, key: ImageKey, size: int, evicts: bool) -> None:
         limit_s = self._now() + self._patience_s
         while missing := self._promise(load, key, size):
-            lessees, residents = self._look()
             if not evicts:
                 raise self._full(key, size, "and nothing leaves for what nobody has asked for")
+            lessees, residents = self._look()
             going = who_goes(residents, missing)
             if going is not None:
                 if self._evict(going, lessees):
@@ -137,7 +137,7 @@ class HostRoom:
     def _look(self) -> tuple[dict[ImageKey, tuple[int, dict[str, Any]]], list[Resident[ImageKey]]]:
         """Of each image how often it was leased and to whom, and then what it is needed for."""
         found = self._images.snapshot()
-        lessees = {key: (held.leases, dict(held.lessees)) for key, held in found}
+        lessees = {key: self._images.lessees_of(held) for key, held in found}
         uses = self._lookers.uses({key: workers for key, (_, workers) in lessees.items()})
         now_s = self._now()
         residents = []
@@ -161,7 +161,8 @@ class HostRoom:
             if not size:
                 break
             freed += size
-        self.await_store(free + freed)
+        if freed:
+            self.await_store(free + freed)
         return freed > 0
 
     def await_store(self, free: int) -> None:

@@ -8,6 +8,7 @@ disk, and replicas ask only that of their own node.
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -161,8 +162,8 @@ class NodeHolder(Holder):
 
     @staticmethod
     async def _ask_what_is_wanted(holder: "WeightHolder") -> None:
-        deployment = serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
         async with asyncio.timeout(_LEND_TIMEOUT_S):
+            deployment = await asyncio.to_thread(_deployment)
             wanted: Wanted = await deployment.wanted.remote()
         await holder.keep(wanted.requests, wanted.host)
 
@@ -274,12 +275,25 @@ class _DeploymentPeer:
     def recheck(self, key: "ImageKey") -> bool:
         return bool(self._handle.recheck.remote(key).result(timeout_s=_SEGMENT_TIMEOUT_S))
 
-    @cached_property
+    @property
     def _handle(self) -> "DeploymentHandle[Any]":
-        handle = serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
-        # There is no event loop on these threads for its router to be on (docs/decisions/74).
-        handle._init(_run_router_in_separate_loop=True)
-        return handle
+        return _deployment()
+
+
+_preparing = threading.Lock()
+
+
+def _deployment() -> "DeploymentHandle[Any]":
+    """For a node's holder, to be used on any of its threads and on its event loop. Blocks.
+
+    Serve gives a process one handle for all who ask, which can be prepared once.
+    """
+    with _preparing:
+        handle: DeploymentHandle[Any] = serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
+        if not handle.is_initialized:
+            # There is no event loop on these threads for its router to be on (docs/decisions/74).
+            handle._init(_run_router_in_separate_loop=True)
+    return handle
 
 
 def _node_peers() -> "Iterable[Peer]":

@@ -3,13 +3,18 @@
 import asyncio
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from actors.errors import HostMemoryFull
 from actors.image.config import HostConfig
 from actors.image.holder import WeightHolder
+from actors.image.host_memory import ImageUse, Need
+from actors.image.layout import ImageKey
 from actors.image.obtain import load_from_disk
 from actors.image.store import store_room
 from tests.integration.holder_harness import STORE, image_key, image_request, run
@@ -181,5 +186,72 @@ def test_preload_fills_the_budget_and_has_nobody_leave(
                 await asyncio.sleep(0.05)
         assert len(await holder.stats()) == 1
         assert (await holder.counts()).evictions == 0
+
+    run(scenario)
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """What a holder may ask a worker, answered as it is told to."""
+
+    def __init__(self, need: Need, lets_go: bool) -> None:
+        self._need, self._lets_go = need, lets_go
+        self._asked: list[str] = []
+
+    async def image_use(self, key: ImageKey) -> ImageUse:
+        self._asked.append("use")
+        return ImageUse(self._need, 5.0)
+
+    async def let_go(self, key: ImageKey) -> bool:
+        self._asked.append("let go")
+        return self._lets_go
+
+    async def asked(self) -> list[str]:
+        return self._asked
+
+
+def test_workers_are_asked_and_who_is_dead_looks_at_nothing(
+    checkpoints: list[Path], disk_dir: Path
+) -> None:
+    first, second = checkpoints
+
+    async def scenario() -> None:
+        holder = await holder_of(checkpoints, 1.5, disk_dir)
+        asleep, awake = Worker.remote(Need.NONE, True), Worker.remote(Need.AWAKE, False)  # type: ignore[attr-defined]
+
+        async def lease(checkpoint: Path, worker: Any) -> None:
+            await holder.acquire(image_request(checkpoint), image_key(checkpoint), "r", worker)
+
+        await lease(first, asleep)
+        await lease(second, awake)
+        assert await asleep.asked.remote() == ["use", "let go"]
+        with pytest.raises(HostMemoryFull, match="are awake") as full:
+            await lease(first, asleep)
+        assert full.value.file is not None
+        assert await awake.asked.remote() == ["use"]
+        ray.kill(awake)
+        async with asyncio.timeout(30):
+            with suppress(ray.exceptions.ActorDiedError):
+                while True:  # Ray only begins to kill it
+                    await awake.asked.remote()
+        await lease(first, asleep)
+        assert await origins(holder) == ["file"]
+
+    run(scenario)
+
+
+def test_lessee_that_cannot_be_asked_keeps_its_image_for_as_long_as_it_lives(
+    checkpoints: list[Path], disk_dir: Path
+) -> None:
+    first, second = checkpoints
+
+    async def scenario() -> None:
+        holder = await holder_of(checkpoints, 1.5, disk_dir)
+        living = Worker.options(name="somebody").remote(Need.NONE, True)  # type: ignore[attr-defined]
+        await living.asked.remote()
+        await acquire(holder, first)
+        with pytest.raises(HostMemoryFull, match="are awake"):
+            await acquire(holder, second)
+        assert await living.asked.remote() == []
 
     run(scenario)
