@@ -36,7 +36,7 @@ def from_file(
     segments = [reserve(segment.size) for segment in found.layout.segments]
     if not files.read(found, [segment.payload.data for segment in segments]):
         del segments
-        room.await_store(store.available)
+        room.await_store(size)
         return None
     offsets = tuple(segment.payload_offset for segment in segments)
     manifest = replace(found, payload_offsets=offsets)

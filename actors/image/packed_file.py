@@ -196,10 +196,11 @@ class _File:
         try:
             moved: int = move(self._descriptor, [piece], at)
         except OSError as exc:
-            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-            if exc.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            if exc.errno != errno.EINVAL:
                 raise
-            # Memory or file system want other boundaries than pages; the kernel's cache knows none.
+            # Memory or file system want other boundaries than pages; the kernel's cache knows none. Another thread
+            # may have found that out in between.
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             moved = move(self._descriptor, [piece], at)
         return moved

@@ -100,7 +100,7 @@ class HostRoom:
             lessees, residents = self._look()
             going = who_goes(residents, missing)
             if going is not None:
-                if self._evict(going, lessees):
+                if self._evict(going, lessees, size):
                     limit_s = self._now() + self._patience_s
                     continue
             elif not may_come(residents, missing):
@@ -151,19 +151,21 @@ class HostRoom:
         return lessees, residents
 
     def _evict(
-        self, keys: list[ImageKey], lessees: Mapping[ImageKey, tuple[int, dict[str, Any]]]
+        self,
+        keys: list[ImageKey],
+        lessees: Mapping[ImageKey, tuple[int, dict[str, Any]]],
+        size: int,
     ) -> bool:
-        """Have these leave, until somebody has another word; whether any has left."""
-        free, freed = self._store_free(), 0
+        """Have these leave for an image of that size, until somebody has another word; whether any has left."""
+        has_left = False
         for key in keys:
             leases, workers = lessees[key]
-            size = self._evict_one(key, leases, workers)
-            if not size:
+            if not self._evict_one(key, leases, workers):
                 break
-            freed += size
-        if freed:
-            self.await_store(free + freed)
-        return freed > 0
+            has_left = True
+        if has_left:
+            self.await_store(size)
+        return has_left
 
     def await_store(self, free: int) -> None:
         """Return when the object store has so much free: what was let go of is free a moment later.
@@ -174,23 +176,22 @@ class HostRoom:
         while self._store_free() < free and self._now() < limit_s:
             self._pause(_STORE_INTERVAL_S)
 
-    def _evict_one(self, key: ImageKey, leases: int, workers: Mapping[str, Any]) -> int:
-        """How many bytes left: 0 if somebody needs the image after all."""
+    def _evict_one(self, key: ImageKey, leases: int, workers: Mapping[str, Any]) -> bool:
+        """Whether it left: somebody may need the image after all."""
         held = self._images.get(key)
         if held is None:
-            return 0
+            return False
         # While it may still be had: who wakes meanwhile finds it, and keeps it.
         has_file = self.files is not None and self.files.write(held.grant.manifest, held.payloads)
-        size = held.size
         del held  # or what it holds stays in the store
         if not self._lookers.let_go(key, workers):
-            return 0
+            return False
         why = "another needs its room; " + ("it is on disk" if has_file else "it is packed again")
         if not self._images.evict(key, leases, why):
-            return 0
+            return False
         self.evictions += 1
         self._on_evicted(has_file)
-        return size
+        return True
 
 
 def _gib(size: int) -> str:
