@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from actors.protocol import WakeReport
+from actors.protocol import MemoryChange, WakeReport
 
 if TYPE_CHECKING:
     from actors.engine.outputs import EngineOutput
@@ -106,15 +106,8 @@ class Observer:
     def woke(self, cause: WakeCause, result: WakeResult, seconds: float) -> None:
         """A wake is over; with `OK` the replica is awake."""
 
-    def slept(
-        self,
-        cause: SleepCause,
-        level: int,
-        deep: bool,
-        seconds: float,
-        released_bytes: int | None,
-    ) -> None:
-        """A sleep is over, after the drain; the device got so much back, as far as it can tell."""
+    def slept(self, cause: SleepCause, level: int, seconds: float, change: MemoryChange) -> None:
+        """A sleep is over, after the drain."""
 
     def restarted(self) -> None:
         """Another worker has taken the place of one that failed."""
@@ -180,15 +173,8 @@ class GuardedObserver(Observer):
     def woke(self, cause: WakeCause, result: WakeResult, seconds: float) -> None:
         self._tell(self._inner.woke, cause, result, seconds)
 
-    def slept(
-        self,
-        cause: SleepCause,
-        level: int,
-        deep: bool,
-        seconds: float,
-        released_bytes: int | None,
-    ) -> None:
-        self._tell(self._inner.slept, cause, level, deep, seconds, released_bytes)
+    def slept(self, cause: SleepCause, level: int, seconds: float, change: MemoryChange) -> None:
+        self._tell(self._inner.slept, cause, level, seconds, change)
 
     def restarted(self) -> None:
         self._tell(self._inner.restarted)

@@ -522,7 +522,7 @@ class Lifecycle:
         self._asleep_since_s = self._now()
         if not self.idle.in_flight:  # what is frozen goes on, and its word holds
             self.idle.forget()
-        self._observer.slept(cause, level, change.deep, self.last_sleep_s, change.released_bytes)
+        self._observer.slept(cause, level, self.last_sleep_s, change)
         self._enter(ReplicaState.ASLEEP, self.reason, self.last_sleep_s, change)
 
     def _cut_drain_short(self, mode: SleepMode) -> None:

@@ -371,8 +371,7 @@ class ModelMemory:
             DeviceMemoryShort: there is not enough room for this and the wake behind it; still suspended.
             DeviceMemoryError: the driver could not; this process is of no use any more.
         """
-        free = self._driver.memory().free
-        if self._comes_back_bytes and free < self.wake_bytes:
+        if self._comes_back_bytes and (free := self._driver.memory().free) < self.wake_bytes:
             raise DeviceMemoryShort(
                 f"{gib(self.wake_bytes)} do not fit on {self.device}: {gib(free)} are free",
                 RETRY_SHORT_AFTER_S,

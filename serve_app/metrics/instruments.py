@@ -16,7 +16,7 @@ from actors.observer import (
     WakePhase,
     WakeResult,
 )
-from actors.protocol import ReplicaState, WakeReport
+from actors.protocol import MemoryChange, ReplicaState, WakeReport
 from actors.replica.lifecycle import Lifecycle
 from serve_app.metrics import catalogue as metrics
 from serve_app.metrics.tally import Key, Snapshot, Tally
@@ -53,18 +53,11 @@ class Instruments(Observer):
         if result is WakeResult.OK:
             self._tally.observe(metrics.WAKE_SECONDS, seconds)
 
-    def slept(
-        self,
-        cause: SleepCause,
-        level: int,
-        deep: bool,
-        seconds: float,
-        released_bytes: int | None,
-    ) -> None:
-        self._tally.add(metrics.SLEEPS, cause, "deep" if deep else str(level))
+    def slept(self, cause: SleepCause, level: int, seconds: float, change: MemoryChange) -> None:
+        self._tally.add(metrics.SLEEPS, cause, "deep" if change.deep else str(level))
         self._tally.observe(metrics.SLEEP_SECONDS, seconds)
         # The resident set of a CPU's process, or a card that others use, may have grown meanwhile.
-        self._tally.add(metrics.RELEASED_BYTES, by=max(0, released_bytes or 0))
+        self._tally.add(metrics.RELEASED_BYTES, by=max(0, change.released_bytes or 0))
 
     def granted(self, outcome: GrantOutcome, seconds: float) -> None:
         self._tally.add(metrics.GRANTS, outcome)

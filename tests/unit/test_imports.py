@@ -11,7 +11,7 @@ import pytest
 from actors.errors import EngineDied
 from actors.image.obtain import ImageSource
 from actors.observer import SleepCause, WakeCause, WakePhase, WakeResult
-from actors.protocol import HeldImage, Refusal, ReplicaState, TokenEvent
+from actors.protocol import HeldImage, MemoryChange, Refusal, ReplicaState, TokenEvent
 from serve_app.metrics.instruments import Instruments
 from serve_app.metrics.tally import Tally
 from tests.fakes import FakeModel
@@ -49,7 +49,7 @@ def counted() -> object:
     for source in ImageSource:
         instruments.obtained(source)
     instruments.woke(WakeCause.START, WakeResult.OK, 1.0)
-    instruments.slept(SleepCause.IDLE, 1, False, 1.0, 5)
+    instruments.slept(SleepCause.IDLE, 1, 1.0, MemoryChange(0, 0, 0, released_bytes=5))
     instruments.wake_phase(WakePhase.MAP, 1.0)
     return instruments.snapshot("r", ReplicaState.AWAKE, {})
 

@@ -27,14 +27,7 @@ class Causes(Observer):
     def __init__(self) -> None:
         self.causes: list[SleepCause] = []
 
-    def slept(
-        self,
-        cause: SleepCause,
-        level: int,
-        deep: bool,
-        seconds: float,
-        released_bytes: int | None,
-    ) -> None:
+    def slept(self, cause: SleepCause, level: int, seconds: float, change: MemoryChange) -> None:
         self.causes.append(cause)
 
 

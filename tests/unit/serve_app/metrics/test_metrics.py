@@ -268,15 +268,8 @@ class Told(Observer):
     def woke(self, cause: WakeCause, result: WakeResult, seconds: float) -> None:
         self.told.append((cause, result))
 
-    def slept(
-        self,
-        cause: SleepCause,
-        level: int,
-        deep: bool,
-        seconds: float,
-        released_bytes: int | None,
-    ) -> None:
-        self.told.append((cause, level, released_bytes))
+    def slept(self, cause: SleepCause, level: int, seconds: float, change: MemoryChange) -> None:
+        self.told.append((cause, level, change.released_bytes))
 
 
 class Effects:
