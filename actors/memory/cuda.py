@@ -14,7 +14,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from actors.errors import DeviceMemoryError, DeviceMemoryShort
-from actors.memory import nvml, workspaces
+from actors.memory import nvml, nvml_outside, workspaces
 from actors.memory.cuda_link import CudaLink
 from actors.memory.cuda_pool import CudaPool
 from actors.memory.dlpack import bytes_at
@@ -80,7 +80,8 @@ class CudaDriver:
         self._seen_by_nvml = opened.seen_by_nvml
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.can_suspend = int(self._call(cu.cuDriverGetVersion)) >= _CHECKPOINTS_SINCE
-        self._total_suspended = 0  # bytes of the card, as long as this process is suspended
+        # Bytes of the card, from before this process is suspended until after: NVML, too, blocks meanwhile.
+        self._total_suspended = 0
         self._free_suspended = 0  # when it was
         self._registers_read_only = bool(
             self._call(
@@ -160,7 +161,7 @@ class CudaDriver:
 
         Where NVML does not show this process, as in many containers, `held` is what the card's used
         memory has grown by since this process opened it; what neighbours took or gave since is in it.
-        Suspended, NVML is all there is to ask.
+        Suspended, another process asks NVML.
         """
         if self._total_suspended:
             return self._memory_suspended()
@@ -177,7 +178,7 @@ class CudaDriver:
         )
 
     def holders(self) -> tuple[MemoryHolder, ...]:
-        return nvml.holders(self._uuid)
+        return () if self._total_suspended else nvml.holders(self._uuid)
 
     def suspend(self) -> bool:
         """See MemoryDriver. By the driver's checkpoint of a process, of this one.
@@ -186,20 +187,18 @@ class CudaDriver:
         What lies on the card, 0.4 GiB of graphs, is kept in host memory meanwhile.
         """
         before = self.memory()
+        self._total_suspended, self._free_suspended = before.total, before.free + before.held
         lock = cu.CUcheckpointLockArgs()
         lock.timeoutMs = _LOCK_TIMEOUT_MS
         try:
             self._checkpoint(cu.cuCheckpointProcessLock, lock)
         except DeviceMemoryError as exc:
-            logger.warning("no deep sleep: %s", exc)
-            return False
+            return self._not_suspended(exc)
         try:
             self._checkpoint(cu.cuCheckpointProcessCheckpoint)
         except DeviceMemoryError as exc:
             self._checkpoint(cu.cuCheckpointProcessUnlock)
-            logger.warning("no deep sleep: %s", exc)
-            return False
-        self._total_suspended, self._free_suspended = before.total, before.free + before.held
+            return self._not_suspended(exc)
         return True
 
     def resume(self) -> None:
@@ -245,8 +244,13 @@ class CudaDriver:
             size=source.size,
         )
 
+    def _not_suspended(self, reason: DeviceMemoryError) -> bool:
+        self._total_suspended = 0
+        logger.warning("no deep sleep: %s", reason)
+        return False
+
     def _memory_suspended(self) -> DeviceMemory:
-        total, used = self._total_suspended, nvml.used_bytes(self._uuid)
+        total, used = self._total_suspended, nvml_outside.used_bytes(self._uuid)
         free = self._free_suspended if used is None else total - used
         own = 0 if self._seen_by_nvml else None
         return DeviceMemory(total, free, total - free, 0, own, 0)

@@ -194,7 +194,7 @@ class MemoryDriver(Protocol):
         """Give back all that this process has of the device: what is mapped and what is not, context and kernels.
 
         Addresses, graphs and streams are there again after `resume`, with their contents. Until then nothing of
-        this process may call the device, or it blocks: `memory` and `holders` do not.
+        this process may call the device, or it blocks: `memory` does not, and `holders` knows of none.
 
         Returns:
             False: the driver refused, which is logged; everything is as before.

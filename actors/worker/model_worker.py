@@ -525,8 +525,11 @@ class ModelWorker:
         if not self._compilation.keep_off():
             logger.info("not a deep sleep: layers are being compiled")
             return change
+        used = self.memory.last_reading.used
         if self._residency.suspend_process():
-            return replace(change, deep=True, left=self.memory.sleep_residue)
+            suspended = self.memory.last_reading
+            released = (change.released_bytes or 0) + used - suspended.used
+            return replace(change, deep=True, released_bytes=released, left=self.memory.sleep_residue)
         self._compilation.let_go_on()
         return change
 

@@ -210,6 +210,39 @@ def sleep_and_account(device: str, checkpoint: Path, level: int) -> None:
     run(scenario)
 
 
+@pytest.mark.gpu
+def test_a_deep_sleeper_answers_for_its_device_and_wakes_with_the_same_tokens(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        alone.submit(deep_sleeps, checkpoints("cuda")).result(TIMEOUT_S)
+
+
+def deep_sleeps(checkpoint: Path) -> None:
+    async def scenario() -> None:
+        async with harness(checkpoint, load(checkpoint), ENGINES["cuda"]) as h:
+            expected = await answers(h)
+            memory = h.worker.memory
+            for _ in range(3):
+                await settled(h)
+                await h.runtime.sleep(1)
+                assert memory.residue_bytes > 0
+                slept = await h.runtime.sleep(1, deep=True)
+                assert slept.deep
+                assert slept.left is not None
+                assert slept.left.total == memory.residue_bytes == 0
+                assert slept.released_bytes is not None
+                assert slept.released_bytes > 0
+                async with asyncio.timeout(10):  # whoever asked the driver would wait for the wake
+                    device = await h.runtime.worker.read_device("node")
+                assert 0 < device.free < device.total
+                await h.runtime.wake()
+                assert memory.residue_bytes > 0
+                assert await answers(h) == expected
+
+    run(scenario)
+
+
 def test_sleeping_again_and_again_leaves_no_more_each_time(device: str, checkpoint: Path) -> None:
     async def scenario() -> None:
         async with harness(checkpoint, load(checkpoint), ENGINES[device]) as h:
