@@ -116,12 +116,15 @@ class DeviceArena:
             self._mapped_bytes -= self.spans[i].size
         return sum(self.spans[i].size for i in chosen)
 
-    def restore(self, link: HostLink, payloads: Mapping[int, memoryview]) -> Transfer:
+    def restore(
+        self, link: HostLink, payloads: Mapping[int, memoryview], behind: Transfer | None = None
+    ) -> Transfer:
         """Begin to copy payloads to the start of their mapped segments, in the mapping's order.
 
         Args:
             link: opened by this arena's driver for these payloads.
             payloads: segment -> its bytes.
+            behind: a transfer over this link that these copies become part of; None: a new one.
 
         Raises:
             DeviceMemoryError: a copy could not begin; those before it may still be under way, which
@@ -129,7 +132,9 @@ class DeviceArena:
         """
         for segment, host in payloads.items():
             self._check_takes(segment, host)
-        return Transfer(link, [SegmentCopy(i, self._address_of(i), payloads[i]) for i in payloads])
+        transfer = Transfer(link, ()) if behind is None else behind
+        transfer.add(SegmentCopy(i, self._address_of(i), payloads[i]) for i in payloads)
+        return transfer
 
     def bytes_of(self, segment: int, count: int | None = None) -> torch.Tensor:
         """The first `count` bytes of a segment (all, when None), as a flat uint8 view."""

@@ -1,9 +1,9 @@
 """Segments on their way to the device: begun in one order, waited for one by one, timed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from actors.memory.driver import HostLink
+from actors.memory.driver import HostLink, Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,22 @@ class Transfer:
         copies: in the order in which they arrive.
     """
 
-    def __init__(self, link: HostLink, copies: Sequence[SegmentCopy]) -> None:
+    def __init__(self, link: HostLink, copies: Iterable[SegmentCopy]) -> None:
         """Begin the copies, in the order given. See `DeviceArena.restore`."""
-        self.copies = copies  # the host bytes must stay until they have been read
+        self.copies: list[SegmentCopy] = []
+        self._link = link
         self._marks = [link.mark()]
+        self._pending: dict[int, Mark] = {}
+        self.add(copies)
+
+    def add(self, copies: Iterable[SegmentCopy]) -> None:
+        """Begin more, behind the others. Before the first gate."""
         for copy in copies:
-            link.copy(copy.address, copy.host)
-            self._marks.append(link.mark())
-        self._pending = {c.segment: m for c, m in zip(copies, self._marks[1:], strict=True)}
+            self._link.copy(copy.address, copy.host)
+            self.copies.append(copy)  # whose host bytes must stay until they have been read
+            mark = self._link.mark()
+            self._marks.append(mark)
+            self._pending[copy.segment] = mark
 
     def gate(self, segment: int) -> None:
         """Make what the caller's current stream does next wait for a segment."""

@@ -247,12 +247,15 @@ class ModelMemory:
         assert image is not None, "the image was dropped; `take_image` first"
         before = self.mapped_bytes
         missing = self._weights.unmapped()
-        payloads = {i: image.segment(i) for i in missing}
+        first, others = missing[:1], missing[1:]
         try:
             link = self._link or self.open_link()
-            self._weights.map()
-            transfer = self._weights.restore(link, payloads)
-            if self._kv is not None:  # while the bytes travel
+            self._weights.map(first)
+            transfer = self._weights.restore(link, {i: image.segment(i) for i in first})
+            # While the first segment travels, which has the embedding: all that follows takes less time.
+            self._weights.map(others)
+            self._weights.restore(link, {i: image.segment(i) for i in others}, transfer)
+            if self._kv is not None:
                 self._kv.map([0])
             if self.pool is not None:
                 self.pool.map()
@@ -262,7 +265,7 @@ class ModelMemory:
         self.sleep_residue = None
         self._arrival = _Arrival(transfer, image.manifest)
         self._gates.install(transfer.gate)
-        copied = sum(payload.nbytes for payload in payloads.values())
+        copied = sum(copy.host.nbytes for copy in transfer.copies)
         return MemoryChange(before, self.mapped_bytes, copied)
 
     def abandon_wake(self) -> None:

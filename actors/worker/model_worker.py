@@ -529,7 +529,9 @@ class ModelWorker:
         if self._residency.suspend_process():
             suspended = self.memory.last_reading
             released = (change.released_bytes or 0) + used - suspended.used
-            return replace(change, deep=True, released_bytes=released, left=self.memory.sleep_residue)
+            return replace(
+                change, deep=True, released_bytes=released, left=self.memory.sleep_residue
+            )
         self._compilation.let_go_on()
         return change
 

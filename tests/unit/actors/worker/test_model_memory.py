@@ -261,6 +261,41 @@ def test_the_graphs_pool_comes_and_goes_with_the_weights(bench: Bench) -> None:
     assert pool.mapped_bytes == 0
 
 
+def test_a_wake_maps_the_first_segment_begins_its_copy_and_maps_the_others_meanwhile(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.memory.unmap(2)
+    happened: list[int | str] = []
+    spans = bench.memory._weights.spans
+    mapped, copied = bench.driver.map, CpuLink.copy
+
+    def map_and_tell(address: int, size: int) -> None:
+        happened.append(size)
+        mapped(address, size)
+
+    def copy_and_tell(link: CpuLink, address: int, host: memoryview) -> None:
+        happened.append("copy")
+        copied(link, address, host)
+
+    monkeypatch.setattr(bench.driver, "map", map_and_tell)
+    monkeypatch.setattr(CpuLink, "copy", copy_and_tell)
+    woke = bench.memory.begin_wake()
+    first, *others = (span.size for span in spans)
+    assert happened[: 2 * len(spans)] == [first, "copy", *others, *["copy"] * len(others)]
+    assert woke.copied_bytes == sum(segment.nbytes for segment in bench.image.segments)
+    bench.memory.settle()
+
+
+def test_a_wake_whose_other_segments_do_not_fit_leaves_nothing_mapped(bench: Bench) -> None:
+    bench.memory.unmap(2)
+    bench.driver.room = bench.memory._weights.spans[0].size
+    with pytest.raises(DeviceMemoryShort):
+        bench.memory.begin_wake()
+    assert bench.driver.mapped == bench.memory.mapped_bytes == 0
+    bench.driver.room = 10**12
+    bench.wake()
+
+
 def test_deeper_sleep_releases_the_kept_layers(bench: Bench) -> None:
     bench.wake()
     bench.memory.unmap(1)
