@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from actors.checkpoints.chatml import SPECIAL_TOKENS, byte_level, for_transformers
 
-ShapeName = Literal["demo", "tiny", "deepseek-r1-distill-qwen-7b"]
+ShapeName = Literal["demo", "tiny", "deepseek-r1-distill-qwen-1.5b", "deepseek-r1-distill-qwen-7b"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
@@ -62,7 +62,10 @@ class Shape:
 SHAPES: dict[ShapeName, Shape] = {
     "demo": Shape(384, 1280, 6, 6, 2, readable=True),
     "tiny": Shape(128, 256, 4, 4, 2),
-    # config.json of deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
+    # config.json of deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B and -7B
+    "deepseek-r1-distill-qwen-1.5b": Shape(
+        1536, 8960, 28, 12, 2, 151936, max_position_embeddings=131072, dtype="bfloat16"
+    ),
     "deepseek-r1-distill-qwen-7b": Shape(
         3584, 18944, 28, 28, 4, 152064, max_position_embeddings=131072, dtype="bfloat16"
     ),

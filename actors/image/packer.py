@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from actors.checkpoints.directory import CONFIG_NAME, INDEX_NAME, unsupported_weights
+from actors.checkpoints.variants import VARIANT_FILE, steps, variant_of
 from actors.errors import LayoutMismatch
 from actors.image.checksum import checksum
 from actors.image.decoder_layers import decoder_layers
@@ -57,7 +58,7 @@ def image_key(checkpoint: Path, dtype: torch.dtype) -> ImageKey:
     """
     state = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
-        if path.suffix == ".safetensors" or path.name in (CONFIG_NAME, INDEX_NAME):
+        if path.suffix == ".safetensors" or path.name in (CONFIG_NAME, INDEX_NAME, VARIANT_FILE):
             stat = path.stat()
             state.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
     return ImageKey(
@@ -96,7 +97,15 @@ def load_reference(
         )
     model.eval()
     assert isinstance(model, PreTrainedModel)
+    if (number := variant_of(checkpoint)) is not None:
+        _rotate_rows(model, number)
     return model
+
+
+def _rotate_rows(model: PreTrainedModel, number: int) -> None:
+    """The weights of a variant: in memory of this process, the files stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.roll(steps(number, parameter.shape[-1]), dims=-1)
 
 
 def plan(model: PreTrainedModel) -> Layout:

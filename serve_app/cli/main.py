@@ -44,6 +44,7 @@ class Shape(StrEnum):
 
     DEMO = "demo"
     TINY = "tiny"
+    DEEPSEEK_R1_DISTILL_QWEN_1_5B = "deepseek-r1-distill-qwen-1.5b"
     DEEPSEEK_R1_DISTILL_QWEN_7B = "deepseek-r1-distill-qwen-7b"
 
 
@@ -80,7 +81,14 @@ def check(
 @app.command("make-checkpoint")
 def make_checkpoint(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to.")],
-    shape: Annotated[Shape, typer.Option(help="Sizes of the model.")],
+    shape: Annotated[Shape | None, typer.Option(help="Sizes of the model.")] = None,
+    variant_of: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="In the place of a shape: a checkpoint whose files to share, with weights rotated by --seed.",
+        ),
+    ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Type of the weights; the shape's own when absent.")
     ] = None,
@@ -100,6 +108,16 @@ def make_checkpoint(
 
     A directory that holds the same checkpoint already is left alone.
     """
+    if variant_of is not None:
+        from actors.checkpoints.variants import write_variant
+
+        if shape is not None:
+            raise typer.BadParameter("a variant has the shape of its base: leave --shape out")
+        with errors_in_one_line():
+            print(write_variant(directory, variant_of, seed))
+        return
+    if shape is None:
+        raise typer.BadParameter("give --shape or --variant-of")
     from actors.checkpoints.making import write_checkpoint
 
     shape_name: ShapeName = shape.value

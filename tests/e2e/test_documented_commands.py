@@ -38,6 +38,8 @@ _FILLED = {
     "FILE_OR_DIR": "tiny",
     "CHECKPOINT": "tiny",
     "DIR": "made",
+    "VARIANT": "variant",
+    "BASE": "tiny",
     "SHAPE": "tiny",
     "agents.csv": str(SAMPLE),  # which a block writes
 }
