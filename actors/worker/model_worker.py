@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,13 +28,11 @@ from actors.engine.model.architectures import check_architecture
 from actors.engine.model.cards import card_problem
 from actors.engine.model.scoring import PromptScoring
 from actors.engine.outputs import EngineOutput, EngineStats, RawLogprob
-from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar
-from actors.engine.sampling.sampler import SequenceSampling
+from actors.engine.sampling.grammar import GrammarCompiler
 from actors.errors import (
     EngineDied,
     InvalidRequest,
     ReplicaFailed,
-    ServingError,
     ShuttingDown,
     Unavailable,
 )
@@ -49,6 +47,7 @@ from actors.protocol import DeviceNow, Grammar, MemoryChange, WakeReport
 from actors.text.codec import TextCodec
 from actors.threads import ControlThread
 from actors.worker.compilation import BackgroundCompilation
+from actors.worker.image_need import ImageNeed
 from actors.worker.kv_demand import KvDemand
 from actors.worker.messages import (
     Failed,
@@ -64,6 +63,7 @@ from actors.worker.messages import (
 )
 from actors.worker.model_memory import ModelMemory
 from actors.worker.residency import Residency
+from actors.worker.submissions import Submissions
 from actors.worker.watchdog import Watchdog, WatchdogConfig
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,6 @@ T = TypeVar("T")
 
 _SWITCH_INTERVAL_S = 3e-4
 _CLOSE_TIMEOUT_S = 30.0
-_GRAMMAR_THREADS = 8  # that wait for one; they are compiled one by one
 
 
 class ModelWorker:
@@ -120,16 +119,7 @@ class ModelWorker:
         # Most calls of the engine's thread into torch give up Python's lock, and to get it back from a busy
         # event loop takes this long: 5 ms by default, as long as a step, and hundreds of times in a prefill.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self._reload_image = reload_image
-        self._release_image = release_image
         self._send = send
-        self._grammars = GrammarCompiler(partial(TextCodec.load, checkpoint))
-        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "wait-for-grammar")
-        self._awaiting_grammar: set[str] = set()  # sequences
-        self._awaiting_lock = Lock()
-        self._need = Need.CHANGING  # of the image
-        self._needed_s = 0.0  # when it was last needed, once it is not
-        self._image_lock = asyncio.Lock()  # around all that brings the image or drops it
         self._failure: ReplicaFailed | None = None
         self._failure_lock = Lock()
         self._closed = False
@@ -182,6 +172,8 @@ class ModelWorker:
             self._is_busy,
             self._something_went_wrong,
         )
+        grammars = GrammarCompiler(partial(TextCodec.load, checkpoint))
+        self._submissions = Submissions(self._engine, grammars, send)
         self._compilation = BackgroundCompilation(
             self._engine,
             self._residency.begin_trimming,
@@ -189,7 +181,14 @@ class ModelWorker:
             self._watchdog.compile,
             self._is_busy,
         )
-        self._no_longer_needs_image()
+        self._image = ImageNeed(
+            self.memory,
+            lambda image: self._on_control(self.memory.take_image, image),
+            lambda: self._on_control(self._residency.drop_image),
+            reload_image,
+            release_image,
+        )
+        self._image.not_needed()
 
     def facts(self) -> WorkerFacts:
         return WorkerFacts(
@@ -238,35 +237,16 @@ class ModelWorker:
         self._engine.check_health()
 
     def submit(self, sequences: Sequence[NewSequence]) -> None:
-        """Have the engine generate; what becomes of each is sent. Grammars are compiled beside it."""
-        for new in sequences:
-            wanted = new.params.grammar
-            grammar = None if wanted is None else self._grammars.find(wanted)
-            if (wanted is None) == (grammar is None):
-                self._begin(new, grammar)
-            else:  # forgotten since it was checked
-                with self._awaiting_lock:
-                    self._awaiting_grammar.add(new.sequence_id)
-                self._grammar_threads.submit(self._compile_and_begin, new)
+        """See Submissions."""
+        self._submissions.submit(sequences)
 
     def cancel(self, sequence_ids: Sequence[str]) -> None:
-        """Forget sequences, whether or not they have ended. No output follows, but for what is under way."""
-        for sequence_id in sequence_ids:
-            with self._awaiting_lock:
-                awaits = sequence_id in self._awaiting_grammar
-                self._awaiting_grammar.discard(sequence_id)
-            if not awaits:
-                self._engine.cancel(sequence_id)
+        """See Submissions."""
+        self._submissions.cancel(sequence_ids)
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, so that sequences find it compiled.
-
-        Raises:
-            InvalidRequest: it is no valid one, or too much work; naming the field.
-            Unavailable: too many are being compiled.
-        """
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._grammar_threads, self._grammars.compile, grammar)
+        """See Submissions."""
+        await self._submissions.check_grammar(grammar)
 
     async def wake(self) -> Woke:
         """Map, begin to copy, resume. `Settled` is sent when the bytes are there and were checked.
@@ -276,21 +256,19 @@ class ModelWorker:
         """
         resume_s = image_s = None
         started_s = time.perf_counter()
-        self._need = Need.CHANGING  # who holds images is told so from now on
+        self._image.need = Need.CHANGING  # who holds images is told so from now on
         try:
             if await self._on_control(self._resume):
                 resume_s = time.perf_counter() - started_s
                 started_s = time.perf_counter()
-            async with self._image_lock:
-                if self.memory.image is None:
-                    await self._on_control(self.memory.take_image, await self._reload_image())
-                    image_s = time.perf_counter() - started_s
-                    started_s = time.perf_counter()
+            if await self._image.bring():
+                image_s = time.perf_counter() - started_s
+                started_s = time.perf_counter()
             change = await self._on_control(self._residency.wake)
         except Unavailable:
-            self._no_longer_needs_image()
+            self._image.not_needed()
             raise
-        self._need = Need.AWAKE
+        self._image.need = Need.AWAKE
         self._scoring.awake.set()
         self._residency.begin_settling()
         if self._residency.missed_compiled:
@@ -304,42 +282,20 @@ class ModelWorker:
             deep: also what this process has of the device besides. Not if layers are being compiled, or where the
                 driver cannot: the change says so.
         """
-        self._need = Need.CHANGING
+        self._image.need = Need.CHANGING
         self._scoring.awake.clear()
         change = await self._on_control(self._sleep, level, deep)
-        async with self._image_lock:
-            image = self.memory.image
-            if image is not None and (level == 2 or not image.is_kept_asleep):
-                key = await self._on_control(self._residency.drop_image)
-                if level == 2 and key is not None:
-                    await self._release_image(key)
-        self._no_longer_needs_image()
+        await self._image.drop_asleep(level)
+        self._image.not_needed()
         return change
 
     def image_use(self, key: ImageKey) -> ImageUse | None:
-        """What it needs the holder's image of that key for; None if it does not look at it."""
-        image = self.memory.image
-        if self._needs_image():
-            return ImageUse(self._need)
-        if image is None or image.origin != "image" or image.manifest.key != key:
-            return None
-        return ImageUse(Need.NONE, time.monotonic() - self._needed_s)
+        """See ImageNeed."""
+        return self._image.use(key)
 
     async def let_go(self, key: ImageKey) -> bool:
-        """For the holder, which wants its room: drop the image, unless that is needed; the next wake gets it again.
-
-        Returns:
-            Whether it no longer looks at the image.
-        """
-        if self._needs_image():
-            return False  # at once, whatever a wake is waiting for
-        async with self._image_lock:
-            if self.image_use(key) is None:
-                return True
-            if self._needs_image():
-                return False
-            dropped: ImageKey | None = await self._on_control(self._residency.drop_image)
-            return dropped is not None
+        """See ImageNeed."""
+        return await self._image.let_go(key)
 
     async def grow_kv(self, granted: bool) -> int:
         """Map what it said it is short of, if that was granted; how many parts came.
@@ -416,8 +372,7 @@ class ModelWorker:
         self._watchdog.close()
         self._residency.close()
         self._compilation.close()
-        self._grammars.close()
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._submissions.close()
         last = self._control.submit(self._stop)
         self._control.shutdown(wait=False)
         # Not as a future of asyncio, which cancels what it stands for: should a thread that hangs come back, it
@@ -444,12 +399,6 @@ class ModelWorker:
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
 
-    def _needs_image(self) -> bool:
-        return self._need is not Need.NONE
-
-    def _no_longer_needs_image(self) -> None:
-        self._need, self._needed_s = Need.NONE, time.monotonic()
-
     def _ask(self, begin: Callable[[Sized], None], size: int) -> None:
         memory = self.memory
         with self._watchdog.room:
@@ -471,34 +420,6 @@ class ModelWorker:
             budget,
             None if budget is None else self._demand.short,
         )
-
-    def _begin(self, new: NewSequence, grammar: SequenceGrammar | None) -> None:
-        try:
-            self._engine.submit(
-                new.sequence_id,
-                SequenceSampling(
-                    new.params, new.prompt_ids, new.seed, new.stop_ids, grammar=grammar
-                ),
-            )
-        except ReplicaFailed as exc:
-            self._refuse(new, exc)
-
-    def _compile_and_begin(self, new: NewSequence) -> None:
-        assert new.params.grammar is not None
-        try:
-            grammar = self._grammars.compile(new.params.grammar)
-        except (InvalidRequest, Unavailable) as exc:
-            self._refuse(new, exc)
-        else:
-            self._begin(new, grammar)
-        with self._awaiting_lock:
-            was_cancelled = new.sequence_id not in self._awaiting_grammar
-            self._awaiting_grammar.discard(new.sequence_id)
-        if was_cancelled:
-            self._engine.cancel(new.sequence_id)
-
-    def _refuse(self, new: NewSequence, error: ServingError) -> None:
-        self._send(Outputs([EngineOutput(new.sequence_id, (), None, error=error)]))
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """On the engine's thread, with a step's outputs."""

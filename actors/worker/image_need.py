@@ -1,0 +1,96 @@
+"""Whether a worker needs its image: brought for a wake, dropped behind a sleep, let go of when the holder asks."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from actors.image.host_memory import ImageUse, Need
+from actors.image.image import WeightImage
+from actors.image.layout import ImageKey
+from actors.worker.model_memory import ModelMemory
+
+
+class ImageNeed:
+    """What a worker's image is needed for, as holders are told. Of the worker's event loop.
+
+    Attributes:
+        need: to be set by who wakes and sleeps; `not_needed` ends it.
+    """
+
+    def __init__(
+        self,
+        memory: ModelMemory,
+        take: Callable[[WeightImage], Awaitable[None]],
+        drop: Callable[[], Awaitable[ImageKey | None]],
+        reload: Callable[[], Awaitable[WeightImage]],
+        release: Callable[[ImageKey], Awaitable[None]],
+    ) -> None:
+        """Needed, until somebody says otherwise.
+
+        Args:
+            memory: whose image it is.
+            take: `ModelMemory.take_image`, where memory may be moved.
+            drop: `ModelMemory.drop_image`, likewise.
+            reload: gets the image again after it was dropped.
+            release: told when a level 2 sleep drops it.
+        """
+        self.need = Need.CHANGING
+        self._needed_s = 0.0  # when it was last needed, once it is not
+        self._memory = memory
+        self._take = take
+        self._drop = drop
+        self._reload = reload
+        self._release = release
+        self._lock = asyncio.Lock()  # around all that brings the image or drops it
+
+    def not_needed(self) -> None:
+        self.need, self._needed_s = Need.NONE, time.monotonic()
+
+    def use(self, key: ImageKey) -> ImageUse | None:
+        """What it needs the holder's image of that key for; None if it does not look at it."""
+        image = self._memory.image
+        if self._is_needed():
+            return ImageUse(self.need)
+        if image is None or image.origin != "image" or image.manifest.key != key:
+            return None
+        return ImageUse(Need.NONE, time.monotonic() - self._needed_s)
+
+    async def bring(self) -> bool:
+        """For a wake; whether it was not there.
+
+        Raises:
+            Unavailable: it cannot be had now.
+        """
+        async with self._lock:
+            if self._memory.image is not None:
+                return False
+            await self._take(await self._reload())
+            return True
+
+    async def drop_asleep(self, level: int) -> None:
+        """Behind a sleep, if it is not to be kept."""
+        async with self._lock:
+            image = self._memory.image
+            if image is None or (level == 1 and image.is_kept_asleep):
+                return
+            key = await self._drop()
+            if level == 2 and key is not None:
+                await self._release(key)
+
+    async def let_go(self, key: ImageKey) -> bool:
+        """For the holder, which wants its room: drop the image, unless that is needed; the next wake gets it again.
+
+        Returns:
+            Whether it no longer looks at the image.
+        """
+        if self._is_needed():
+            return False  # at once, whatever a wake is waiting for
+        async with self._lock:
+            if self.use(key) is None:
+                return True
+            if self._is_needed():
+                return False
+            return await self._drop() is not None
+
+    def _is_needed(self) -> bool:
+        return self.need is not Need.NONE

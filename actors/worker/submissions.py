@@ -1,0 +1,97 @@
+"""Sequences on their way to the engine; those that follow a grammar wait until it is compiled."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+
+from actors.engine.engine import TransformersEngine
+from actors.engine.outputs import EngineOutput
+from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar
+from actors.engine.sampling.sampler import SequenceSampling
+from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailable
+from actors.protocol import Grammar
+from actors.worker.messages import NewSequence, Outputs, Send
+
+_GRAMMAR_THREADS = 8  # that wait for one; they are compiled one by one
+
+
+class Submissions:
+    """What a replica submits and cancels. Any thread may call."""
+
+    def __init__(self, engine: TransformersEngine, grammars: GrammarCompiler, send: Send) -> None:
+        """Start empty.
+
+        Args:
+            grammars: becomes this object's own.
+            send: told of sequences that cannot begin.
+        """
+        self._engine = engine
+        self._grammars = grammars
+        self._send = send
+        self._threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "wait-for-grammar")
+        self._awaiting_grammar: set[str] = set()  # sequences
+        self._lock = Lock()
+
+    def submit(self, sequences: Sequence[NewSequence]) -> None:
+        """Have the engine generate; what becomes of each is sent. Grammars are compiled beside it."""
+        for new in sequences:
+            wanted = new.params.grammar
+            grammar = None if wanted is None else self._grammars.find(wanted)
+            if (wanted is None) == (grammar is None):
+                self._begin(new, grammar)
+            else:  # forgotten since it was checked
+                with self._lock:
+                    self._awaiting_grammar.add(new.sequence_id)
+                self._threads.submit(self._compile_and_begin, new)
+
+    def cancel(self, sequence_ids: Sequence[str]) -> None:
+        """Forget sequences, whether or not they have ended. No output follows, but for what is under way."""
+        for sequence_id in sequence_ids:
+            with self._lock:
+                awaits = sequence_id in self._awaiting_grammar
+                self._awaiting_grammar.discard(sequence_id)
+            if not awaits:
+                self._engine.cancel(sequence_id)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, so that sequences find it compiled.
+
+        Raises:
+            InvalidRequest: it is no valid one, or too much work; naming the field.
+            Unavailable: too many are being compiled.
+        """
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._threads, self._grammars.compile, grammar)
+
+    def close(self) -> None:
+        self._grammars.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, new: NewSequence, grammar: SequenceGrammar | None) -> None:
+        try:
+            self._engine.submit(
+                new.sequence_id,
+                SequenceSampling(
+                    new.params, new.prompt_ids, new.seed, new.stop_ids, grammar=grammar
+                ),
+            )
+        except ReplicaFailed as exc:
+            self._refuse(new, exc)
+
+    def _compile_and_begin(self, new: NewSequence) -> None:
+        assert new.params.grammar is not None
+        try:
+            grammar = self._grammars.compile(new.params.grammar)
+        except (InvalidRequest, Unavailable) as exc:
+            self._refuse(new, exc)
+        else:
+            self._begin(new, grammar)
+        with self._lock:
+            was_cancelled = new.sequence_id not in self._awaiting_grammar
+            self._awaiting_grammar.discard(new.sequence_id)
+        if was_cancelled:
+            self._engine.cancel(new.sequence_id)
+
+    def _refuse(self, new: NewSequence, error: ServingError) -> None:
+        self._send(Outputs([EngineOutput(new.sequence_id, (), None, error=error)]))
