@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.internal_api import node_stats
 
 from actors.checkpoints.source import ModelSource
 from actors.image import packer
@@ -24,6 +25,13 @@ from actors.protocol import HeldImage
 
 MIB = 2**20
 STORE = 160 * MIB
+
+
+def bytes_in_store() -> int:
+    """Asked of the raylet itself; the control service learns of it later."""
+    (node,) = ray.nodes()
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False)
+    return int(stats.store_stats.object_store_bytes_used)
 
 
 class GatedHolder(WeightHolder):

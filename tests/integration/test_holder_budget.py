@@ -16,8 +16,7 @@ from actors.image.holder import WeightHolder
 from actors.image.host_memory import ImageUse, Need
 from actors.image.layout import ImageKey
 from actors.image.obtain import load_from_disk
-from actors.image.store import store_room
-from tests.integration.holder_harness import STORE, image_key, image_request, run
+from tests.integration.holder_harness import STORE, bytes_in_store, image_key, image_request, run
 
 pytestmark = [
     pytest.mark.alone,
@@ -72,7 +71,7 @@ def test_image_that_left_comes_back_from_its_file_as_it_was(
 
     async def scenario() -> None:
         holder = await holder_of(checkpoints, 1.5, disk_dir)
-        empty = store_room().available
+        empty = bytes_in_store()
         before = await acquire(holder, first)
         for _ in range(3):
             await acquire(holder, second)
@@ -85,7 +84,7 @@ def test_image_that_left_comes_back_from_its_file_as_it_was(
         (held,) = await holder.stats()
         assert held.on_disk
         assert await holder.release(image_key(first), "somebody")
-        while store_room().available < empty:  # Ray frees in the background
+        while bytes_in_store() > empty:  # Ray frees in the background
             await asyncio.sleep(0.05)
 
     run(scenario)
