@@ -9,8 +9,8 @@ import pytest
 
 from actors.engine.batching import kv_growth
 from actors.errors import DeviceMemoryError, DeviceMemoryShort, ReplicaFailed
-from actors.memory.arena import DeviceArena
 from actors.worker import growth
+from actors.worker.model_memory import ModelMemory
 from tests.integration.runtime_harness import ENGINE, Harness, load, run
 
 PROMPTS = [f"Prompt {i}: " + "the quick brown fox " * (20 + i) for i in range(8)]
@@ -42,14 +42,14 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(kv_growth, "_ALIGNMENT", 2**12)
     gate = Gate()
     gate.open.set()
-    map_all = DeviceArena.map
+    map_more = ModelMemory.map_more
 
-    def map_parts(arena: DeviceArena, segments: list[int] | None = None) -> None:
-        if segments is not None and 0 not in segments:
+    def map_through_gate(memory: ModelMemory) -> bool:
+        if memory.next_part_bytes():
             gate.pass_through()
-        map_all(arena, segments)
+        return map_more(memory)
 
-    monkeypatch.setattr(DeviceArena, "map", map_parts)
+    monkeypatch.setattr(ModelMemory, "map_more", map_through_gate)
     yield gate
     gate.open.set()
 

@@ -23,7 +23,6 @@ from actors.engine.config import EngineConfig
 from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, Unavailable, WeightsCorrupted
 from actors.image.image import WeightImage
-from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.protocol import ReplicaState, SleepCommand
 from actors.replica.lifecycle import Lifecycle
@@ -520,12 +519,9 @@ def test_kv_cache_in_parts(
     monkeypatch.setattr(growth, "RETRY_SHORT_AFTER_S", 3600.0)
     checkpoint = checkpoints("cuda")
     limits = ENGINES["cuda"].model_copy(update={"max_model_len": 1024})
-    map_all = DeviceArena.map
 
-    def map_first(arena: DeviceArena, segments: Sequence[int] | None = None) -> None:
-        if segments is not None and 0 not in segments:
-            raise DeviceMemoryShort("others have it")
-        map_all(arena, segments)
+    def map_no_more(memory: ModelMemory) -> bool:
+        raise DeviceMemoryShort("others have it")
 
     async def scenario() -> None:
         async with harness(checkpoint, load(checkpoint), limits) as h:
@@ -533,7 +529,7 @@ def test_kv_cache_in_parts(
             expected = await answers(h)
             assert len(h.worker._engine.kv_arena.spans) > 2  # type: ignore[attr-defined]
             if others_have_the_rest:
-                monkeypatch.setattr(DeviceArena, "map", map_first)
+                monkeypatch.setattr(ModelMemory, "map_more", map_no_more)
             for _ in range(3):
                 await h.runtime.sleep(1)
                 await h.runtime.wake()
