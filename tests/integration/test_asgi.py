@@ -77,18 +77,16 @@ def test_models_sleep_and_wake_by_the_usual_routes(client: TestClient) -> None:
 
 def test_spans_lead_from_the_ingress_to_the_wake_and_the_worker(client: TestClient) -> None:
     assert client.post("/sleep?model=tiny").status_code == 200
-    EXPORTER.clear()
     asked = {**HI, "model": "tiny"}
     parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
     response = client.post("/v1/chat/completions", json=asked, headers={"traceparent": parent})
     assert response.status_code == 200
-    while not any(span.name == "wake.copy" for span in EXPORTER.get_finished_spans()):
-        pass  # it ends by itself, a moment later
-    spans = {span.name: span for span in EXPORTER.get_finished_spans()}
+    http = "POST /v1/chat/completions"
+    spans: dict[str, ReadableSpan] = {}
+    while not spans.keys() >= {"wake.copy", http}:  # which end a moment behind the answer
+        spans = spans_of(int("ab" * 16, 16))
     above = {name: span.parent.span_id for name, span in spans.items() if span.parent is not None}
     ids = {name: span.context.span_id for name, span in spans.items()}
-    assert {span.context.trace_id for span in spans.values()} == {int("ab" * 16, 16)}
-    http = "POST /v1/chat/completions"
     assert above == {
         http: int("cd" * 8, 16),
         "replica": ids[http],
@@ -105,6 +103,11 @@ def test_spans_lead_from_the_ingress_to_the_wake_and_the_worker(client: TestClie
     within(spans["wake"], spans["replica"])
     within(spans["worker"], spans["replica"])
     assert spans["wake"].end_time <= spans["worker"].events[-1].timestamp
+
+
+def spans_of(trace_id: int) -> dict[str, ReadableSpan]:
+    found = EXPORTER.get_finished_spans()
+    return {span.name: span for span in found if span.context.trace_id == trace_id}
 
 
 def within(inner: ReadableSpan, outer: ReadableSpan) -> None:
