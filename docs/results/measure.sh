@@ -10,6 +10,8 @@
 #   serve    serve, http, load                             8 min: 4:05, 2:40, 1:35
 #   soak     soak, eval, wishes                            6 min: 400 cycles of 0.35 s (SOAK_CYCLES), 1:00, 1:50
 #   others   others, kept                                  6 min: 4:10, 1:50
+#   many     many: 16 models of 1.5B, VARIANTS one by one  8 min for each of VARIANTS (shared)
+#   many7    5 models of 7B, likewise
 #
 # pages goes first: what it says of the default page size holds for all others. The README's table is made of
 # wake, serve and soak.
@@ -103,6 +105,24 @@ wishes() {  # what people ask for: sampling, and a second turn
     module=docs.results.turns run turns 60 "$url" --json "$work/turns.json"
 }
 
+many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models with weights of their own on one card
+    local name=$1 shape=$2 count=$3 budget=$4 base=$checkpoint-many-$2 files=() number
+    run "${name}_checkpoint" 120 make-checkpoint "$base" --shape "$shape" --tied
+    for number in $(seq 1 "$count"); do
+        "${PY:-python3}" -m serve_app.cli.main make-checkpoint "$base-$number" --variant-of "$base" --seed "$number" > /dev/null || return
+        files+=("$work/$name-$number.yaml")
+        cat > "$work/$name-$number.yaml" <<-YAML
+		model_id: $name-$number
+		source: {id: $base-$number}
+		engine: {device: ${DEVICE:-cuda}, max_model_len: 4096, num_blocks: 1024, max_requests_per_batch: 64}
+		sleep: {idle_timeout_s: null}
+		num_cpus: 0.1
+		YAML
+    done
+    run "$name" 580 bench many "${files[@]}" --memory-budget "$budget" --variants "${VARIANTS:-shared}" \
+        --time-scale "${TIME_SCALE:-1}" --duration "${DURATION_S:-300}" --json "$work/$name.json"
+}
+
 step() {
     case $1 in
     wake) run wake 240 bench wake "$checkpoint" --variants pipelined,serial,unpinned,kept-sweep \
@@ -124,6 +144,8 @@ step() {
     eval) run eval 180 eval "$checkpoint" --cycles 3 --assert-ttft 5 --json "$work/eval.json" ;;
     others) run others 500 bench wake "$checkpoint" --variants pipelined,to,to-pinned,memory-saver-retained,memory-saver,dispatch-auto,fresh-load \
         --cycles 3 --other-cycles 2 --requests 0 --limit-s 400 --engine "$blocks" --json "$work/others.json" ;;
+    many) many many "${SHAPE:-deepseek-r1-distill-qwen-1.5b}" "${MODELS:-16}" "${BUDGET:-31 GiB}" ;;  # four awake, and what sleepers keep
+    many7) many many7 "$shape" "${MODELS:-5}" "${BUDGET:-38 GiB}" ;;  # two
     soak) run soak 500 bench soak "$checkpoint" --cycles "${SOAK_CYCLES:-400}" --limit-s 400 --engine "$blocks" --json "$work/soak.json" ;;
     *) echo "no part or step $1" >&2; exit 2 ;;
     esac
@@ -140,7 +162,7 @@ part() {  # NAME
     archive=$out/$1.tar.gz
     ends=$((SECONDS + ${LIMIT_S:-530}))
     rm -rf "${work:?}"/*
-    [ -e "$checkpoint/config.json" ] || run checkpoint 180 make-checkpoint "$checkpoint" --shape "$shape"
+    [[ $1 == many* || -e $checkpoint/config.json ]] || run checkpoint 180 make-checkpoint "$checkpoint" --shape "$shape"
     for each in $steps; do step "$each"; done
     pack  # also what the server said that ran beside the last step
 }

@@ -15,6 +15,7 @@ from serve_app.front.endpoints.endpoint import Handler, Handlers
 from serve_app.front.peers import Everybody
 from serve_app.models.model_client import ModelClient
 from serve_app.models.registry import ServedModels
+from serve_app.scaling.manual import Scale
 
 
 class About:
@@ -54,7 +55,7 @@ class About:
     async def _card(self, model: ModelClient) -> dict[str, Any]:
         info, replicas = model.info, await self._models.known_status(model)
         # One that starts says nothing of itself before it has its weights.
-        starts = replicas == [] and await self._models.is_wanted(model)
+        scale = await self._models.known_scale(model) if replicas == [] else None
         lengths = [replica.max_model_len for replica in replicas or ()]
         return {
             "id": info.model_id,
@@ -64,7 +65,7 @@ class About:
             "root": info.root,
             "parent": None,
             "max_model_len": min(lengths, default=info.max_model_len),
-            "status": {"value": "loading" if starts else _status_value(replicas)},
+            "status": {"value": _status_value(replicas, scale)},
         }
 
     async def show_version(self, request: Request, asked: None) -> Response:
@@ -77,8 +78,16 @@ class About:
         return JSONResponse(openapi.document(__version__, self._models.names, self._keys))
 
 
-def _status_value(replicas: Sequence[ReplicaStatus] | None) -> str:
-    """The words of llama.cpp's router and llama-swap; `unknown` if the replicas did not answer."""
+def _status_value(replicas: Sequence[ReplicaStatus] | None, scale: Scale | None) -> str:
+    """The words of llama.cpp's router and llama-swap; `unknown` if the replicas did not answer.
+
+    Args:
+        scale: where there is no replica, if it can be told.
+    """
+    if scale is not None and scale.gave_up:
+        return "failed"
+    if scale is not None and scale.target > 0:
+        return "loading"
     if replicas is None:
         return "unknown"
     states = {replica.state for replica in replicas}

@@ -98,6 +98,8 @@ class Health:
         scale = await self._models.known_scale(model)
         if scale is None:
             return _UNKNOWN
+        if scale.gave_up:
+            return ReplicaState.FAILED
         if scale.least > 0 and name not in self._were_ready:
             return _STARTING
         return _LOADING if scale.target > 0 else _UNLOADED

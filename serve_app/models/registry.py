@@ -82,11 +82,6 @@ class ServedModels:
         """`status`, or None: lists must not fail on one model."""
         return await _known(model, self.status(model))
 
-    async def is_wanted(self, model: ModelClient) -> bool:
-        """Whether it is to have replicas; where that cannot be told now, it counts as not."""
-        scale = await self.known_scale(model)
-        return scale is not None and scale.target > 0
-
     async def known_scale(self, model: ModelClient) -> Scale | None:
         """How many replicas it is to have; None where that cannot be told now."""
         return await _known(model, self._in_time(model, model.scaler.read()))

@@ -67,7 +67,9 @@ ANSWERS: Schema = {
         root=TEXT,
         parent=or_null(TEXT),
         max_model_len=or_null(COUNT),
-        status=an_object(value={"enum": ["loaded", "loading", "sleeping", "unloaded", "unknown"]}),
+        status=an_object(
+            value={"enum": ["loaded", "loading", "sleeping", "unloaded", "failed", "unknown"]}
+        ),
     ),
     "ModelList": an_object(object=const("list"), data=array(ref("Model"))),
     "ChatCompletion": an_object(

@@ -13,12 +13,14 @@ class Scale:
     Attributes:
         target: as of now; they may still be starting or stopping.
         most: of the setting `most_setting`.
+        gave_up: none of its replicas could be started, and nobody tries any more.
     """
 
     target: int
     least: int
     most: int
     most_setting: str
+    gave_up: bool = False
 
 
 class Scaler(Protocol):

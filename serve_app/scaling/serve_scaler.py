@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.serve._private.common import DeploymentID
+from ray.serve._private.common import DeploymentID, DeploymentStatus
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.schema import ApplicationStatus
 
@@ -43,7 +43,8 @@ class ServeScaler:
             deployment = application.get("deployments", {}).get(self._id.name)
             if deployment is not None:
                 target = int(deployment["target_num_replicas"])
-                return Scale(target, self._least, self._most, self._most_setting)
+                gave_up = deployment.get("status") == DeploymentStatus.DEPLOY_FAILED
+                return Scale(target, self._least, self._most, self._most_setting, gave_up)
             is_built = application.get("status") != ApplicationStatus.DEPLOYING
             if is_built or time.monotonic() > ends_s:
                 raise Unavailable(f"{self._id.name} is not deployed")

@@ -225,6 +225,8 @@ class ManyBench:
             status, answer = await client.call("GET", "/v1/models")
             cards = {card["id"]: card for card in answer["data"]} if status == 200 else {}
             states = {card["status"]["value"] for card in cards.values()}
+            if "failed" in states:
+                raise BenchError(f"a model cannot be started:\n{server.log_tail()}")
             if states and states <= {"loaded", "sleeping"}:
                 return {m: cards[m]["max_model_len"] for m in self._models if m in cards}
             if time.monotonic() > ends_s:

@@ -78,6 +78,16 @@ def test_model_whose_first_replica_starts_is_loading(known, value, monkeypatch):
         assert client.get("/v1/models/fake").json()["status"] == {"value": value}
 
 
+def test_model_that_serve_has_given_up_starting_has_failed():
+    given_up, other = FakeModel(states=[]), FakeModel("other")
+    given_up.scaler.scale = replace(given_up.scaler.scale, target=1, gave_up=True)
+    with serving(given_up, other) as client:
+        assert client.get("/v1/models/fake").json()["status"] == {"value": "failed"}
+        one, both = client.get("/health?model=fake"), client.get("/health")
+    assert (one.status_code, one.json()["models"]) == (503, {"fake": "failed"})
+    assert (both.status_code, both.json()["status"]) == (200, "degraded")
+
+
 async def not_deployed():
     raise Unavailable("model:fake is not deployed")
 

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentStatus
 
 from actors.errors import Unavailable
 from serve_app.scaling import serve_scaler
@@ -41,6 +42,15 @@ def test_target_is_that_of_the_deployment(monkeypatch: pytest.MonkeyPatch) -> No
     controller = Controller(application("RUNNING", model=3, Ingress=1))
     assert read(controller, monkeypatch) == Scale(3, 1, 4, "autoscaling.max_replicas")
     assert controller.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "gave_up"), [("DEPLOY_FAILED", True), ("UPDATING", False), ("UNHEALTHY", False)]
+)
+def test_who_gave_up_is_told(status: str, gave_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = application("DEPLOY_FAILED", model=1)
+    found["llm"]["deployments"]["model"]["status"] = DeploymentStatus(status)
+    assert read(Controller(found), monkeypatch).gave_up == gave_up
 
 
 def test_application_that_is_built_anew_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

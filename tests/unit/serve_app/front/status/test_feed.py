@@ -92,6 +92,7 @@ async def test_snapshot_without_watchers_asks_once_and_keeps_no_history() -> Non
         "least": 1,
         "most": 4,
         "most_setting": "autoscaling.max_replicas",
+        "gave_up": False,
     }
     assert shown["history"] == {}
     assert shown["watched_since"] is None
