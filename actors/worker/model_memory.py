@@ -5,6 +5,7 @@ Knows nothing of requests, and of the engine only that it wants a KV arena, and 
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ from actors.protocol import DeviceNow, MemoryChange, MemoryLeft, WakeReport
 logger = logging.getLogger(__name__)
 
 KeptPlace = Literal["first", "middle", "last"]
+
+# How old an answer about the device may be while this process is suspended: a new one takes a process of its own.
+_SUSPENDED_FRESH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,8 @@ class ModelMemory:
         self.sleep_residue: MemoryLeft | None = None
         self.residue_bytes = 0
         self.suspended = False
+        self._read_suspended = self.last_reading
+        self._read_suspended_s = -math.inf  # when that was
         self._comes_back_bytes = 0  # with `resume`, beside what is mapped
 
     @property
@@ -173,7 +179,7 @@ class ModelMemory:
         else:
             card = torch.cuda.get_device_properties(self.device)
             device_id, name = self.card_id, card.name
-        memory = self._driver.memory()
+        memory = self._memory_lately() if self.suspended else self._driver.memory()
         return DeviceNow(device_id, name, memory.total, memory.free, self.wake_bytes)
 
     @property
@@ -363,7 +369,8 @@ class ModelMemory:
         if not self.suspended:
             return False
         self._comes_back_bytes, self.residue_bytes = self.residue_bytes, 0
-        self.last_reading = self._driver.memory()
+        self.last_reading = self._read_suspended = self._driver.memory()
+        self._read_suspended_s = time.monotonic()
         self.sleep_residue = MemoryLeft(0, 0, 0, 0, 0)
         return True
 
@@ -474,6 +481,12 @@ class ModelMemory:
         """What the device says without what the last steps' activations left in torch's hands."""
         self._driver.trim()
         return self._driver.memory()
+
+    def _memory_lately(self) -> DeviceMemory:
+        if time.monotonic() - self._read_suspended_s > _SUSPENDED_FRESH_S:
+            self._read_suspended = self._driver.memory()
+            self._read_suspended_s = time.monotonic()
+        return self._read_suspended
 
     def _read_asleep(self) -> DeviceMemory:
         self.last_reading = after = self._trimmed()

@@ -51,7 +51,7 @@ from serve_app.replica.core import Replica, kept_running, sampling_defaults_of
 from serve_app.replica.worker_actor import WorkerSettings
 from serve_app.replica.worker_process import WorkerProcess, bundles
 from serve_app.signals.hold import ClusterStore, Follower, Wanted
-from serve_app.signals.news import CardSample, RoutingNews, ScalingSample
+from serve_app.signals.news import CardSample, RoutingNews, RoutingReport, ScalingSample
 from serve_app.tracing.replica import observed
 from serve_app.tracing.tracer import start_tracer
 
@@ -80,8 +80,8 @@ class _Announcer:
         self._client = client
         self._failed = False
 
-    def announce(self, state: ReplicaState, held: bool, room: CardRoom, waiting: int) -> None:
-        report, is_new = self.news.of(state, held, room, waiting)
+    def announce(self, now: RoutingReport) -> None:
+        report, is_new = self.news.of(now)
         if not is_new:
             return
         info = RequestRoutingInfo(self._replica_id, multiplexed_model_ids=report.as_names())
@@ -246,7 +246,7 @@ class ModelReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve asks for it every `request_routing_stats_period_s`, and tells the routers."""
-        report, _ = self._announcer.news.of(*self._facts())
+        report, _ = self._announcer.news.of(self._facts())
         return report.as_stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -282,12 +282,14 @@ class ModelReplica:
             own_swap_s=sight.own_swap_s,
         )
 
-    def _facts(self) -> tuple[ReplicaState, bool, CardRoom, int]:
+    def _facts(self) -> RoutingReport:
         """What routers are told."""
-        state, held = self._lifecycle.state, self._lifecycle.held
-        if self._card is None or state not in (ReplicaState.ASLEEP, ReplicaState.WAKING):
-            return state, held, CardRoom.FREE, 0
-        return state, held, *self._card.room(self._wake_bytes)
+        lifecycle = self._lifecycle
+        state, room, waiting = lifecycle.state, CardRoom.FREE, 0
+        if self._card is not None and state in (ReplicaState.ASLEEP, ReplicaState.WAKING):
+            room, waiting = self._card.room(self._wake_bytes)
+        deep = state is ReplicaState.ASLEEP and lifecycle.deep
+        return RoutingReport(0, state, lifecycle.held, room, waiting, deep)
 
     @property
     def _wake_bytes(self) -> int:
@@ -308,7 +310,7 @@ class ModelReplica:
             await asyncio.sleep(_MIRROR_INTERVAL_S)
 
     def _announce(self) -> None:
-        self._announcer.announce(*self._facts())
+        self._announcer.announce(self._facts())
 
     async def check_health(self) -> None:
         """Serve calls it; raising makes Serve replace the replica. Asleep is healthy, and so is a restart."""

@@ -54,7 +54,7 @@ def rank(
     """Whom to ask, best first; of several in one rank, whoever has room.
 
     Awake before waking before asleep. Of those asleep, whose card has room for its wake comes first, then
-    who must have others make room; last, and behind the shortest queue first, whose card has wakes that wait,
+    who must have others make room, of either those that sleep deep behind the others; last, and behind the shortest queue first, whose card has wakes that wait,
     be it its own. Those of a kind that have room come one by one, then, as one
     rank, those that are full as far as we know: to ask them again is cheaper than a wake.
     Nobody is asked who has failed: another one comes in its place. Nor is who would refuse (held asleep), or
@@ -80,6 +80,8 @@ def rank(
             free.sort(key=lambda c: _cost(c, packed_requests, favourite))
         elif kind == _QUEUED:
             free.sort(key=_queue)
+        elif kind in (_FITS, _EVICTS):
+            free.sort(key=_sleeps_deep)
         order.extend([c.replica_id] for c in free)
         if full := [c.replica_id for c in alike if not c.has_room]:
             order.append(full)
@@ -111,6 +113,10 @@ def _queue(candidate: Candidate) -> tuple[int, bool]:
     """The shortest first; of equal ones the one that it stands in already."""
     assert candidate.report is not None
     return candidate.report.waiting, candidate.report.state is not ReplicaState.WAKING
+
+
+def _sleeps_deep(candidate: Candidate) -> bool:
+    return candidate.report is not None and candidate.report.deep
 
 
 def _has_failed(candidate: Candidate) -> bool:

@@ -20,10 +20,11 @@ class RoutingReport:
     """What the router needs to know.
 
     Attributes:
-        version: counts one replica's reports; the highest is the newest, whichever way it came.
+        version: counts one replica's reports; the highest is the newest, whichever way it came. 0: not counted yet.
         held: an operator said that no request may wake it.
         room: on its card, for its wake.
         waiting: wakes that wait for room there, where `room` is QUEUE.
+        deep: it sleeps, and its wake takes a second more than others'.
     """
 
     version: int
@@ -31,6 +32,7 @@ class RoutingReport:
     held: bool = False
     room: CardRoom = CardRoom.FREE
     waiting: int = 0
+    deep: bool = False
 
     def as_stats(self) -> dict[str, Any]:
         return {
@@ -39,10 +41,18 @@ class RoutingReport:
             "held": self.held,
             "room": self.room.value,
             "waiting": self.waiting,
+            "deep": self.deep,
         }
 
     def as_names(self) -> list[str]:
-        fields = (self.version, self.state.value, int(self.held), self.room.value, self.waiting)
+        fields = (
+            self.version,
+            self.state.value,
+            int(self.held),
+            self.room.value,
+            self.waiting,
+            int(self.deep),
+        )
         return [":".join((_SENT, *map(str, fields)))]
 
 
@@ -52,16 +62,10 @@ class RoutingNews:
     def __init__(self) -> None:
         self._last: RoutingReport | None = None
 
-    def of(
-        self,
-        state: ReplicaState,
-        held: bool,
-        room: CardRoom = CardRoom.FREE,
-        waiting: int = 0,
-    ) -> tuple[RoutingReport, bool]:
-        """The report of now, and whether it says anything new."""
+    def of(self, now: RoutingReport) -> tuple[RoutingReport, bool]:
+        """What holds now, numbered, and whether that is new."""
         last = self._last
-        report = RoutingReport(0 if last is None else last.version, state, held, room, waiting)
+        report = replace(now, version=0 if last is None else last.version)
         if report == last:
             return report, False
         self._last = report = replace(report, version=report.version + 1)
@@ -82,6 +86,7 @@ def _from_stats(stats: Mapping[str, Any]) -> RoutingReport | None:
             bool(stats["held"]),
             CardRoom(stats["room"]),
             int(stats["waiting"]),
+            bool(stats["deep"]),
         )
     except (KeyError, TypeError, ValueError):
         return None
@@ -89,11 +94,16 @@ def _from_stats(stats: Mapping[str, Any]) -> RoutingReport | None:
 
 def _from_name(name: str) -> RoutingReport | None:
     try:
-        sent, version, state, held, room, waiting = name.split(":")
+        sent, version, state, held, room, waiting, deep = name.split(":")
         if sent != _SENT:
             return None
         return RoutingReport(
-            int(version), ReplicaState(state), held == "1", CardRoom(room), int(waiting)
+            int(version),
+            ReplicaState(state),
+            held == "1",
+            CardRoom(room),
+            int(waiting),
+            deep == "1",
         )
     except ValueError:
         return None

@@ -97,6 +97,7 @@ class CountingDriver(CpuDriver):
         self.room = 10**12
         self.is_suspended = False
         self.refuses = False
+        self.readings = 0
 
     def suspend(self) -> bool:
         self.is_suspended = not self.refuses
@@ -139,6 +140,7 @@ class CountingDriver(CpuDriver):
         self.cached = 0
 
     def memory(self) -> DeviceMemory:
+        self.readings += 1
         if self.is_suspended:
             free = min(self.room, 10**12) - NEIGHBOURS_BYTES
             return DeviceMemory(10**12, free, 10**12 - free, 0, 0 if self.own_is_told else None, 0)
@@ -426,6 +428,26 @@ def test_image_of_other_weights_is_refused(bench: Bench) -> None:
 
 
 # --- suspended ---
+
+
+def test_device_is_read_now_and_then_while_suspended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reading is a process; pages and policies look every second."""
+    bench.memory.unmap(2)
+    assert bench.memory.suspend()
+    before = bench.driver.readings
+    device = bench.memory.device_now("node")
+    assert (device.total, bench.driver.readings) == (10**12, before)
+    monkeypatch.setattr(model_memory, "_SUSPENDED_FRESH_S", 0.0)
+    bench.driver.room = NEIGHBOURS_BYTES + 5
+    assert bench.memory.device_now("node").free == 5
+    assert bench.driver.readings == before + 1
+    bench.driver.room = 10**12
+    bench.memory.resume()
+    awake = bench.driver.readings
+    bench.memory.device_now("node")
+    assert bench.driver.readings == awake + 1
 
 
 def test_deep_sleep_leaves_nothing_and_wakes_as_it_was(bench: Bench) -> None:

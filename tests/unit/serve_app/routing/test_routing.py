@@ -1,5 +1,6 @@
 """Who is asked first, given what is known of the replicas."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -24,8 +25,9 @@ def replica(
     just_sent: bool = False,
     room: CardRoom = CardRoom.FREE,
     waiting: int = 0,
+    deep: bool = False,
 ) -> Candidate:
-    report = None if state is None else RoutingReport(1, state, held, room, waiting)
+    report = None if state is None else RoutingReport(1, state, held, room, waiting, deep)
     return Candidate(name, report, in_flight, LIMIT, local, just_sent)
 
 
@@ -47,6 +49,16 @@ def replica(
             [replica("a", AWAKE, 4), replica("b", WAKING), replica("c", ASLEEP)],
             [["a"], ["b"], ["c"]],
             id="a full one is asked again before one is woken",
+        ),
+        pytest.param(
+            [
+                replica("a", ASLEEP, room=EVICT),
+                replica("b", ASLEEP, deep=True),
+                replica("c", ASLEEP, room=EVICT, deep=True),
+                replica("d", ASLEEP),
+            ],
+            [["d"], ["b"], ["a"], ["c"]],
+            id="who sleeps deep takes longer to wake; to put another one to sleep costs that one's next request",
         ),
         pytest.param(
             [replica("a", AWAKE, 4), replica("b", AWAKE, 5), replica("c", AWAKE, 3)],
@@ -243,25 +255,30 @@ def test_memory_of_prefixes_forgets_what_was_not_seen_for_longest() -> None:
 
 def test_each_change_is_news_once() -> None:
     news = RoutingNews()
-    first, is_new = news.of(AWAKE, False)
+    awake, queue = RoutingReport(0, AWAKE), RoutingReport(0, ASLEEP, True, QUEUE, 1)
+    first, is_new = news.of(awake)
     assert is_new
-    assert news.of(AWAKE, False) == (first, False)
-    held, is_new = news.of(AWAKE, True)
+    assert news.of(awake) == (first, False)
+    held, is_new = news.of(replace(awake, held=True))
     assert is_new
     assert held.version > first.version
-    queue, is_new = news.of(ASLEEP, True, QUEUE, 1)
+    waits, is_new = news.of(queue)
     assert is_new
-    assert news.of(ASLEEP, True, QUEUE, 1) == (queue, False)
-    assert news.of(ASLEEP, True, QUEUE, 2)[1]
+    assert news.of(queue) == (waits, False)
+    assert news.of(replace(queue, waiting=2))[1]
+    assert news.of(replace(queue, waiting=2, deep=True))[1]
 
 
 @pytest.mark.parametrize("sent_first", [True, False])
 def test_newest_report_counts_whichever_way_it_came(sent_first: bool) -> None:
-    older, newer = RoutingReport(3, ASLEEP, True), RoutingReport(4, WAKING, False, QUEUE, 2)
+    older, newer = RoutingReport(3, ASLEEP, True), RoutingReport(4, WAKING, False, QUEUE, 2, True)
     sent, asked = (older, newer) if sent_first else (newer, older)
     assert newest_report(asked.as_stats(), sent.as_names()) == newer
     assert newest_report(asked.as_stats(), []) == asked
     assert newest_report({}, sent.as_names()) == sent
+
+
+STATS = RoutingReport(1, ASLEEP).as_stats()
 
 
 @pytest.mark.parametrize(
@@ -269,16 +286,16 @@ def test_newest_report_counts_whichever_way_it_came(sent_first: bool) -> None:
     [
         ({}, []),
         (
-            {"version": 1, "state": "drowsy", "held": False, "room": "free", "waiting": 0},
-            ["sleepserve:1:drowsy:0:free:0"],
+            STATS | {"state": "drowsy"},
+            ["sleepserve:1:drowsy:0:free:0:0"],
         ),
         (
-            {"version": "x", "state": "awake", "held": False, "room": "free", "waiting": 0},
-            ["somebody:1:awake:0:free:0", "lora"],
+            STATS | {"version": "x"},
+            ["somebody:1:awake:0:free:0:0", "lora"],
         ),
         (
-            {"version": 1, "state": "asleep", "held": False, "room": "cosy", "waiting": 0},
-            ["sleepserve:1:asleep:0:free:few"],
+            STATS | {"room": "cosy"},
+            ["sleepserve:1:asleep:0:free:few:0"],
         ),
         ({"state": "awake"}, ["sleepserve:1:awake"]),
     ],
