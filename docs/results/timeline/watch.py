@@ -33,7 +33,7 @@ class _WatchedLink:
         self._link = link
         self.in_place = link.in_place
         self.first: Mark | None = None
-        self.first_at_s = 0.0  # by the host's clock: everything that is copied to has been mapped
+        self.first_at_s = 0.0  # by the host's clock: what is copied to first has been mapped
 
     def copy(self, address: int, host: memoryview) -> None:
         self._link.copy(address, host)
