@@ -14,7 +14,7 @@ _STEP = 7919  # a prime: rows of many lengths are rotated differently by any two
 
 
 def write_variant(directory: Path, base: Path, number: int) -> Path:
-    """Make a variant of a checkpoint, unless the directory holds the very same one already.
+    """Make a variant of a checkpoint; one that is there already gets the base's files and the number.
 
     Returns:
         `directory`.

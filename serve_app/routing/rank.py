@@ -54,9 +54,9 @@ def rank(
     """Whom to ask, best first; of several in one rank, whoever has room.
 
     Awake before waking before asleep. Of those asleep, whose card has room for its wake comes first, then
-    who must have others make room, of either those that sleep deep behind the others; last, and behind the shortest queue first, whose card has wakes that wait,
-    be it its own. Those of a kind that have room come one by one, then, as one
-    rank, those that are full as far as we know: to ask them again is cheaper than a wake.
+    who must have others make room, of either kind those that sleep deep behind the others; last, the shortest
+    queue first, whose card has wakes that wait, be it its own. Those of a kind that have room come one by one,
+    then, as one rank, those that are full as far as we know: to ask them again is cheaper than a wake.
     Nobody is asked who has failed: another one comes in its place. Nor is who would refuse (held asleep), or
     did refuse this request, while somebody else may have room later.
 
