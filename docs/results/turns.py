@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from serve_app.bench.figures import Table, as_text, ms
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import HttpBench
 from serve_app.bench.http.workload import Lengths, Workload
@@ -58,6 +59,15 @@ def _told(records: list[RequestRecord]) -> dict[str, Any]:
     }
 
 
+def tables(result: dict[str, Any]) -> list[Table]:
+    """The first tokens of both turns."""
+    rows = [
+        (f"{name} turn", f"{result[name]['prompt_tokens']:.0f}", ms(result[name]["ttft_s"]))
+        for name in ("first", "second")
+    ]
+    return [Table((f"{result['chats']} chats", "tokens", "TTFT"), rows)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
@@ -65,15 +75,14 @@ def main() -> None:
     asked = parser.parse_args()
     pairs = asyncio.run(_measure(asked.url))
     firsts, seconds = (list(turns) for turns in zip(*pairs, strict=True))
-    turns = {"first": _told(firsts), "second": _told(seconds)}
-    for name, told in turns.items():
-        median, least, most = (1e3 * told["ttft_s"][key] for key in ("median", "min", "max"))
-        print(
-            f"{name} turn, {told['prompt_tokens']:.0f} tokens: first token after {median:.1f} ms "
-            f"({least:.1f}-{most:.1f})"
-        )
+    result = {
+        "chats": len(pairs),
+        "first": _told(firsts),
+        "second": _told(seconds),
+        "client": provenance(),
+    }
+    print(*as_text(tables(result)), sep="\n")
     if asked.json is not None:
-        result = {"chats": len(pairs), **turns, "client": provenance()}
         asked.json.write_text(json.dumps(result, indent=1))
 
 

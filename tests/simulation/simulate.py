@@ -33,12 +33,12 @@ class ReplicaModel:
 
     awake_bytes: float = 25655312384
     asleep_bytes: float = 992804864
-    ttft_awake_s: float = 0.0167
-    ttft_asleep_s: float = 0.2910
-    image_start_s: float = 6.10
-    disk_start_s: float = 42.72
+    ttft_awake_s: float = 0.0138
+    ttft_asleep_s: float = 0.2852
+    image_start_s: float = 5.48
+    disk_start_s: float = 41.93
     tokens_per_s: Mapping[int, float] = field(
-        default_factory=lambda: {1: 214.5, 16: 3100.2, 64: 9733.5, 256: 17028.5}
+        default_factory=lambda: {1: 219.9, 16: 3170.2, 64: 9754.7, 256: 17160.5}
     )
     room: int = 16
     idle_timeout_s: float = 60.0

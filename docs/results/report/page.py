@@ -29,6 +29,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "load": ("instances", "ratios"),
     "soak": ("cycles", "compared", "wrong"),
     "http": ("rounds", "workload"),
+    "turns": ("chats", "second"),
     "serve": ("start", "left_processes"),
     "eval": ("baseline", "checks"),
     "timeline": ("timeline", "memory"),
@@ -41,6 +42,7 @@ _NAMES = {
     "load": "New instances",
     "soak": "Many sleeps and wakes",
     "http": "Over HTTP",
+    "turns": "A chat's second turn",
     "serve": "Behind serve run",
     "eval": "Before and after a sleep",
 }
@@ -140,7 +142,8 @@ def sections_of(
             if (says := finding(result)) is not None
         ]
         tables = [table for table in _tables(kind, result) if table.rows]
-        title = f"{_NAMES[kind]}: {_subject(result)}" + (f" ({name})" if name else "")
+        title = ": ".join(filter(None, (_NAMES[kind], _subject(result))))
+        title += f" ({name})" if name else ""
         # `eval` has it there, a bench beside its figures; where the server of `bench http` runs, nobody knows.
         facts_of = result.get("environment", result)
         machine = "" if kind == "http" else _machine(facts_of)
@@ -211,6 +214,8 @@ def _tables(kind: str, result: Result) -> list[Table]:
         from serve_app.bench.load import tables
     elif kind == "soak":
         from serve_app.bench.soak import tables
+    elif kind == "turns":
+        from docs.results.turns import tables
     elif kind == "serve":
         from docs.results.serve.tables import tables
     elif kind == "eval":

@@ -15,6 +15,7 @@ from docs.results.report import page as module
 from docs.results.report.__main__ import main
 from docs.results.report.findings import FINDINGS, kept_points
 from docs.results.report.page import Section, as_html, as_markdown, kind_of, sections_of, write
+from docs.results.table import RESULTS
 from tests.unit.docs.results import fake_results
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -249,3 +250,9 @@ def test_report_leaves_the_results_as_they_are() -> None:
     before = copy.deepcopy(results)
     undrawn(results)
     assert results == before
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("20*/*.json")), ids=lambda file: file.stem)
+def test_every_result_of_the_project_can_be_read(file: Path) -> None:
+    (section,) = undrawn([json.loads(file.read_text())])
+    assert any(section.tables) or section.plots
