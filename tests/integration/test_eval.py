@@ -367,7 +367,9 @@ def test_module_of_a_replica_that_failed_can_be_looked_at(tiny_checkpoint: Path)
         await h.wake_that_fails()
         after = await h.worker.with_model(lambda m: log_likelihood(m, ids))
         with pytest.raises(WeightsCorrupted):
-            await h.runtime.settled()
+            await h.runtime.settled()  # the replica knows it a moment after the worker
+        with pytest.raises(WeightsCorrupted):
+            h.runtime.check_health()
         assert after != before
 
     run(tiny_checkpoint, load(tiny_checkpoint), scenario)
