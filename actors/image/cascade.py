@@ -1,0 +1,353 @@
+"""Lossless packing of bfloat16 weights to two thirds: exponents are coded by their rank, all other bits kept.
+
+A weight is a byte of sign and mantissa, which stays as it is, and an exponent. Trained weights use few exponents, so
+each is replaced by its rank in the tensor's table, most frequent first, in up to four levels:
+
+    rank      level 1   level 2    level 3    level 4
+    0-2       rank
+    3-5       3         rank - 3
+    6-12      3         3          rank - 6
+    others    3         3          7          the exponent itself
+    bits      2         2          3          8
+
+The bytes of a segment become one string of bytes, whose regions start at multiples of 64:
+
+    pieces      of each, int64: where its first block would begin in the output if all blocks before it were its own,
+                and where it ends, in weights; then its table, a byte for each level 1 | level 2 << 2 | level 3 << 4
+    heads       of each block, int32: where its tail starts, in words; how many level-2 codes it has | piece << 16.
+                One more closes the list
+    codes       level 1, BLOCK / 4 bytes per coded block, the first weight lowest
+    mantissas   BLOCK bytes per coded block
+    tails       per block: level 2 and level 3 as one string of bits, the first lowest, and level 4 as bytes backwards
+                from the end; of a raw piece the weights
+
+Raw pieces are tensors that do not shrink, those of other types, the few weights behind the last whole row of a tensor,
+and what lies between tensors. Their blocks follow the coded ones.
+
+What is written here runs on any device, in torch's operations. `cascade_kernel` unpacks on a card.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 4096  # weights
+ROW = 8  # weights that a thread decodes together; a coded piece starts at a multiple of it, and has whole ones
+RANKS = 13  # exponents that have a code
+TABLE_BYTES = 128
+PIECE_BYTES = 2 * 8 + TABLE_BYTES
+_REGION_ALIGNMENT = 64
+_LEAST_WEIGHTS = 1 << 16  # fewer are not worth their table
+_MOST_PACKED = 0.95  # of a tensor's bytes: else it is kept raw
+_AT_ONCE = 1 << 10  # blocks: what is made on the way takes some 40 bytes a weight
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where the regions of a packed segment start, in bytes, and how many blocks it has."""
+
+    blocks: int
+    coded_blocks: int
+    heads_at: int
+    codes_at: int
+    mantissas_at: int
+    tails_at: int
+    size: int  # of all
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Weights of one tensor that are coded, or kept raw, together."""
+
+    at: int  # in the segment, in weights
+    weights: torch.Tensor  # int16
+    table: torch.Tensor  # uint8
+    ranks: torch.Tensor | None  # uint8, by exponent; None: raw
+
+
+def pack(segment: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Packing]:
+    """Pack a segment, or a part of one.
+
+    Args:
+        segment: uint8, on any device; its length is even.
+        tensors: those that are bfloat16, each with its offset and size in bytes. In order; offsets are multiples of 16.
+
+    Returns:
+        The packed bytes, on the same device, and where what lies in them.
+    """
+    weights = segment.view(torch.int16)
+    pieces = sorted(_pieces(weights, tensors), key=lambda piece: piece.ranks is None)
+    counts = [_count(piece) for piece in pieces]  # [blocks, 2]
+    blocks = sum(len(each) for each in counts)
+    coded = sum(len(c) for c, piece in zip(counts, pieces, strict=True) if piece.ranks is not None)
+    words = torch.cat([torch.zeros(1, dtype=torch.int64), *(c[:, 1].cpu() for c in counts)])
+    starts = words.cumsum(0)
+    packing = _packing(len(pieces), blocks, coded, int(starts[-1]))
+    packed = segment.new_zeros(packing.size)
+    _write_pieces(packed, pieces, counts)
+    heads = torch.zeros(blocks + 1, 2, dtype=torch.int32)
+    heads[:, 0] = starts
+    first = 0
+    for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
+        end = first + len(count)
+        heads[first:end, 1] = count[:, 0].cpu() | number << 16
+        _encode(packed, packing, piece, first, starts[first : end + 1], count[:, 0])
+        first = end
+    _region(packed, packing.heads_at, heads.view(-1).view(torch.uint8))
+    return packed, packing
+
+
+def unpack(packed: torch.Tensor, packing: Packing, out: torch.Tensor) -> None:
+    """The segment as it was.
+
+    For bytes that are known to be what `pack` gave: nothing is checked here.
+
+    Args:
+        out: uint8, the segment; on the same device.
+    """
+    weights = out.view(torch.int16)
+    heads = _heads(packed, packing).long()
+    for number, (base, end, table) in enumerate(_read_pieces(packed, packing, heads)):
+        mine = (heads[:-1, 1] >> 16 == number).nonzero().view(-1)
+        first, last = int(mine[0]), int(mine[-1]) + 1
+        begin = base + first * BLOCK
+        if first >= packing.coded_blocks:
+            at = packing.tails_at + 4 * int(heads[first, 0])
+            raw = packed[at : at + 2 * (end - begin)]
+            weights[begin:end] = _aligned(raw).view(torch.int16)
+            continue
+        for some in range(first, last, _AT_ONCE):
+            until = min(some + _AT_ONCE, last)
+            found = _decode(packed, packing, some, heads[some : until + 1], table)
+            at = base + some * BLOCK
+            size = min(end, at + found.numel()) - at
+            weights[at : at + size] = found[:size]
+
+
+def _pieces(weights: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> Iterator[_Piece]:
+    end = 0  # of what is coded so far
+    for offset, size in tensors:
+        at, count = offset // 2, size // 2 // ROW * ROW
+        coded = _coded(at, weights[at : at + count]) if count >= _LEAST_WEIGHTS else None
+        if coded is not None:
+            yield from _raw(weights, end, at)
+            yield coded
+            end = at + count
+    yield from _raw(weights, end, len(weights))
+
+
+def _raw(weights: torch.Tensor, begin: int, end: int) -> Iterator[_Piece]:
+    if begin < end:
+        none = torch.zeros(TABLE_BYTES, dtype=torch.uint8, device=weights.device)
+        yield _Piece(begin, weights[begin:end], none, None)
+
+
+def _coded(at: int, weights: torch.Tensor) -> _Piece | None:
+    """None: it would not shrink."""
+    order = _by_frequency(weights)
+    piece = _Piece(at, weights, _table(order), _ranks(order))
+    return piece if _packed_bytes(piece) <= _MOST_PACKED * 2 * len(weights) else None
+
+
+def _parts(weights: torch.Tensor) -> Iterator[torch.Tensor]:
+    step = _AT_ONCE * BLOCK
+    return (weights[at : at + step] for at in range(0, len(weights), step))
+
+
+def _by_frequency(weights: torch.Tensor) -> torch.Tensor:
+    """The 256 exponents, the most frequent first, equal ones by their value."""
+    counts = torch.zeros(256, dtype=torch.int64, device=weights.device)
+    for some in _parts(weights):
+        counts += torch.bincount(_exponents(some), minlength=256)
+    return counts.argsort(descending=True, stable=True)
+
+
+def _ranks(order: torch.Tensor) -> torch.Tensor:
+    ranks = torch.empty_like(order)
+    ranks[order] = torch.arange(256, device=order.device)
+    return ranks.clamp_(max=RANKS).to(torch.uint8)
+
+
+def _table(order: torch.Tensor) -> torch.Tensor:
+    """The exponent of each code, whatever stands in a level that it does not reach."""
+    code = torch.arange(TABLE_BYTES, device=order.device)
+    one, two, three = code & 3, code >> 2 & 3, code >> 4
+    return order[one + (one == 3) * (two + (two == 3) * three)].to(torch.uint8)
+
+
+def _exponents(weights: torch.Tensor) -> torch.Tensor:
+    return (weights.int() >> 7) & 0xFF
+
+
+def _blocks_of(piece: _Piece) -> int:
+    return -(-piece.weights.numel() // BLOCK)
+
+
+def _some(piece: _Piece) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Blocks of a coded piece, some at a time: the first one's number, exponents and ranks, [blocks, BLOCK]."""
+    assert piece.ranks is not None
+    number = 0
+    for some in _parts(piece.weights):
+        exponents = _exponents(some)
+        ranks = piece.ranks[exponents]
+        missing = -len(some) % BLOCK
+        ranks = torch.nn.functional.pad(ranks, (0, missing)).view(-1, BLOCK)
+        exponents = torch.nn.functional.pad(exponents, (0, missing)).view(-1, BLOCK)
+        yield number, exponents, ranks
+        number += len(ranks)
+
+
+def _count(piece: _Piece) -> torch.Tensor:
+    """Of each block: how many level-2 codes it has, and words in its tail."""
+    if piece.ranks is None:
+        left = piece.weights.numel()
+        lengths = [min(BLOCK, left - at) for at in range(0, left, BLOCK)]
+        return torch.tensor([(0, -(-length // 2)) for length in lengths], dtype=torch.int64)
+    found = []
+    for _, _, ranks in _some(piece):
+        two, three, four = ((ranks >= least).sum(1) for least in (3, 6, RANKS))
+        found.append(torch.stack([two, (2 * two + 3 * three + 8 * four + 31) // 32], 1))
+    return torch.cat(found)
+
+
+def _packed_bytes(piece: _Piece) -> int:
+    return _blocks_of(piece) * (BLOCK + BLOCK // 4 + 8) + 4 * int(_count(piece)[:, 1].sum())
+
+
+def _packing(pieces: int, blocks: int, coded: int, words: int) -> Packing:
+    heads_at = _aligned_at(pieces * PIECE_BYTES)
+    codes_at = _aligned_at(heads_at + 8 * (blocks + 1))
+    mantissas_at = _aligned_at(codes_at + coded * BLOCK // 4)
+    tails_at = _aligned_at(mantissas_at + coded * BLOCK)
+    # The kernel reads a word behind the last code of a tail.
+    size = _aligned_at(tails_at + 4 * words + 8)
+    return Packing(blocks, coded, heads_at, codes_at, mantissas_at, tails_at, size)
+
+
+def _aligned_at(size: int) -> int:
+    return math.ceil(size / _REGION_ALIGNMENT) * _REGION_ALIGNMENT
+
+
+def _region(packed: torch.Tensor, at: int, data: torch.Tensor) -> None:
+    packed[at : at + data.numel()] = data.to(packed.device)
+
+
+def _write_pieces(
+    packed: torch.Tensor, pieces: Sequence[_Piece], counts: Sequence[torch.Tensor]
+) -> None:
+    first = 0
+    for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
+        bounds = torch.tensor([piece.at - first * BLOCK, piece.at + piece.weights.numel()])
+        entry = torch.cat([bounds.view(torch.uint8), piece.table.cpu()])
+        _region(packed, number * PIECE_BYTES, entry)
+        first += len(count)
+
+
+def _encode(
+    packed: torch.Tensor,
+    packing: Packing,
+    piece: _Piece,
+    first: int,
+    starts: torch.Tensor,
+    level_2: torch.Tensor,
+) -> None:
+    """Write the blocks of a piece; `starts` of their tails, in words, and how many level-2 codes they have."""
+    if piece.ranks is None:
+        at = packing.tails_at + 4 * int(starts[0])
+        _region(packed, at, piece.weights.contiguous().view(torch.uint8))
+        return
+    device = packed.device
+    starts = starts.to(device)
+    weights = piece.weights.int()
+    mantissas = ((weights >> 8 & 0x80) | (weights & 0x7F)).to(torch.uint8)
+    _region(packed, packing.mantissas_at + first * BLOCK, mantissas)
+    shifts = 2 * torch.arange(4, device=device)
+    for number, exponents, ranks in _some(piece):
+        count = len(ranks)
+        ranks = ranks.long()
+        codes = (ranks.clamp(max=3).view(count, -1, 4) << shifts).sum(2).to(torch.uint8)
+        _region(packed, packing.codes_at + (first + number) * BLOCK // 4, codes.view(-1))
+        begin = starts[number : number + count + 1]
+        at, until = int(begin[0]), int(begin[-1])
+        words = torch.zeros(until - at + 1, dtype=torch.int64, device=device)
+        bit = 32 * (begin[:-1, None] - at)
+        two, three, four = (ranks >= least for least in (3, 6, RANKS))
+        where = bit + 2 * (two.cumsum(1) - 1)
+        _put(words, where[two], (ranks - 3).clamp(max=3)[two])
+        in_two = level_2[number : number + count, None].to(device)
+        where = bit + 2 * in_two + 3 * (three.cumsum(1) - 1)
+        _put(words, where[three], (ranks - 6).clamp(max=7)[three])
+        where = 32 * (begin[1:, None] - at) - 8 * four.cumsum(1)
+        _put(words, where[four], exponents.long()[four])
+        tails = words[:-1].to(torch.int32).view(torch.uint8)
+        _region(packed, packing.tails_at + 4 * at, tails)
+
+
+def _put(words: torch.Tensor, bit: torch.Tensor, code: torch.Tensor) -> None:
+    """Codes at bits of 32-bit words: no two share a bit, so they can be added."""
+    shifted = code << (bit & 31)
+    words.index_add_(0, bit >> 5, shifted & 0xFFFFFFFF)
+    words.index_add_(0, (bit >> 5) + 1, shifted >> 32)
+
+
+def _heads(packed: torch.Tensor, packing: Packing) -> torch.Tensor:
+    size = 8 * (packing.blocks + 1)
+    return (
+        _aligned(packed[packing.heads_at : packing.heads_at + size]).view(torch.int32).view(-1, 2)
+    )
+
+
+def _aligned(data: torch.Tensor) -> torch.Tensor:
+    """A copy, whose address suits any type."""
+    return data.clone()
+
+
+def _read_pieces(
+    packed: torch.Tensor, packing: Packing, heads: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Of each piece its base, its end and its table."""
+    if not packing.blocks:
+        return
+    for number in range((int(heads[-2, 1]) >> 16) + 1):
+        entry = packed[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+        base, end = _aligned(entry[:16]).view(torch.int64).tolist()
+        yield base, end, entry[16:]
+
+
+def _decode(
+    packed: torch.Tensor, packing: Packing, first: int, heads: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    """The weights of some coded blocks, int16; `heads` has one more."""
+    count = len(heads) - 1
+    at = packing.codes_at + first * BLOCK // 4
+    codes = packed[at : at + count * BLOCK // 4].view(count, -1, 1)
+    one = (codes >> 2 * torch.arange(4, dtype=torch.uint8, device=packed.device) & 3).view(
+        count, BLOCK
+    )
+    one = one.long()
+    tails = packed[packing.tails_at :]
+    begin, end = 32 * heads[:-1, :1], 32 * heads[1:, :1]
+    in_two = heads[:-1, 1:] & 0xFFFF
+    is_two = one == 3
+    two = _read(tails, begin + 2 * (is_two.cumsum(1) - 1), is_two, 3)
+    is_three = is_two & (two == 3)
+    three = _read(tails, begin + 2 * in_two + 3 * (is_three.cumsum(1) - 1), is_three, 7)
+    is_four = is_three & (three == 7)
+    four = _read(tails, end - 8 * is_four.cumsum(1), is_four, 0xFF)
+    coded = table[(one | two << 2 | three << 4).where(~is_four, 0)].long()
+    exponents = coded.where(~is_four, four)
+    at = packing.mantissas_at + first * BLOCK
+    mantissas = packed[at : at + count * BLOCK].view(count, BLOCK).long()
+    weights = (mantissas & 0x80) << 8 | exponents << 7 | mantissas & 0x7F
+    return weights.view(-1).to(torch.int32).to(torch.int16)
+
+
+def _read(
+    tails: torch.Tensor, bit: torch.Tensor, is_there: torch.Tensor, mask: int
+) -> torch.Tensor:
+    """The codes at those bits; 0 where there is none."""
+    bit = bit.where(is_there, 0)
+    low, high = tails[bit >> 3].long(), tails[(bit >> 3) + 1].long()
+    return ((high << 8 | low) >> (bit & 7) & mask).where(is_there, 0)

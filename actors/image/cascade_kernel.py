@@ -1,0 +1,167 @@
+"""Unpacks `actors.image.cascade` on a card, in Triton: one program a block, one thread a row of eight weights.
+
+A thread keeps its row's codes in registers and shifts them out, weight by weight. Where its level-2, level-3 and
+level-4 codes start is a sum over the rows before it: three sums a block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from actors.image.cascade import BLOCK, PIECE_BYTES, ROW, Packing
+
+_WARPS = 4
+
+
+def unpack(packed: torch.Tensor, packing: Packing, out: torch.Tensor) -> None:
+    """As `cascade.unpack`, on the current stream.
+
+    Args:
+        packed: uint8, aligned to 64 bytes.
+        out: uint8, aligned to 16 bytes.
+    """
+    if packing.blocks:
+        _unpack[(packing.blocks,)](
+            packed,
+            out.view(torch.int16),
+            packing.coded_blocks,
+            packing.heads_at,
+            packing.codes_at,
+            packing.mantissas_at,
+            packing.tails_at,
+            PIECE_BYTES,
+            BLOCK,
+            ROW,
+            num_warps=_WARPS,
+        )
+
+
+@triton.jit(do_not_specialize=["coded_blocks"])  # type: ignore[untyped-decorator]
+def _unpack(  # type: ignore[no-untyped-def]
+    packed,
+    out,
+    coded_blocks,
+    heads_at,
+    codes_at,
+    mantissas_at,
+    tails_at,
+    PIECE_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head = (packed + heads_at).to(tl.pointer_type(tl.int32)) + 2 * block
+    start, about, stop = tl.load(head), tl.load(head + 1), tl.load(head + 2)
+    piece = packed + (about >> 16) * PIECE_BYTES
+    bounds = piece.to(tl.pointer_type(tl.int64))
+    first = tl.load(bounds) + block.to(tl.int64) * BLOCK
+    left = tl.minimum(tl.load(bounds + 1) - first, BLOCK).to(tl.int32)
+    tails = packed + tails_at
+    tail = tails.to(tl.pointer_type(tl.uint32)) + start
+    if block < coded_blocks:
+        _unpack_rows(
+            packed,
+            ((about >> 16) * PIECE_BYTES + 16).to(tl.uint32),
+            packed + codes_at + block.to(tl.int64) * (BLOCK // 4),
+            packed + mantissas_at + block.to(tl.int64) * BLOCK,
+            tail,
+            tails_at + 4 * stop.to(tl.int64) - 1,
+            2 * (about & 0xFFFF),
+            # A coded piece starts at a multiple of a row: said, so that stores are as wide.
+            out + tl.multiple_of(first, ROW),
+            left,
+            BLOCK,
+            ROW,
+        )
+    else:
+        at = tl.arange(0, BLOCK)
+        raw = tl.load(tail.to(tl.pointer_type(tl.int16)) + at, mask=at < left)
+        tl.store(out + first + at, raw, mask=at < left)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unpack_rows(  # type: ignore[no-untyped-def]
+    packed,
+    table,
+    codes,
+    mantissas,
+    tail,
+    last,
+    bits_2,
+    out,
+    left,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    row = tl.arange(0, BLOCK // ROW)
+    bytes_of_row = tl.load(mantissas.to(tl.pointer_type(tl.uint64)) + row)
+    one = tl.load(codes.to(tl.pointer_type(tl.uint16)) + row).to(tl.uint32)
+    count = _escapes_of_2(one)
+    two = _codes(tail, 2 * (tl.cumsum(count) - count), count, 2)
+    count = _escapes_of_2(two)
+    three = _codes(tail, bits_2 + 3 * (tl.cumsum(count) - count), count, 3)
+    count = _escapes_of_3(three)
+    # Level 4 lies behind the end of what `uint32` reaches in no segment: tails are below 4 GiB.
+    four = (last - (tl.cumsum(count) - count)).to(tl.uint32)
+    # Bits 16 and up say which level-1 codes go on; levels 2 and 3 move to where the table has them.
+    one = one | (one & (one >> 1) & 0x5555) << 16
+    two, three = two << 2, three << 4
+    low, high = bytes_of_row.to(tl.uint32), (bytes_of_row >> 32).to(tl.uint32)
+    a, one, two, three, four = _two(packed, table, low, one, two, three, four)
+    b, one, two, three, four = _two(packed, table, low >> 16, one, two, three, four)
+    c, one, two, three, four = _two(packed, table, high, one, two, three, four)
+    d, one, two, three, four = _two(packed, table, high >> 16, one, two, three, four)
+    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // ROW, ROW // 2)
+    at = row[:, None] * (ROW // 2) + tl.arange(0, ROW // 2)[None, :]
+    tl.store(out.to(tl.pointer_type(tl.uint32)) + at, words, mask=(row * ROW < left)[:, None])
+
+
+@triton.jit
+def _two(packed, table, mantissas, one, two, three, four):  # type: ignore[no-untyped-def]
+    """The next two weights of each row as one word, and what is left of its codes."""
+    a, one, two, three, four = _exponent(packed, table, one, two, three, four)
+    b, one, two, three, four = _exponent(packed, table, one, two, three, four)
+    spread = (mantissas & 0xFF) | ((mantissas & 0xFF00) << 8)
+    signs = (spread & 0x00800080) * 255  # moves each from bit 7 to bit 15
+    return spread + signs + (a + (b << 16)) * 128, one, two, three, four
+
+
+@triton.jit
+def _exponent(packed, table, one, two, three, four):  # type: ignore[no-untyped-def]
+    """The next exponent of each row. `four` is where its next level-4 byte lies, in `packed`."""
+    code = (one & 3) | (two & 0xFFFFFFFC)
+    code = ((code & 15) | (three & 0xFFFFFFF0)) & 127
+    in_two, in_three, in_four = (one & 0x10000) != 0, (code & 15) == 15, code == 127
+    exponent = tl.load(packed + tl.where(in_four, four, table + code)).to(tl.uint32)
+    return (
+        exponent,
+        one >> 2,
+        tl.where(in_two, two >> 2, two),
+        tl.where(in_three, three >> 3, three),
+        tl.where(in_four, four - 1, four),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _codes(words, bit, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """So many codes from that bit on, the first lowest; 0 above them."""
+    low = tl.load(words + (bit >> 5), mask=count > 0, other=0).to(tl.uint64)
+    high = tl.load(words + (bit >> 5) + 1, mask=count > 0, other=0).to(tl.uint64)
+    found = (((high << 32) | low) >> (bit & 31).to(tl.uint64)).to(tl.uint32)
+    return found & ((1 << (WIDTH * count).to(tl.uint32)) - 1)
+
+
+@triton.jit
+def _escapes_of_2(codes):  # type: ignore[no-untyped-def]
+    """How many of up to eight codes of two bits are all ones."""
+    ones = codes & (codes >> 1) & 0x5555
+    ones = (ones & 0x1111) + ((ones >> 2) & 0x1111)
+    return ((ones * 0x1111) >> 12 & 15).to(tl.int32)
+
+
+@triton.jit
+def _escapes_of_3(codes):  # type: ignore[no-untyped-def]
+    """Likewise of three bits."""
+    ones = codes & (codes >> 1) & (codes >> 2) & 0x249249
+    ones = (ones & 0x41041) + ((ones >> 3) & 0x41041)
+    return ((ones * 0x41041) >> 18 & 63).to(tl.int32)
