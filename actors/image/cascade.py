@@ -1,4 +1,4 @@
-"""Lossless packing of bfloat16 weights to two thirds: exponents are coded by their rank, all other bits kept.
+"""Lossless compression of bfloat16 weights to two thirds: exponents are coded by their rank, all other bits kept.
 
 A weight is a byte of sign and mantissa, which stays as it is, and an exponent. Trained weights use few exponents, so
 each is replaced by its rank in the tensor's table, most frequent first, in up to four levels:
@@ -24,14 +24,16 @@ The bytes of a segment become one string of bytes, whose regions start at multip
 Raw pieces are tensors that do not shrink, those of other types, the few weights behind the last whole row of a tensor,
 and what lies between tensors. Their blocks follow the coded ones.
 
-What is written here runs on any device, in torch's operations. `cascade_kernel` unpacks on a card.
+What is written here runs on any device, in torch's operations. `cascade_kernel` decompresses on a card.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from actors.image.layout import Compressed
 
 BLOCK = 4096  # weights
 ROW = 8  # weights that a thread decodes together; a coded piece starts at a multiple of it, and has whole ones
@@ -40,21 +42,8 @@ TABLE_BYTES = 128
 PIECE_BYTES = 2 * 8 + TABLE_BYTES
 _REGION_ALIGNMENT = 64
 _LEAST_WEIGHTS = 1 << 16  # fewer are not worth their table
-_MOST_PACKED = 0.95  # of a tensor's bytes: else it is kept raw
+_MOST_STORED = 0.95  # of a tensor's bytes: else it is kept raw
 _AT_ONCE = 1 << 10  # blocks: what is made on the way takes some 40 bytes a weight
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Where the regions of a packed segment start, in bytes, and how many blocks it has."""
-
-    blocks: int
-    coded_blocks: int
-    heads_at: int
-    codes_at: int
-    mantissas_at: int
-    tails_at: int
-    size: int  # of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,60 +56,66 @@ class _Piece:
     ranks: torch.Tensor | None  # uint8, by exponent; None: raw
 
 
-def pack(segment: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Packing]:
-    """Pack a segment, or a part of one.
+def compress(
+    part: torch.Tensor, tensors: Sequence[tuple[int, int]], at: int = 0, stored_at: int = 0
+) -> tuple[torch.Tensor, Compressed]:
+    """Compress a segment, or a part of one.
 
     Args:
-        segment: uint8, on any device; its length is even.
-        tensors: those that are bfloat16, each with its offset and size in bytes. In order; offsets are multiples of 16.
+        part: uint8, on any device; its length is even.
+        tensors: those that are bfloat16, each with its offset in the part and its size in bytes. In order; offsets are
+            multiples of 16.
+        at: where the part begins in the segment.
+        stored_at: where the compressed bytes will be in its payload.
 
     Returns:
-        The packed bytes, on the same device, and where what lies in them.
+        The compressed bytes, on the same device, and where what lies in them.
     """
-    weights = segment.view(torch.int16)
+    weights = part.view(torch.int16)
     pieces = sorted(_pieces(weights, tensors), key=lambda piece: piece.ranks is None)
     counts = [_count(piece) for piece in pieces]  # [blocks, 2]
     blocks = sum(len(each) for each in counts)
     coded = sum(len(c) for c, piece in zip(counts, pieces, strict=True) if piece.ranks is not None)
     words = torch.cat([torch.zeros(1, dtype=torch.int64), *(c[:, 1].cpu() for c in counts)])
     starts = words.cumsum(0)
-    packing = _packing(len(pieces), blocks, coded, int(starts[-1]))
-    packed = segment.new_zeros(packing.size)
-    _write_pieces(packed, pieces, counts)
+    about = _regions(len(pieces), blocks, coded, int(starts[-1]))
+    about = replace(about, at=at, size=len(part), stored_at=stored_at)
+    data = part.new_zeros(about.stored_size)
+    _write_pieces(data, pieces, counts)
     heads = torch.zeros(blocks + 1, 2, dtype=torch.int32)
     heads[:, 0] = starts
     first = 0
     for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
         end = first + len(count)
         heads[first:end, 1] = count[:, 0].cpu() | number << 16
-        _encode(packed, packing, piece, first, starts[first : end + 1], count[:, 0])
+        _encode(data, about, piece, first, starts[first : end + 1], count[:, 0])
         first = end
-    _region(packed, packing.heads_at, heads.view(-1).view(torch.uint8))
-    return packed, packing
+    _region(data, about.heads_at, heads.view(-1).view(torch.uint8))
+    return data, about
 
 
-def unpack(packed: torch.Tensor, packing: Packing, out: torch.Tensor) -> None:
-    """The segment as it was.
+def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None:
+    """The part as it was.
 
-    For bytes that are known to be what `pack` gave: nothing is checked here.
+    For bytes that are known to be what `compress` gave: nothing is checked here.
 
     Args:
-        out: uint8, the segment; on the same device.
+        out: uint8, the part; on the same device.
     """
     weights = out.view(torch.int16)
-    heads = _heads(packed, packing).long()
-    for number, (base, end, table) in enumerate(_read_pieces(packed, packing, heads)):
+    heads = _heads(data, about).long()
+    for number, (base, end, table) in enumerate(_read_pieces(data, about, heads)):
         mine = (heads[:-1, 1] >> 16 == number).nonzero().view(-1)
         first, last = int(mine[0]), int(mine[-1]) + 1
         begin = base + first * BLOCK
-        if first >= packing.coded_blocks:
-            at = packing.tails_at + 4 * int(heads[first, 0])
-            raw = packed[at : at + 2 * (end - begin)]
+        if first >= about.coded_blocks:
+            at = about.tails_at + 4 * int(heads[first, 0])
+            raw = data[at : at + 2 * (end - begin)]
             weights[begin:end] = _aligned(raw).view(torch.int16)
             continue
         for some in range(first, last, _AT_ONCE):
             until = min(some + _AT_ONCE, last)
-            found = _decode(packed, packing, some, heads[some : until + 1], table)
+            found = _decode(data, about, some, heads[some : until + 1], table)
             at = base + some * BLOCK
             size = min(end, at + found.numel()) - at
             weights[at : at + size] = found[:size]
@@ -148,7 +143,7 @@ def _coded(at: int, weights: torch.Tensor) -> _Piece | None:
     """None: it would not shrink."""
     order = _by_frequency(weights)
     piece = _Piece(at, weights, _table(order), _ranks(order))
-    return piece if _packed_bytes(piece) <= _MOST_PACKED * 2 * len(weights) else None
+    return piece if _stored_bytes(piece) <= _MOST_STORED * 2 * len(weights) else None
 
 
 def _parts(weights: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -212,42 +207,42 @@ def _count(piece: _Piece) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _packed_bytes(piece: _Piece) -> int:
+def _stored_bytes(piece: _Piece) -> int:
     return _blocks_of(piece) * (BLOCK + BLOCK // 4 + 8) + 4 * int(_count(piece)[:, 1].sum())
 
 
-def _packing(pieces: int, blocks: int, coded: int, words: int) -> Packing:
+def _regions(pieces: int, blocks: int, coded: int, words: int) -> Compressed:
     heads_at = _aligned_at(pieces * PIECE_BYTES)
     codes_at = _aligned_at(heads_at + 8 * (blocks + 1))
     mantissas_at = _aligned_at(codes_at + coded * BLOCK // 4)
     tails_at = _aligned_at(mantissas_at + coded * BLOCK)
     # The kernel reads a word behind the last code of a tail.
     size = _aligned_at(tails_at + 4 * words + 8)
-    return Packing(blocks, coded, heads_at, codes_at, mantissas_at, tails_at, size)
+    return Compressed(0, 0, 0, size, blocks, coded, heads_at, codes_at, mantissas_at, tails_at)
 
 
 def _aligned_at(size: int) -> int:
     return math.ceil(size / _REGION_ALIGNMENT) * _REGION_ALIGNMENT
 
 
-def _region(packed: torch.Tensor, at: int, data: torch.Tensor) -> None:
-    packed[at : at + data.numel()] = data.to(packed.device)
+def _region(data: torch.Tensor, at: int, region: torch.Tensor) -> None:
+    data[at : at + region.numel()] = region.to(data.device)
 
 
 def _write_pieces(
-    packed: torch.Tensor, pieces: Sequence[_Piece], counts: Sequence[torch.Tensor]
+    data: torch.Tensor, pieces: Sequence[_Piece], counts: Sequence[torch.Tensor]
 ) -> None:
     first = 0
     for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
         bounds = torch.tensor([piece.at - first * BLOCK, piece.at + piece.weights.numel()])
         entry = torch.cat([bounds.view(torch.uint8), piece.table.cpu()])
-        _region(packed, number * PIECE_BYTES, entry)
+        _region(data, number * PIECE_BYTES, entry)
         first += len(count)
 
 
 def _encode(
-    packed: torch.Tensor,
-    packing: Packing,
+    data: torch.Tensor,
+    about: Compressed,
     piece: _Piece,
     first: int,
     starts: torch.Tensor,
@@ -255,20 +250,20 @@ def _encode(
 ) -> None:
     """Write the blocks of a piece; `starts` of their tails, in words, and how many level-2 codes they have."""
     if piece.ranks is None:
-        at = packing.tails_at + 4 * int(starts[0])
-        _region(packed, at, piece.weights.contiguous().view(torch.uint8))
+        at = about.tails_at + 4 * int(starts[0])
+        _region(data, at, piece.weights.contiguous().view(torch.uint8))
         return
-    device = packed.device
+    device = data.device
     starts = starts.to(device)
     weights = piece.weights.int()
     mantissas = ((weights >> 8 & 0x80) | (weights & 0x7F)).to(torch.uint8)
-    _region(packed, packing.mantissas_at + first * BLOCK, mantissas)
+    _region(data, about.mantissas_at + first * BLOCK, mantissas)
     shifts = 2 * torch.arange(4, device=device)
     for number, exponents, ranks in _some(piece):
         count = len(ranks)
         ranks = ranks.long()
         codes = (ranks.clamp(max=3).view(count, -1, 4) << shifts).sum(2).to(torch.uint8)
-        _region(packed, packing.codes_at + (first + number) * BLOCK // 4, codes.view(-1))
+        _region(data, about.codes_at + (first + number) * BLOCK // 4, codes.view(-1))
         begin = starts[number : number + count + 1]
         at, until = int(begin[0]), int(begin[-1])
         words = torch.zeros(until - at + 1, dtype=torch.int64, device=device)
@@ -282,7 +277,7 @@ def _encode(
         where = 32 * (begin[1:, None] - at) - 8 * four.cumsum(1)
         _put(words, where[four], exponents.long()[four])
         tails = words[:-1].to(torch.int32).view(torch.uint8)
-        _region(packed, packing.tails_at + 4 * at, tails)
+        _region(data, about.tails_at + 4 * at, tails)
 
 
 def _put(words: torch.Tensor, bit: torch.Tensor, code: torch.Tensor) -> None:
@@ -292,11 +287,9 @@ def _put(words: torch.Tensor, bit: torch.Tensor, code: torch.Tensor) -> None:
     words.index_add_(0, (bit >> 5) + 1, shifted >> 32)
 
 
-def _heads(packed: torch.Tensor, packing: Packing) -> torch.Tensor:
-    size = 8 * (packing.blocks + 1)
-    return (
-        _aligned(packed[packing.heads_at : packing.heads_at + size]).view(torch.int32).view(-1, 2)
-    )
+def _heads(data: torch.Tensor, about: Compressed) -> torch.Tensor:
+    size = 8 * (about.blocks + 1)
+    return _aligned(data[about.heads_at : about.heads_at + size]).view(torch.int32).view(-1, 2)
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:
@@ -305,29 +298,29 @@ def _aligned(data: torch.Tensor) -> torch.Tensor:
 
 
 def _read_pieces(
-    packed: torch.Tensor, packing: Packing, heads: torch.Tensor
+    data: torch.Tensor, about: Compressed, heads: torch.Tensor
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Of each piece its base, its end and its table."""
-    if not packing.blocks:
+    if not about.blocks:
         return
     for number in range((int(heads[-2, 1]) >> 16) + 1):
-        entry = packed[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+        entry = data[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
         base, end = _aligned(entry[:16]).view(torch.int64).tolist()
         yield base, end, entry[16:]
 
 
 def _decode(
-    packed: torch.Tensor, packing: Packing, first: int, heads: torch.Tensor, table: torch.Tensor
+    data: torch.Tensor, about: Compressed, first: int, heads: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
     """The weights of some coded blocks, int16; `heads` has one more."""
     count = len(heads) - 1
-    at = packing.codes_at + first * BLOCK // 4
-    codes = packed[at : at + count * BLOCK // 4].view(count, -1, 1)
-    one = (codes >> 2 * torch.arange(4, dtype=torch.uint8, device=packed.device) & 3).view(
+    at = about.codes_at + first * BLOCK // 4
+    codes = data[at : at + count * BLOCK // 4].view(count, -1, 1)
+    one = (codes >> 2 * torch.arange(4, dtype=torch.uint8, device=data.device) & 3).view(
         count, BLOCK
     )
     one = one.long()
-    tails = packed[packing.tails_at :]
+    tails = data[about.tails_at :]
     begin, end = 32 * heads[:-1, :1], 32 * heads[1:, :1]
     in_two = heads[:-1, 1:] & 0xFFFF
     is_two = one == 3
@@ -338,8 +331,8 @@ def _decode(
     four = _read(tails, end - 8 * is_four.cumsum(1), is_four, 0xFF)
     coded = table[(one | two << 2 | three << 4).where(~is_four, 0)].long()
     exponents = coded.where(~is_four, four)
-    at = packing.mantissas_at + first * BLOCK
-    mantissas = packed[at : at + count * BLOCK].view(count, BLOCK).long()
+    at = about.mantissas_at + first * BLOCK
+    mantissas = data[at : at + count * BLOCK].view(count, BLOCK).long()
     weights = (mantissas & 0x80) << 8 | exponents << 7 | mantissas & 0x7F
     return weights.view(-1).to(torch.int32).to(torch.int16)
 

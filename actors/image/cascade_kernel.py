@@ -1,4 +1,4 @@
-"""Unpacks `actors.image.cascade` on a card, in Triton: one program a block, one thread a row of eight weights.
+"""Decompresses what `actors.image.cascade` compressed, on a card, in Triton: one program a block, one thread a row of eight weights.
 
 A thread keeps its row's codes in registers and shifts them out, weight by weight. Where its level-2, level-3 and
 level-4 codes start is a sum over the rows before it: three sums a block.
@@ -8,27 +8,28 @@ import torch
 import triton
 import triton.language as tl
 
-from actors.image.cascade import BLOCK, PIECE_BYTES, ROW, Packing
+from actors.image.cascade import BLOCK, PIECE_BYTES, ROW
+from actors.image.layout import Compressed
 
 _WARPS = 4
 
 
-def unpack(packed: torch.Tensor, packing: Packing, out: torch.Tensor) -> None:
-    """As `cascade.unpack`, on the current stream.
+def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None:
+    """As `cascade.decompress`, on the current stream.
 
     Args:
-        packed: uint8, aligned to 64 bytes.
+        data: uint8, aligned to 64 bytes.
         out: uint8, aligned to 16 bytes.
     """
-    if packing.blocks:
-        _unpack[(packing.blocks,)](
-            packed,
+    if about.blocks:
+        _decode[(about.blocks,)](
+            data,
             out.view(torch.int16),
-            packing.coded_blocks,
-            packing.heads_at,
-            packing.codes_at,
-            packing.mantissas_at,
-            packing.tails_at,
+            about.coded_blocks,
+            about.heads_at,
+            about.codes_at,
+            about.mantissas_at,
+            about.tails_at,
             PIECE_BYTES,
             BLOCK,
             ROW,
@@ -37,8 +38,8 @@ def unpack(packed: torch.Tensor, packing: Packing, out: torch.Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["coded_blocks"])  # type: ignore[untyped-decorator]
-def _unpack(  # type: ignore[no-untyped-def]
-    packed,
+def _decode(  # type: ignore[no-untyped-def]
+    data,
     out,
     coded_blocks,
     heads_at,
@@ -50,20 +51,20 @@ def _unpack(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr,
 ):
     block = tl.program_id(0)
-    head = (packed + heads_at).to(tl.pointer_type(tl.int32)) + 2 * block
+    head = (data + heads_at).to(tl.pointer_type(tl.int32)) + 2 * block
     start, about, stop = tl.load(head), tl.load(head + 1), tl.load(head + 2)
-    piece = packed + (about >> 16) * PIECE_BYTES
+    piece = data + (about >> 16) * PIECE_BYTES
     bounds = piece.to(tl.pointer_type(tl.int64))
     first = tl.load(bounds) + block.to(tl.int64) * BLOCK
     left = tl.minimum(tl.load(bounds + 1) - first, BLOCK).to(tl.int32)
-    tails = packed + tails_at
+    tails = data + tails_at
     tail = tails.to(tl.pointer_type(tl.uint32)) + start
     if block < coded_blocks:
-        _unpack_rows(
-            packed,
+        _decode_rows(
+            data,
             ((about >> 16) * PIECE_BYTES + 16).to(tl.uint32),
-            packed + codes_at + block.to(tl.int64) * (BLOCK // 4),
-            packed + mantissas_at + block.to(tl.int64) * BLOCK,
+            data + codes_at + block.to(tl.int64) * (BLOCK // 4),
+            data + mantissas_at + block.to(tl.int64) * BLOCK,
             tail,
             tails_at + 4 * stop.to(tl.int64) - 1,
             2 * (about & 0xFFFF),
@@ -80,8 +81,8 @@ def _unpack(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _unpack_rows(  # type: ignore[no-untyped-def]
-    packed,
+def _decode_rows(  # type: ignore[no-untyped-def]
+    data,
     table,
     codes,
     mantissas,
@@ -107,32 +108,32 @@ def _unpack_rows(  # type: ignore[no-untyped-def]
     one = one | (one & (one >> 1) & 0x5555) << 16
     two, three = two << 2, three << 4
     low, high = bytes_of_row.to(tl.uint32), (bytes_of_row >> 32).to(tl.uint32)
-    a, one, two, three, four = _two(packed, table, low, one, two, three, four)
-    b, one, two, three, four = _two(packed, table, low >> 16, one, two, three, four)
-    c, one, two, three, four = _two(packed, table, high, one, two, three, four)
-    d, one, two, three, four = _two(packed, table, high >> 16, one, two, three, four)
+    a, one, two, three, four = _two(data, table, low, one, two, three, four)
+    b, one, two, three, four = _two(data, table, low >> 16, one, two, three, four)
+    c, one, two, three, four = _two(data, table, high, one, two, three, four)
+    d, one, two, three, four = _two(data, table, high >> 16, one, two, three, four)
     words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // ROW, ROW // 2)
     at = row[:, None] * (ROW // 2) + tl.arange(0, ROW // 2)[None, :]
     tl.store(out.to(tl.pointer_type(tl.uint32)) + at, words, mask=(row * ROW < left)[:, None])
 
 
 @triton.jit
-def _two(packed, table, mantissas, one, two, three, four):  # type: ignore[no-untyped-def]
+def _two(data, table, mantissas, one, two, three, four):  # type: ignore[no-untyped-def]
     """The next two weights of each row as one word, and what is left of its codes."""
-    a, one, two, three, four = _exponent(packed, table, one, two, three, four)
-    b, one, two, three, four = _exponent(packed, table, one, two, three, four)
+    a, one, two, three, four = _exponent(data, table, one, two, three, four)
+    b, one, two, three, four = _exponent(data, table, one, two, three, four)
     spread = (mantissas & 0xFF) | ((mantissas & 0xFF00) << 8)
     signs = (spread & 0x00800080) * 255  # moves each from bit 7 to bit 15
     return spread + signs + (a + (b << 16)) * 128, one, two, three, four
 
 
 @triton.jit
-def _exponent(packed, table, one, two, three, four):  # type: ignore[no-untyped-def]
-    """The next exponent of each row. `four` is where its next level-4 byte lies, in `packed`."""
+def _exponent(data, table, one, two, three, four):  # type: ignore[no-untyped-def]
+    """The next exponent of each row. `four` is where its next level-4 byte lies, in `data`."""
     code = (one & 3) | (two & 0xFFFFFFFC)
     code = ((code & 15) | (three & 0xFFFFFFF0)) & 127
     in_two, in_three, in_four = (one & 0x10000) != 0, (code & 15) == 15, code == 127
-    exponent = tl.load(packed + tl.where(in_four, four, table + code)).to(tl.uint32)
+    exponent = tl.load(data + tl.where(in_four, four, table + code)).to(tl.uint32)
     return (
         exponent,
         one >> 2,

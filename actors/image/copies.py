@@ -29,11 +29,11 @@ def from_file(
     if files is None or found is None:
         return None
     started_s = time.monotonic()
-    size = found.layout.total_bytes
+    size = found.stored_bytes
     make_room(size)
     store = store_room()
     store.require(size, images.recycled_bytes)
-    segments = [reserve(segment.size) for segment in found.layout.segments]
+    segments = [reserve(each) for each in found.stored_sizes]
     if not files.read(found, [segment.payload.data for segment in segments]):
         del segments
         room.await_store(size)
@@ -57,7 +57,7 @@ def from_peers(
             lent = peer.lend(key)
             if lent is None:
                 continue
-            make_room(lent.layout.total_bytes)
+            make_room(lent.stored_bytes)
             manifest, segments = pull(lent, peer, images.recycled_bytes)
         except HostMemoryFull:
             raise  # whoever it comes from
@@ -78,7 +78,7 @@ def _published(
     logger.info(
         "load_model key:%s: copied %.2f GiB from %s, costed %.2f s",
         manifest.key,
-        manifest.layout.total_bytes / 2**30,
+        manifest.stored_bytes / 2**30,
         source,
         load_s,
     )

@@ -56,7 +56,7 @@ class ImageFiles:
         except OSError as exc:
             logger.warning("image %s is not kept on disk: %s", manifest.key, exc)
             return False
-        size, took_s = manifest.layout.total_bytes, time.monotonic() - started_s
+        size, took_s = manifest.stored_bytes, time.monotonic() - started_s
         logger.info(
             "image %s: wrote %.2f GiB to %s, costed %.2f s",
             manifest.key,

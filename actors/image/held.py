@@ -69,7 +69,7 @@ class Held:
 
     @property
     def size(self) -> int:
-        return self.grant.manifest.layout.total_bytes
+        return self.grant.manifest.stored_bytes
 
     @property
     def payloads(self) -> list[memoryview]:

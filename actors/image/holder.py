@@ -251,7 +251,7 @@ class WeightHolder:
         if held is None:
             raise ImageMissing(f"image {key} is no longer here")
         manifest, source = held.grant.manifest, held.segments[index]
-        size = manifest.layout.segments[index].size
+        size = manifest.stored_sizes[index]
         self._counts.lent_bytes += size
         # Of the view, which keeps the bytes there until they have been sent.
         return source.view[source.payload_offset : source.payload_offset + size]

@@ -26,7 +26,7 @@ class WeightImage:
     """
 
     def __init__(self, manifest: Manifest, buffers: Sequence[memoryview], origin: str) -> None:
-        sizes = tuple(segment.size for segment in manifest.layout.segments)
+        sizes = manifest.stored_sizes
         found = tuple(buffer.nbytes for buffer in buffers)
         if sizes != found:
             raise LayoutMismatch(f"image segments have {found} bytes, the manifest says {sizes}")

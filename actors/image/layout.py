@@ -8,7 +8,7 @@ TENSOR_ALIGNMENT = 256  # bytes; what CUDA kernels may assume of a fresh allocat
 
 TensorKind = Literal["parameter", "buffer"]
 
-PACKER_VERSION = 2  # part of the image key: raise it when the bytes of an image would differ
+PACKER_VERSION = 3  # part of the image key: raise it when the bytes of an image would differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,31 @@ class ImageKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Compressed:
+    """A part of a segment, as `actors.image.cascade` has compressed it. In bytes, but for the blocks.
+
+    Attributes:
+        at: where the part begins in the segment.
+        size: of the part there.
+        stored_at: where its compressed bytes begin in the segment's payload.
+        stored_size: of these.
+        blocks: of them; the first `coded_blocks` are coded, the others kept as they are.
+        heads_at: where this region of the compressed bytes begins in them; likewise the others.
+    """
+
+    at: int
+    size: int
+    stored_at: int
+    stored_size: int
+    blocks: int
+    coded_blocks: int
+    heads_at: int
+    codes_at: int
+    mantissas_at: int
+    tails_at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """An image's layout and what its bytes must hash to."""
 
@@ -91,4 +116,24 @@ class Manifest:
     layout: Layout
     payload_offsets: tuple[int, ...]  # per segment: bytes into its object where the payload starts
     digests: tuple[str, ...]  # per segment: xxh3_128 of its payload, hexadecimal
-    checksums: tuple[Checksum, ...]  # per segment: what a device computes of its payload
+    checksums: tuple[Checksum, ...]  # per segment: what a device computes of its bytes
+    # Per segment: its parts in their order, which cover it; none: the payload is the segment. Empty: so are all.
+    compressed: tuple[tuple[Compressed, ...], ...] = ()
+
+    def parts(self, segment: int) -> tuple[Compressed, ...]:
+        """Of a segment whose payload is compressed."""
+        return self.compressed[segment] if self.compressed else ()
+
+    @property
+    def stored_sizes(self) -> tuple[int, ...]:
+        """Bytes of the payloads."""
+        return tuple(
+            parts[-1].stored_at + parts[-1].stored_size
+            if (parts := self.parts(i))
+            else segment.size
+            for i, segment in enumerate(self.layout.segments)
+        )
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(self.stored_sizes)

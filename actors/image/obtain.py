@@ -9,7 +9,7 @@ import asyncio
 import logging
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -32,7 +32,7 @@ from actors.image.files import ImageFiles
 from actors.image.held import ImageGrant, ImageRequest
 from actors.image.holder import LOAD_TIMEOUT_S, unread
 from actors.image.image import WeightImage
-from actors.image.layout import ImageKey, Layout, Manifest
+from actors.image.layout import ImageKey, Manifest
 from actors.threads import start_apart
 from actors.waits import at_most
 
@@ -199,7 +199,7 @@ class FastLoad:
             "Loaded %d tensors from the object store, costed %.3f s (%.2f GiB; loading took %.2f s)",
             len(image.layout.tensors),
             time.monotonic() - started_s,
-            image.layout.total_bytes / 2**30,
+            image.manifest.stored_bytes / 2**30,
             grant.load_s,
         )
         return image
@@ -212,7 +212,7 @@ def load_from_file(file: Path, key: ImageKey) -> WeightImage | None:
     found = files.find(key)
     if found is None:
         return None
-    buffers = _private(found.layout)
+    buffers = _private(found.stored_sizes)
     if not files.read(found, buffers):
         return None
     logger.info(
@@ -229,7 +229,7 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
     started_s = time.monotonic()
     model = packer.load_reference(checkpoint, packer.checkpoint_dtype(checkpoint, key.dtype))
     layout = packer.plan(model)
-    buffers = _private(layout)
+    buffers = _private([segment.size for segment in layout.segments])
     digests, checksums = packer.pack(model, layout, buffers)
     manifest = Manifest(key, layout, (0,) * len(buffers), digests, checksums)
     logger.info(
@@ -240,10 +240,9 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
     return WeightImage(manifest, buffers, origin="disk")
 
 
-def _private(layout: Layout) -> list[memoryview]:
+def _private(sizes: Sequence[int]) -> list[memoryview]:
     """Memory of this process for each segment, at pages."""
-    whole = [memoryview(mmap.mmap(-1, max(segment.size, 1))) for segment in layout.segments]
-    return [b[: segment.size] for b, segment in zip(whole, layout.segments, strict=True)]
+    return [memoryview(mmap.mmap(-1, max(size, 1)))[:size] for size in sizes]
 
 
 def _at_most(seconds: float, what: str) -> AbstractAsyncContextManager[None]:
@@ -259,10 +258,10 @@ def _open(grant: ImageGrant, timeout_s: float) -> WeightImage:
         Exception: Ray's, when they cannot be had; with the holder they are gone.
     """
     objects = ray.get(list(grant.refs), timeout=timeout_s)
-    layout, offsets = grant.manifest.layout, grant.manifest.payload_offsets
+    offsets, sizes = grant.manifest.payload_offsets, grant.manifest.stored_sizes
     buffers = [
-        whole.data[offset : offset + segment.size]
-        for whole, offset, segment in zip(objects, offsets, layout.segments, strict=True)
+        whole.data[offset : offset + size]
+        for whole, offset, size in zip(objects, offsets, sizes, strict=True)
     ]
     image = WeightImage(grant.manifest, buffers, origin="image")
     image.verify()

@@ -23,7 +23,7 @@ import xxhash
 from actors.image.image import digest
 from actors.image.layout import Manifest
 
-FILE_VERSION = 1  # raise it when a file would be laid out differently
+FILE_VERSION = 2  # raise it when a file would be laid out differently
 
 _MAGIC = b"sleepserve image"
 _PAGE = 4096  # what a disk reads at least; images in memory begin at pages, too
@@ -241,9 +241,9 @@ def _header_digest(header: bytes) -> bytes:
 def _places(header_size: int, manifest: Manifest) -> tuple[list[int], int]:
     """Where each segment begins, and the size of the file."""
     starts, end = [], header_size
-    for segment in manifest.layout.segments:
+    for size in manifest.stored_sizes:
         starts.append(end)
-        end += _up_to_page(segment.size)
+        end += _up_to_page(size)
     return starts, end
 
 

@@ -72,10 +72,10 @@ def pull(lent: Manifest, peer: Peer, recycled_bytes: int) -> tuple[Manifest, lis
         WeightsCorrupted: other bytes came than were packed.
         Exception: Ray's, when the peer goes away.
     """
-    segments = lent.layout.segments
-    on_their_way = sum(sorted(segment.size for segment in segments)[-_IN_FLIGHT:])
-    store_room().require(lent.layout.total_bytes + on_their_way, recycled_bytes)
-    own = [reserve(segment.size) for segment in segments]
+    segments, sizes = lent.layout.segments, lent.stored_sizes
+    on_their_way = sum(sorted(sizes)[-_IN_FLIGHT:])
+    store_room().require(sum(sizes) + on_their_way, recycled_bytes)
+    own = [reserve(size) for size in sizes]
 
     def copy(index: int) -> None:
         np.copyto(own[index].payload, peer.segment(lent.key, index))

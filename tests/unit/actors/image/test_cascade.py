@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from actors.image.cascade import BLOCK, ROW, Packing, pack, unpack
+from actors.image.cascade import BLOCK, ROW, compress, decompress
+from actors.image.layout import Compressed
 
 COUNT = 20 * BLOCK
 
@@ -61,39 +62,39 @@ def laid_out(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[int,
     return torch.cat(parts), places
 
 
-def round_trip(tensors: list[torch.Tensor]) -> Packing:
+def round_trip(tensors: list[torch.Tensor]) -> Compressed:
     segment, places = laid_out(tensors)
-    packed, packing = pack(segment, places)
-    assert len(packed) == packing.size
+    data, about = compress(segment, places)
+    assert len(data) == about.stored_size
     out = torch.full_like(segment, 0xA5)
-    unpack(packed, packing, out)
+    decompress(data, about, out)
     assert torch.equal(out, segment)
-    return packing
+    return about
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_come_back_bit_by_bit(name: str) -> None:
-    packing = round_trip([WEIGHTS[name].bfloat16()])
-    assert packing.coded_blocks == packing.blocks == 20
+    about = round_trip([WEIGHTS[name].bfloat16()])
+    assert about.coded_blocks == about.blocks == 20
 
 
 def test_trained_weights_distribution_packs_to_two_thirds() -> None:
-    packing = round_trip([WEIGHTS["gauss"].bfloat16()])
-    assert packing.size / (2 * COUNT) == pytest.approx(0.668, abs=0.003)
+    about = round_trip([WEIGHTS["gauss"].bfloat16()])
+    assert about.stored_size / (2 * COUNT) == pytest.approx(0.668, abs=0.003)
 
 
 def test_what_does_not_shrink_is_kept() -> None:
-    packing = round_trip([_any_bits()])
-    assert packing.coded_blocks == 0
-    assert packing.size < 1.01 * 2 * COUNT
+    about = round_trip([_any_bits()])
+    assert about.coded_blocks == 0
+    assert about.stored_size < 1.01 * 2 * COUNT
 
 
 @pytest.mark.parametrize(
     "more", [0, 1, ROW - 1, ROW, ROW + 1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]
 )
 def test_tensors_of_any_length(more: int) -> None:
-    packing = round_trip([(_gauss(16 * BLOCK + more) * 0.02).bfloat16()])
-    assert packing.coded_blocks == 16 + math.ceil(more // ROW * ROW / BLOCK)
+    about = round_trip([(_gauss(16 * BLOCK + more) * 0.02).bfloat16()])
+    assert about.coded_blocks == 16 + math.ceil(more // ROW * ROW / BLOCK)
 
 
 def test_several_tensors_of_several_types() -> None:
@@ -106,13 +107,13 @@ def test_several_tensors_of_several_types() -> None:
         torch.arange(33, dtype=torch.uint8),
         (_gauss(18 * BLOCK) * 5).bfloat16(),
     ]
-    packing = round_trip(tensors)
-    assert packing.coded_blocks == 17 + 18  # of the first and the last
+    about = round_trip(tensors)
+    assert about.coded_blocks == 17 + 18  # of the first and the last
 
 
 def test_an_empty_segment_packs_to_nothing() -> None:
-    packing = round_trip([torch.empty(0, dtype=torch.bfloat16)])
-    assert packing.blocks == 0
+    about = round_trip([torch.empty(0, dtype=torch.bfloat16)])
+    assert about.blocks == 0
 
 
 def test_every_level_comes_up() -> None:
@@ -127,6 +128,6 @@ def test_every_level_comes_up() -> None:
 
 def test_the_same_bytes_for_the_same_weights() -> None:
     weights = WEIGHTS["gauss"].bfloat16().view(torch.uint8)
-    (first, one), (second, two) = (pack(weights, [(0, len(weights))]) for _ in range(2))
+    (first, one), (second, two) = (compress(weights, [(0, len(weights))]) for _ in range(2))
     assert one == two
     assert torch.equal(first, second)

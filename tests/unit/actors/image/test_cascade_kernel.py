@@ -19,14 +19,14 @@ DEVICE = "cuda" if cuda_available() else "cpu"
 
 
 def compare(tensors: list[torch.Tensor]) -> None:
-    from actors.image.cascade_kernel import unpack
+    from actors.image.cascade_kernel import decompress
 
     segment, places = laid_out(tensors)
-    packed, packing = cascade.pack(segment.to(DEVICE), places)
+    data, about = cascade.compress(segment.to(DEVICE), places)
     expected, found = (torch.full_like(segment, 0xA5) for _ in range(2))
-    cascade.unpack(packed.cpu(), packing, expected)
+    cascade.decompress(data.cpu(), about, expected)
     on_device = found.to(DEVICE)
-    unpack(packed, packing, on_device)
+    decompress(data, about, on_device)
     assert torch.equal(on_device.cpu(), expected)
 
 
