@@ -8,7 +8,7 @@ import torch
 
 from actors.errors import DeviceMemoryShort
 from actors.memory.driver import HostLink, MemoryDriver, describe, gib
-from actors.memory.transfer import SegmentCopy, Transfer
+from actors.memory.transfer import Payload, SegmentCopy, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class DeviceArena:
         return sum(self.spans[i].size for i in chosen)
 
     def restore(
-        self, link: HostLink, payloads: Mapping[int, memoryview], behind: Transfer | None = None
+        self, link: HostLink, payloads: Mapping[int, Payload], behind: Transfer | None = None
     ) -> Transfer:
         """Begin to copy payloads to the start of their mapped segments, in the mapping's order.
 
@@ -130,10 +130,12 @@ class DeviceArena:
             DeviceMemoryError: a copy could not begin; those before it may still be under way, which
                 `unmap` waits for.
         """
-        for segment, host in payloads.items():
-            self._check_takes(segment, host)
+        copies = [SegmentCopy(i, self._address_of(i), payload) for i, payload in payloads.items()]
+        for copy in copies:
+            assert copy.segment in self._mapped, f"segment {copy.segment} is not mapped"
+            assert copy.size <= self.spans[copy.segment].size
         transfer = Transfer(link, ()) if behind is None else behind
-        transfer.add(SegmentCopy(i, self._address_of(i), payloads[i]) for i in payloads)
+        transfer.add(copies)
         return transfer
 
     def bytes_of(self, segment: int, count: int | None = None) -> torch.Tensor:
@@ -166,10 +168,6 @@ class DeviceArena:
 
     def _address_of(self, segment: int) -> int:
         return self.address + self.spans[segment].offset
-
-    def _check_takes(self, segment: int, host: memoryview) -> None:
-        assert segment in self._mapped, f"segment {segment} is not mapped"
-        assert host.nbytes <= self.spans[segment].size
 
     def _chosen(self, segments: Iterable[int] | None) -> Iterable[int]:
         return range(len(self.spans)) if segments is None else segments

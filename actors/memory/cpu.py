@@ -12,7 +12,7 @@ import torch
 
 from actors.errors import DeviceMemoryError
 from actors.memory.cpu_card import CpuCard
-from actors.memory.driver import DeviceMemory, MemoryHolder
+from actors.memory.driver import DeviceMemory, Mark, MemoryHolder
 
 
 class CpuMark:
@@ -41,6 +41,13 @@ class CpuLink:
 
     def copy(self, address: int, host: memoryview) -> None:
         self._copy(address, host)
+
+    def expand(
+        self, address: int, host: memoryview, free: Mark | None, run: Callable[[], None]
+    ) -> CpuMark:
+        self._copy(address, host)
+        run()
+        return CpuMark()
 
     def mark(self) -> CpuMark:
         return CpuMark()

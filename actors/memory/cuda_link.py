@@ -1,12 +1,12 @@
 """Host buffers on their way to one CUDA device: a stream of its own, events, pinned pages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 import torch
 
 from actors.errors import DeviceMemoryError
-from actors.memory.driver import gib
+from actors.memory.driver import Mark, gib
 from actors.memory.pinned import (
     HostRange,
     HostRegistrar,
@@ -60,6 +60,7 @@ class CudaLink:
         """Pin the buffers or, where that is refused, allocate staging."""
         self._driver = driver
         self._stream = driver.create_stream()
+        self._expansions: torch.cuda.ExternalStream | None = None
         self._pages = PinnedPages(driver, buffers)
         self.in_place = self._pages.in_place
         self._ring = None if self.in_place else self._make_ring()
@@ -75,11 +76,29 @@ class CudaLink:
         else:
             self._ring.copy(address, host)
 
+    def expand(
+        self, address: int, host: memoryview, free: Mark | None, run: Callable[[], None]
+    ) -> CudaMark:
+        if self._expansions is None:
+            self._expansions = self._driver.create_stream()
+        if free is not None:
+            with torch.cuda.stream(self._stream):
+                free.gate()
+        self.copy(address, host)
+        copied = self.mark()
+        with torch.cuda.stream(self._expansions):
+            copied.gate()
+            run()
+            return CudaMark(self._expansions)
+
     def mark(self) -> CudaMark:
         return CudaMark(self._stream)
 
     def close(self) -> None:
         self.mark().wait()
+        if self._expansions is not None:
+            CudaMark(self._expansions).wait()
+            self._driver.destroy_stream(self._expansions)
         if self._ring is not None:
             self._ring.close()
         self._pages.release()

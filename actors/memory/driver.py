@@ -1,6 +1,6 @@
 """The seams between an arena and the memory it stands on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -72,6 +72,21 @@ class HostLink(Protocol):
 
         Raises:
             DeviceMemoryError: the driver refused.
+        """
+
+    def expand(
+        self, address: int, host: memoryview, free: Mark | None, run: Callable[[], None]
+    ) -> Mark:
+        """Begin to copy to an address, and have what `run` begins on the device there follow the copy.
+
+        Args:
+            free: behind what still reads at that address; None: nothing does.
+
+        Returns:
+            Behind what `run` has begun.
+
+        Raises:
+            DeviceMemoryError: as `copy`.
         """
 
     def mark(self) -> Mark: ...

@@ -1,18 +1,78 @@
 """Segments on their way to the device: begun in one order, waited for one by one, timed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from actors.memory.driver import HostLink, Mark
 
 
 @dataclass(frozen=True, slots=True)
+class CompactPart:
+    """Compressed bytes of a part of a segment.
+
+    Attributes:
+        host: the bytes.
+        expand: begins, on the current stream, to decompress them from where they have landed.
+    """
+
+    host: memoryview
+    expand: Callable[[torch.Tensor], None]
+
+
+class Landing(Protocol):
+    """Where compressed bytes are on the device until they have been decompressed."""
+
+    def send(self, link: HostLink, parts: Sequence[CompactPart]) -> Mark:
+        """Begin to copy and decompress the parts of a segment; behind the last of them.
+
+        Raises:
+            DeviceMemoryError: a copy could not begin.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Compact:
+    """A segment's bytes, compressed.
+
+    Attributes:
+        host: all of them, which are those of the parts.
+        size: bytes of the segment.
+    """
+
+    host: memoryview
+    size: int
+    parts: Sequence[CompactPart]
+    landing: Landing
+
+
+Payload = memoryview | Compact
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentCopy:
-    """One segment's bytes and where they go."""
+    """One segment's bytes and where they go.
+
+    Attributes:
+        payload: what crosses the link.
+    """
 
     segment: int
     address: int
-    host: memoryview
+    payload: Payload
+
+    @property
+    def link_bytes(self) -> int:
+        payload = self.payload
+        return payload.nbytes if isinstance(payload, memoryview) else payload.host.nbytes
+
+    @property
+    def size(self) -> int:
+        """Bytes that there are of the segment on the device then."""
+        payload = self.payload
+        return payload.nbytes if isinstance(payload, memoryview) else payload.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +80,7 @@ class SegmentTime:
     """How long one segment's copy took, by the device's clock."""
 
     segment: int
-    size: int  # bytes
+    size: int  # bytes that crossed the link
     seconds: float
 
 
@@ -66,11 +126,17 @@ class Transfer:
     def add(self, copies: Iterable[SegmentCopy]) -> None:
         """Begin more, behind the others. Before the first gate."""
         for copy in copies:
-            self._link.copy(copy.address, copy.host)
+            mark = self._begin(copy)
             self.copies.append(copy)  # whose host bytes must stay until they have been read
-            mark = self._link.mark()
             self._marks.append(mark)
             self._pending[copy.segment] = mark
+
+    def _begin(self, copy: SegmentCopy) -> Mark:
+        payload = copy.payload
+        if isinstance(payload, Compact):
+            return payload.landing.send(self._link, payload.parts)
+        self._link.copy(copy.address, payload)
+        return self._link.mark()
 
     def gate(self, segment: int) -> None:
         """Make what the caller's current stream does next wait for a segment."""
@@ -97,7 +163,7 @@ class Transfer:
         self._marks[-1].wait()
         self._pending = {}
         times = tuple(
-            SegmentTime(copy.segment, copy.host.nbytes, end.seconds_since(start))
+            SegmentTime(copy.segment, copy.link_bytes, end.seconds_since(start))
             for copy, start, end in zip(self.copies, self._marks[:-1], self._marks[1:], strict=True)
         )
         return TransferStats(times, self._marks[-1].seconds_since(self._marks[0]))

@@ -19,9 +19,10 @@ from actors.engine.sizing import CardMemory
 from actors.errors import DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
 from actors.image.attach import attach
 from actors.image.checksum import Checksums
+from actors.image.compressing import decompressor
 from actors.image.gates import SegmentGates
 from actors.image.image import WeightImage
-from actors.image.layout import ImageKey, Layout, Manifest
+from actors.image.layout import Compressed, ImageKey, Layout, Manifest
 from actors.memory.arena import RETRY_SHORT_AFTER_S, DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.memory.cpu_card import CpuCard
@@ -33,7 +34,8 @@ from actors.memory.driver import (
     describe,
     gib,
 )
-from actors.memory.transfer import Transfer, TransferStats
+from actors.memory.landing import LandingRing
+from actors.memory.transfer import Compact, CompactPart, Payload, Transfer, TransferStats
 from actors.protocol import DeviceNow, MemoryChange, MemoryLeft, WakeReport
 
 logger = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ class ModelMemory:
         self.weights_bytes = layout.total_bytes
         self.last_transfer: TransferStats | None = None
         self.last_wake: WakeReport | None = None
-        self._digests = image.manifest.digests
+        self._wanted = image.manifest.checksums
         self._driver = select_driver(device, cpu_card)
         self._may_map = may_map
         self.grows_by_grant = grows_by_grant
@@ -117,6 +119,8 @@ class ModelMemory:
         attach(module, layout, self._weights)
         self._gates = SegmentGates(module, layout)
         self._checksums = Checksums(self.device, len(layout.segments))
+        self._decompress = decompressor(self.device)
+        self._landing = self._landing_for(image.manifest)
         self._link: HostLink | None = None  # of `image`; from `open_link` or the first wake on
         self._arrival: _Arrival | None = None  # of the last wake, until it is settled
         self._graphs = _GraphCost()
@@ -149,12 +153,16 @@ class ModelMemory:
 
     @property
     def mapped_bytes(self) -> int:
-        return self._weights.mapped_bytes + sum(part.mapped_bytes for part in self._scratch())
+        landing = self._landing.mapped_bytes if self._landing is not None else 0
+        scratch = sum(part.mapped_bytes for part in self._scratch())
+        return self._weights.mapped_bytes + scratch + landing
 
     @property
     def wake_bytes(self) -> int:
         """What a wake would take now, with what follows it unasked; 0 while awake."""
         whole = self._weights.size + sum(part.size for part in self._scratch())
+        if self._landing is not None and self._weights.mapped_bytes < self._weights.size:
+            whole += self._landing.size  # for the wake only
         return whole - self._not_asked_for - self.mapped_bytes + self._comes_back_bytes
 
     @property
@@ -257,10 +265,12 @@ class ModelMemory:
         try:
             link = self._link or self.open_link()
             self._weights.map(first)
-            transfer = self._weights.restore(link, {i: image.segment(i) for i in first})
+            if self._landing is not None:
+                self._landing.map()
+            transfer = self._weights.restore(link, {i: self._payload(image, i) for i in first})
             # While the first segment travels, which has the embedding: all that follows takes less time.
             self._weights.map(others)
-            self._weights.restore(link, {i: image.segment(i) for i in others}, transfer)
+            self._weights.restore(link, {i: self._payload(image, i) for i in others}, transfer)
             if self._kv is not None:
                 self._kv.map([0])
             if self.pool is not None:
@@ -271,7 +281,7 @@ class ModelMemory:
         self.sleep_residue = None
         self._arrival = _Arrival(transfer, image.manifest)
         self._gates.install(transfer.gate)
-        copied = sum(copy.host.nbytes for copy in transfer.copies)
+        copied = sum(copy.link_bytes for copy in transfer.copies)
         return MemoryChange(before, self.mapped_bytes, copied)
 
     def abandon_wake(self) -> None:
@@ -320,6 +330,8 @@ class ModelMemory:
             return  # asleep again before it came to that
         arrival, self._arrival = self._arrival, None
         report, corrupted = self._check(arrival.transfer, arrival.manifest)
+        if self._landing is not None:
+            self._landing.unmap()
         self.last_reading = self._driver.memory()
         self.last_wake = report
         logger.info(
@@ -428,8 +440,11 @@ class ModelMemory:
         Raises:
             LayoutMismatch: it holds other weights.
         """
-        if image.manifest.digests != self._digests:
+        if image.manifest.checksums != self._wanted:
             raise LayoutMismatch("the checkpoint changed while the model slept at level 2")
+        if self._landing is not None:
+            self._landing.release()
+        self._landing = self._landing_for(image.manifest)
         self.image = image
 
     def drop_image(self) -> ImageKey | None:
@@ -466,6 +481,26 @@ class ModelMemory:
         assert self._kv is not None
         self._kv.map([0] if self.grows_by_grant else None)
 
+    def _landing_for(self, manifest: Manifest) -> LandingRing | None:
+        parts = [part for parts in manifest.compressed for part in parts]
+        if not parts:
+            return None
+        return LandingRing(self._driver, max(part.stored_size for part in parts))
+
+    def _payload(self, image: WeightImage, segment: int) -> Payload:
+        host, manifest = image.segment(segment), image.manifest
+        parts = manifest.parts(segment)
+        if not parts:
+            return host
+        assert self._landing is not None
+        size = manifest.layout.segments[segment].size
+        return Compact(host, size, [self._part(host, segment, p) for p in parts], self._landing)
+
+    def _part(self, host: memoryview, segment: int, about: Compressed) -> CompactPart:
+        out = self._weights.bytes_of(segment)[about.at : about.at + about.size]
+        stored = host[about.stored_at : about.stored_at + about.stored_size]
+        return CompactPart(stored, lambda landed: self._decompress(landed, about, out))
+
     def _scratch(self) -> Iterator[DeviceArena | AllocatorPool]:
         """What may hold anything after a wake."""
         if self._kv is not None:
@@ -496,6 +531,8 @@ class ModelMemory:
         return after
 
     def _unmap(self, weights: Iterable[int]) -> None:
+        if self._landing is not None:
+            self._landing.unmap()
         self._weights.unmap(weights)
         for part in self._scratch():
             part.unmap()
@@ -505,7 +542,7 @@ class ModelMemory:
         # Not begun at once to wait on the device: a second stream that waits there for the copies takes 5 % of
         # the link from them (H200), in some processes.
         for copy in transfer.arrived():
-            self._checksums.begin(self._weights.bytes_of(copy.segment, copy.host.nbytes))
+            self._checksums.begin(self._weights.bytes_of(copy.segment, copy.size))
         stats = self.last_transfer = transfer.finish()
         arrived_s = time.perf_counter()
         self._gates.remove()
@@ -524,7 +561,7 @@ class ModelMemory:
             link_s=stats.seconds,
             link_gb_per_s=stats.gb_per_s,
             checked_segments=len(found),
-            checked_bytes=stats.size,
+            checked_bytes=sum(copy.size for copy in transfer.copies),
             check_s=checked_s - arrived_s,
             intact=corrupted is None,
         )

@@ -38,6 +38,11 @@ class _WatchedLink:
     def copy(self, address: int, host: memoryview) -> None:
         self._link.copy(address, host)
 
+    def expand(
+        self, address: int, host: memoryview, free: Mark | None, run: Callable[[], None]
+    ) -> Mark:
+        return self._link.expand(address, host, free, run)
+
     def mark(self) -> Mark:
         mark = self._link.mark()
         if self.first is None:

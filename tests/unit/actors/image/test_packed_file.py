@@ -94,7 +94,7 @@ def test_other_version_is_named(
         patch.setattr(packed_file, "FILE_VERSION", 7)
         write_image(path, image.manifest, image.payloads)
         assert read(path) == image.contents
-    with pytest.raises(BadFile, match="its version is 7, and 1 is read"):
+    with pytest.raises(BadFile, match="its version is 7, and 2 is read"):
         read_manifest(path)
 
 

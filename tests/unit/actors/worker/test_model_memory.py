@@ -10,7 +10,7 @@ import torch
 from actors.errors import DeviceMemoryError, DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
 from actors.image.attach import build_on_meta
 from actors.image.image import WeightImage
-from actors.image.layout import Layout, Segment
+from actors.image.layout import Checksum, Layout, Segment
 from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.memory.cpu import CpuDriver, CpuLink
@@ -419,7 +419,7 @@ def test_link_is_opened_once_for_an_image(bench: Bench, monkeypatch: pytest.Monk
 def test_image_of_other_weights_is_refused(bench: Bench) -> None:
     assert bench.memory.drop_image() == bench.image.manifest.key
     assert bench.memory.image is None
-    other = replace(bench.image.manifest, digests=("another",))
+    other = replace(bench.image.manifest, checksums=(Checksum(1, 2),))
     with pytest.raises(LayoutMismatch, match="changed"):
         bench.memory.take_image(WeightImage(other, bench.image.segments, "disk"))
     assert bench.memory.drop_image() is None

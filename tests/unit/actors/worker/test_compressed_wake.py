@@ -1,0 +1,122 @@
+"""A wake from a compressed image: fewer bytes cross the link, the same ones are there."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.checkpoints.making import write_checkpoint
+from actors.errors import WeightsCorrupted
+from actors.image.attach import build_on_meta
+from actors.image.compressing import compress_segment
+from actors.image.image import WeightImage, digest
+from actors.image.obtain import load_from_disk
+from actors.image.packer import checkpoint_dtype, image_key
+from actors.worker.model_memory import ModelMemory
+
+PART_BYTES = 2**20  # several to a segment
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("demo") / "demo", "demo", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def image(checkpoint: Path) -> WeightImage:
+    return load_from_disk(checkpoint, image_key(checkpoint, torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def compressed(image: WeightImage) -> WeightImage:
+    payloads, parts = [], []
+    for index, segment in enumerate(image.segments):
+        whole = torch.frombuffer(bytearray(segment), dtype=torch.uint8)
+        data, about = compress_segment(image.layout, index, whole, PART_BYTES) or (whole, ())
+        payloads.append(memoryview(data.numpy()))
+        parts.append(about)
+    manifest = replace(
+        image.manifest,
+        compressed=tuple(parts),
+        digests=tuple(digest(payload) for payload in payloads),
+    )
+    return WeightImage(manifest, payloads, origin="disk")
+
+
+def memory_of(checkpoint: Path, image: WeightImage) -> ModelMemory:
+    dtype = checkpoint_dtype(checkpoint, "auto")
+    memory = ModelMemory(build_on_meta(checkpoint, dtype), image, 2, "cpu")
+    memory.make_kv_arena([2**16])
+    memory.map()
+    memory.unmap(2)
+    return memory
+
+
+def held(memory: ModelMemory, image: WeightImage) -> list[bytes]:
+    sizes = [segment.size for segment in image.layout.segments]
+    return [bytes(memory._weights.bytes_of(i, size).numpy()) for i, size in enumerate(sizes)]
+
+
+def test_bytes_are_the_same_and_fewer_crossed_the_link(
+    checkpoint: Path, image: WeightImage, compressed: WeightImage
+) -> None:
+    memory = memory_of(checkpoint, compressed)
+    asleep = memory.wake_bytes
+    assert max(len(parts) for parts in compressed.manifest.compressed) > 2
+    for _ in range(2):
+        woke = memory.begin_wake()
+        assert memory.mapped_bytes == asleep  # where compressed bytes land as well
+        memory.settle()
+        assert woke.copied_bytes == compressed.manifest.stored_bytes
+        assert woke.copied_bytes < 0.7 * image.layout.total_bytes
+        assert held(memory, image) == [bytes(segment) for segment in image.segments]
+        report = memory.last_wake
+        assert report is not None
+        assert report.intact
+        assert report.checked_bytes == image.layout.total_bytes
+        assert memory.wake_bytes == 0
+        assert memory.mapped_bytes < asleep
+        memory.unmap(2)
+        assert memory.mapped_bytes == 0
+        assert memory.wake_bytes == asleep
+
+
+def test_kept_layers_are_not_moved(checkpoint: Path, compressed: WeightImage) -> None:
+    memory = memory_of(checkpoint, compressed)
+    memory.begin_wake()
+    memory.settle()
+    memory.unmap(1)
+    woke = memory.begin_wake()
+    memory.settle()
+    kept = sum(compressed.manifest.stored_sizes[i] for i in memory.kept)
+    assert woke.copied_bytes == compressed.manifest.stored_bytes - kept
+
+
+@pytest.mark.parametrize("where", [0.3, 0.9])
+def test_a_changed_byte_fails_the_wake(
+    checkpoint: Path, compressed: WeightImage, where: float
+) -> None:
+    payloads = [bytearray(segment) for segment in compressed.segments]
+    about = compressed.manifest.parts(1)[0]
+    at = about.mantissas_at + int(where * (about.tails_at - about.mantissas_at))
+    payloads[1][at] ^= 1
+    spoilt = WeightImage(compressed.manifest, list(map(memoryview, payloads)), "disk")
+    with pytest.raises(WeightsCorrupted):
+        spoilt.verify()
+    memory = memory_of(checkpoint, spoilt)
+    memory.begin_wake()
+    with pytest.raises(WeightsCorrupted):
+        memory.settle()
+
+
+def test_a_plain_image_may_take_its_place(
+    checkpoint: Path, image: WeightImage, compressed: WeightImage
+) -> None:
+    memory = memory_of(checkpoint, compressed)
+    memory.drop_image()
+    memory.take_image(image)
+    woke = memory.begin_wake()
+    memory.settle()
+    assert woke.copied_bytes == image.layout.total_bytes
+    assert held(memory, image) == [bytes(segment) for segment in image.segments]
