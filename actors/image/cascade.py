@@ -57,7 +57,7 @@ class _Piece:
 
 
 def compress(
-    part: torch.Tensor, tensors: Sequence[tuple[int, int]], at: int = 0, stored_at: int = 0
+    part: torch.Tensor, tensors: Sequence[tuple[int, int]], at: int = 0
 ) -> tuple[torch.Tensor, Compressed]:
     """Compress a segment, or a part of one.
 
@@ -66,10 +66,9 @@ def compress(
         tensors: those that are bfloat16, each with its offset in the part and its size in bytes. In order; offsets are
             multiples of 16.
         at: where the part begins in the segment.
-        stored_at: where the compressed bytes will be in its payload.
 
     Returns:
-        The compressed bytes, on the same device, and where what lies in them.
+        The compressed bytes, on the same device, and where what lies in them, as the first of a payload.
     """
     weights = part.view(torch.int16)
     pieces = sorted(_pieces(weights, tensors), key=lambda piece: piece.ranks is None)
@@ -79,7 +78,7 @@ def compress(
     words = torch.cat([torch.zeros(1, dtype=torch.int64), *(c[:, 1].cpu() for c in counts)])
     starts = words.cumsum(0)
     about = _regions(len(pieces), blocks, coded, int(starts[-1]))
-    about = replace(about, at=at, size=len(part), stored_at=stored_at)
+    about = replace(about, at=at, size=len(part))
     data = part.new_zeros(about.stored_size)
     _write_pieces(data, pieces, counts)
     heads = torch.zeros(blocks + 1, 2, dtype=torch.int32)

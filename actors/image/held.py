@@ -26,6 +26,7 @@ class ImageRequest:
     source: ModelSource  # an absolute path, or a hub's model
     dtype: str  # torch's name, or "auto"
     ttl_s: float | None = None  # how long the image stays without a lessee; None: for good
+    compresses: bool = False  # where that pays
 
     @property
     def checkpoint(self) -> tuple[ModelSource, str]:

@@ -31,11 +31,11 @@ from actors.image.config import HostConfig
 from actors.image.copies import from_file, from_peers
 from actors.image.held import Held, HeldImages, ImageGrant, ImageRequest, Published
 from actors.image.image import WeightImage
-from actors.image.layout import ImageKey, Manifest
+from actors.image.layout import Compressed, ImageKey, Manifest
 from actors.image.lookers import RayLookers, alive
 from actors.image.pull import Peer
 from actors.image.room import HostRoom, MakeRoom
-from actors.image.store import ByteArray, reserve, store_room, was_spilled
+from actors.image.store import ByteArray, ReservedSegment, reserve, store_room, was_spilled
 from actors.protocol import HeldImage, Origin
 from actors.threads import start_apart
 
@@ -332,7 +332,7 @@ class WeightHolder:
                 published = from_peers(self._peers(), self._images, key, make_room)
             if published is None:
                 origin = "disk"
-                published = self._publish(request.model_id, checkpoint, key, make_room)
+                published = self._publish(request, checkpoint, key, make_room)
         grant, segments = published
         now_s = self._now()
         held = Held(grant, segments, origin, request, unused_since_s=now_s, leased_s=now_s)
@@ -369,26 +369,35 @@ class WeightHolder:
         self._is_tidy = wanted == self._wanted
 
     def _publish(
-        self, model_id: str, checkpoint: Path, key: ImageKey, make_room: MakeRoom
+        self, request: ImageRequest, checkpoint: Path, key: ImageKey, make_room: MakeRoom
     ) -> Published:
         started_s = time.monotonic()
-        logger.info("load_model key:%s: loading %s from %s", key, model_id, checkpoint)
+        logger.info("load_model key:%s: loading %s from %s", key, request.model_id, checkpoint)
         dtype = packer.checkpoint_dtype(checkpoint, key.dtype)
         model = packer.load_reference(checkpoint, dtype)
         layout = packer.plan(model)
         make_room(layout.total_bytes)
         store_room().require(layout.total_bytes, self._images.recycled_bytes)
-        segments = [reserve(segment.size) for segment in layout.segments]
-        digests, checksums = packer.pack(model, layout, [s.payload.data for s in segments])
+        compressed: tuple[tuple[Compressed, ...], ...] = ()
+        if request.compresses:
+            segments: list[ReservedSegment] = []
+
+            def reserve_next(size: int) -> memoryview:
+                segments.append(reserve(size))
+                return segments[-1].payload.data
+
+            digests, checksums, compressed = packer.pack_compressed(model, layout, reserve_next)
+        else:
+            segments = [reserve(segment.size) for segment in layout.segments]
+            digests, checksums = packer.pack(model, layout, [s.payload.data for s in segments])
         load_s = time.monotonic() - started_s
-        manifest = Manifest(
-            key, layout, tuple(s.payload_offset for s in segments), digests, checksums
-        )
+        offsets = tuple(s.payload_offset for s in segments)
+        manifest = Manifest(key, layout, offsets, digests, checksums, compressed)
         logger.info(
             "load_model key:%s: published %d tensors, %.2f GiB in %d segments, costed %.2f s",
             key,
             len(layout.tensors),
-            layout.total_bytes / 2**30,
+            manifest.stored_bytes / 2**30,
             len(segments),
             load_s,
         )

@@ -1,5 +1,6 @@
 """A wake from a compressed image: fewer bytes cross the link, the same ones are there."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,11 +32,13 @@ def image(checkpoint: Path) -> WeightImage:
 @pytest.fixture(scope="module")
 def compressed(image: WeightImage) -> WeightImage:
     payloads, parts = [], []
-    for index, segment in enumerate(image.segments):
-        whole = torch.frombuffer(bytearray(segment), dtype=torch.uint8)
-        data, about = compress_segment(image.layout, index, whole, PART_BYTES) or (whole, ())
-        payloads.append(memoryview(data.numpy()))
-        parts.append(about)
+    with ThreadPoolExecutor(2) as threads:
+        for index, segment in enumerate(image.segments):
+            whole = torch.frombuffer(bytearray(segment), dtype=torch.uint8)
+            found = compress_segment(image.layout, index, whole, threads, PART_BYTES)
+            data, about = found or (whole, ())
+            payloads.append(memoryview(data.numpy()))
+            parts.append(about)
     manifest = replace(
         image.manifest,
         compressed=tuple(parts),
