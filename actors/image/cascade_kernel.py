@@ -1,5 +1,8 @@
 """Decompresses what `actors.image.cascade` compressed, on a card, in Triton: one program a block, one thread a row of eight weights.
 
+Whatever the bytes are, nothing is read outside of them and nothing is written outside of the part: what has changed on
+its way gives wrong weights, which their checksum tells.
+
 A thread keeps its row's codes in registers and shifts them out, weight by weight. Where its level-2, level-3 and
 level-4 codes start is a sum over the rows before it: three sums a block.
 """
@@ -25,7 +28,9 @@ def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None
         _decode[(about.blocks,)](
             data,
             out.view(torch.int16),
+            len(out) // 2,
             about.coded_blocks,
+            about.stored_size,
             about.heads_at,
             about.codes_at,
             about.mantissas_at,
@@ -37,11 +42,13 @@ def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None
         )
 
 
-@triton.jit(do_not_specialize=["coded_blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["weights", "coded_blocks", "size"])  # type: ignore[untyped-decorator]
 def _decode(  # type: ignore[no-untyped-def]
     data,
     out,
+    weights,
     coded_blocks,
+    size,
     heads_at,
     codes_at,
     mantissas_at,
@@ -52,32 +59,40 @@ def _decode(  # type: ignore[no-untyped-def]
 ):
     block = tl.program_id(0)
     head = (data + heads_at).to(tl.pointer_type(tl.int32)) + 2 * block
-    start, about, stop = tl.load(head), tl.load(head + 1), tl.load(head + 2)
-    piece = data + (about >> 16) * PIECE_BYTES
-    bounds = piece.to(tl.pointer_type(tl.int64))
+    words = (size - tails_at) // 4 - 1  # the last one
+    start, about = tl.load(head), tl.load(head + 1)
+    start = tl.minimum(tl.maximum(start, 0), words)
+    stop = tl.minimum(tl.maximum(tl.load(head + 2), 0), words)
+    piece = tl.minimum(tl.maximum(about >> 16, 0), heads_at // PIECE_BYTES - 1) * PIECE_BYTES
+    bounds = (data + piece).to(tl.pointer_type(tl.int64))
     first = tl.load(bounds) + block.to(tl.int64) * BLOCK
-    left = tl.minimum(tl.load(bounds + 1) - first, BLOCK).to(tl.int32)
+    first = tl.minimum(tl.maximum(first, 0), weights.to(tl.int64))
+    end = tl.minimum(tl.maximum(tl.load(bounds + 1), 0), weights.to(tl.int64))
     tails = data + tails_at
     tail = tails.to(tl.pointer_type(tl.uint32)) + start
     if block < coded_blocks:
+        first, end = first // ROW * ROW, end // ROW * ROW  # which they are
         _decode_rows(
             data,
-            ((about >> 16) * PIECE_BYTES + 16).to(tl.uint32),
+            (piece + 16).to(tl.uint32),
             data + codes_at + block.to(tl.int64) * (BLOCK // 4),
             data + mantissas_at + block.to(tl.int64) * BLOCK,
             tail,
+            words - start,
             tails_at + 4 * stop.to(tl.int64) - 1,
+            (size - 1).to(tl.uint32),
             2 * (about & 0xFFFF),
             # A coded piece starts at a multiple of a row: said, so that stores are as wide.
             out + tl.multiple_of(first, ROW),
-            left,
+            tl.minimum(end - first, BLOCK).to(tl.int32),
             BLOCK,
             ROW,
         )
     else:
         at = tl.arange(0, BLOCK)
-        raw = tl.load(tail.to(tl.pointer_type(tl.int16)) + at, mask=at < left)
-        tl.store(out + first + at, raw, mask=at < left)
+        there = (at < end - first) & (at < 2 * (words - start) + 2)
+        raw = tl.load(tail.to(tl.pointer_type(tl.int16)) + at, mask=there)
+        tl.store(out + first + at, raw, mask=there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -87,7 +102,9 @@ def _decode_rows(  # type: ignore[no-untyped-def]
     codes,
     mantissas,
     tail,
-    last,
+    last_word,
+    last_byte_4,
+    last_byte,
     bits_2,
     out,
     left,
@@ -98,42 +115,44 @@ def _decode_rows(  # type: ignore[no-untyped-def]
     bytes_of_row = tl.load(mantissas.to(tl.pointer_type(tl.uint64)) + row)
     one = tl.load(codes.to(tl.pointer_type(tl.uint16)) + row).to(tl.uint32)
     count = _escapes_of_2(one)
-    two = _codes(tail, 2 * (tl.cumsum(count) - count), count, 2)
+    two = _codes(tail, last_word, 2 * (tl.cumsum(count) - count), count, 2)
     count = _escapes_of_2(two)
-    three = _codes(tail, bits_2 + 3 * (tl.cumsum(count) - count), count, 3)
+    three = _codes(tail, last_word, bits_2 + 3 * (tl.cumsum(count) - count), count, 3)
     count = _escapes_of_3(three)
     # Level 4 lies behind the end of what `uint32` reaches in no segment: tails are below 4 GiB.
-    four = (last - (tl.cumsum(count) - count)).to(tl.uint32)
+    four = (last_byte_4 - (tl.cumsum(count) - count)).to(tl.uint32)
     # Bits 16 and up say which level-1 codes go on; levels 2 and 3 move to where the table has them.
     one = one | (one & (one >> 1) & 0x5555) << 16
     two, three = two << 2, three << 4
     low, high = bytes_of_row.to(tl.uint32), (bytes_of_row >> 32).to(tl.uint32)
-    a, one, two, three, four = _two(data, table, low, one, two, three, four)
-    b, one, two, three, four = _two(data, table, low >> 16, one, two, three, four)
-    c, one, two, three, four = _two(data, table, high, one, two, three, four)
-    d, one, two, three, four = _two(data, table, high >> 16, one, two, three, four)
+    a, one, two, three, four = _two(data, table, last_byte, low, one, two, three, four)
+    b, one, two, three, four = _two(data, table, last_byte, low >> 16, one, two, three, four)
+    c, one, two, three, four = _two(data, table, last_byte, high, one, two, three, four)
+    d, one, two, three, four = _two(data, table, last_byte, high >> 16, one, two, three, four)
     words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // ROW, ROW // 2)
     at = row[:, None] * (ROW // 2) + tl.arange(0, ROW // 2)[None, :]
     tl.store(out.to(tl.pointer_type(tl.uint32)) + at, words, mask=(row * ROW < left)[:, None])
 
 
 @triton.jit
-def _two(data, table, mantissas, one, two, three, four):  # type: ignore[no-untyped-def]
+def _two(data, table, last_byte, mantissas, one, two, three, four):  # type: ignore[no-untyped-def]
     """The next two weights of each row as one word, and what is left of its codes."""
-    a, one, two, three, four = _exponent(data, table, one, two, three, four)
-    b, one, two, three, four = _exponent(data, table, one, two, three, four)
+    a, one, two, three, four = _exponent(data, table, last_byte, one, two, three, four)
+    b, one, two, three, four = _exponent(data, table, last_byte, one, two, three, four)
     spread = (mantissas & 0xFF) | ((mantissas & 0xFF00) << 8)
     signs = (spread & 0x00800080) * 255  # moves each from bit 7 to bit 15
     return spread + signs + (a + (b << 16)) * 128, one, two, three, four
 
 
 @triton.jit
-def _exponent(data, table, one, two, three, four):  # type: ignore[no-untyped-def]
+def _exponent(data, table, last_byte, one, two, three, four):  # type: ignore[no-untyped-def]
     """The next exponent of each row. `four` is where its next level-4 byte lies, in `data`."""
     code = (one & 3) | (two & 0xFFFFFFFC)
     code = ((code & 15) | (three & 0xFFFFFFF0)) & 127
     in_two, in_three, in_four = (one & 0x10000) != 0, (code & 15) == 15, code == 127
-    exponent = tl.load(data + tl.where(in_four, four, table + code)).to(tl.uint32)
+    # What lies below the bytes, too, is a large number here.
+    at = tl.minimum(tl.where(in_four, four, table + code), last_byte)
+    exponent = tl.load(data + at).to(tl.uint32)
     return (
         exponent,
         one >> 2,
@@ -144,10 +163,12 @@ def _exponent(data, table, one, two, three, four):  # type: ignore[no-untyped-de
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _codes(words, bit, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _codes(tail, last_word, bit, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """So many codes from that bit on, the first lowest; 0 above them."""
-    low = tl.load(words + (bit >> 5), mask=count > 0, other=0).to(tl.uint64)
-    high = tl.load(words + (bit >> 5) + 1, mask=count > 0, other=0).to(tl.uint64)
+    word = bit >> 5
+    there = (count > 0) & (word < last_word)
+    low = tl.load(tail + word, mask=there, other=0).to(tl.uint64)
+    high = tl.load(tail + word + 1, mask=there, other=0).to(tl.uint64)
     found = (((high << 32) | low) >> (bit & 31).to(tl.uint64)).to(tl.uint32)
     return found & ((1 << (WIDTH * count).to(tl.uint32)) - 1)
 

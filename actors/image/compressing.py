@@ -1,47 +1,87 @@
 """Segments of an image, compressed part by part, where that pays."""
 
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from actors.image import cascade
+from actors.image.image import WeightImage
 from actors.image.layout import Compressed, Layout, TensorSlot
 
 # Of a segment: what lands on the device at once. Smaller ones have more launches, larger ones need more room there.
 PART_BYTES = 64 * 2**20
-_MOST_STORED = 0.95  # of a segment's bytes: else it is kept as it is
+MOST_STORED = 0.95  # of a segment's bytes: else it is kept as it is
 
 
 def compress_segment(
     layout: Layout,
     index: int,
-    whole: torch.Tensor,
-    threads: Executor,
+    payload: memoryview,
+    device: torch.device,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
     part_bytes: int = PART_BYTES,
 ) -> tuple[torch.Tensor, tuple[Compressed, ...]] | None:
-    """The compressed bytes of a segment and what its parts are; None if that does not pay.
+    """The compressed bytes of a segment, in host memory, and what its parts are; None if that does not pay.
 
     Args:
-        whole: the segment, uint8, on any device.
-        threads: compress a part each.
+        payload: the segment.
+        device: where it is done, part by part.
+        around: entered for each part; what it raises ends it.
         part_bytes: a multiple of 16.
     """
     slots = [slot for slot in layout.stored() if slot.segment == index]
     if not any(slot.dtype == "bfloat16" for slot in slots):
         return None
-    starts = range(0, len(whole), part_bytes)
-    found = threads.map(partial(_compress_part, whole, slots, part_bytes), starts)
+    whole = np.frombuffer(payload, dtype=np.uint8)
     stored, data, abouts = 0, [], []
-    for piece, about in found:
-        data.append(piece)
+    for at in range(0, len(whole), part_bytes):
+        with around():
+            # Copied, because torch has no tensors that may not be written.
+            part = torch.from_numpy(whole[at : at + part_bytes].copy()).to(device)
+            piece, about = cascade.compress(part, list(_within(slots, at, len(part))), at)
+            data.append(piece.cpu())
         abouts.append(replace(about, stored_at=stored))
         stored += len(piece)
-    if stored > _MOST_STORED * len(whole):
+    if stored > MOST_STORED * len(whole):
         return None
     return torch.cat(data), tuple(abouts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What compressing a part of an image has shown."""
+
+    stored: float  # bytes for each byte
+    seconds: float  # for each byte
+
+
+def try_a_part(
+    image: WeightImage,
+    device: torch.device,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Sample:
+    """Compress some of the largest segment; arguments as of `compress_segment`."""
+    sizes = [segment.size for segment in image.layout.segments]
+    index = sizes.index(max(sizes))
+    payload = image.segment(index)[:PART_BYTES]
+    took_s = 0.0
+
+    @contextmanager
+    def timed() -> Iterator[None]:
+        nonlocal took_s
+        with around():
+            began_s = time.perf_counter()
+            yield
+            took_s = time.perf_counter() - began_s
+
+    for _ in range(2):  # the first time on a device, kernels are loaded
+        found = compress_segment(image.layout, index, payload, device, timed)
+    stored = 1.0 if found is None else len(found[0]) / len(payload)
+    return Sample(stored, took_s / len(payload))
 
 
 def decompressor(
@@ -53,13 +93,6 @@ def decompressor(
     from actors.image.cascade_kernel import decompress  # Triton is there where a GPU is
 
     return decompress
-
-
-def _compress_part(
-    whole: torch.Tensor, slots: list[TensorSlot], part_bytes: int, at: int
-) -> tuple[torch.Tensor, Compressed]:
-    part = whole[at : at + part_bytes]
-    return cascade.compress(part, list(_within(slots, at, len(part))), at)
 
 
 def _within(slots: list[TensorSlot], at: int, size: int) -> Iterator[tuple[int, int]]:

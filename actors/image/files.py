@@ -95,6 +95,12 @@ class ImageFiles:
             return False
         return True
 
+    def forget(self, key: ImageKey) -> None:
+        """Delete its file, if there is one: it has other bytes than the image now."""
+        path = self.path(key)
+        if path.is_file():
+            _delete(path)
+
     def keep_only(self, keys: Collection[ImageKey]) -> None:
         """Delete the files of all other keys, and what a process that ended has left unfinished."""
         wanted = {self.path(key) for key in keys}
@@ -112,7 +118,11 @@ class ImageFiles:
 
     def _give_up(self, path: Path, why: Exception) -> None:
         logger.warning("%s is deleted, and made again from the checkpoint: %s", path, why)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as exc:
-            logger.warning("%s cannot be deleted: %s", path, exc)
+        _delete(path)
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as exc:
+        logger.warning("%s cannot be deleted: %s", path, exc)

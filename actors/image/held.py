@@ -1,5 +1,6 @@
 """The images that a holder has in the object store of its node, and who looks at them."""
 
+import dataclasses
 import logging
 import threading
 from collections import Counter
@@ -26,7 +27,6 @@ class ImageRequest:
     source: ModelSource  # an absolute path, or a hub's model
     dtype: str  # torch's name, or "auto"
     ttl_s: float | None = None  # how long the image stays without a lessee; None: for good
-    compresses: bool = False  # where that pays
 
     @property
     def checkpoint(self) -> tuple[ModelSource, str]:
@@ -105,6 +105,20 @@ class HeldImages:
         with self._lock:
             self._images[key] = held
             self.recycled_bytes = max(0, self.recycled_bytes - held.size)
+
+    def replace(self, key: ImageKey, held: Held, published: Published) -> bool:
+        """Have another copy of an image in its place, with the same lessees; False if it has gone.
+
+        Who looks at the one before does so until it leases the image again.
+        """
+        grant, segments = published
+        with self._lock:
+            if self._images.get(key) is not held:
+                return False
+            # The same dict of lessees: one that takes the earlier grant just now is in both.
+            other = self._images[key] = dataclasses.replace(held, grant=grant, segments=segments)
+            self.recycled_bytes = max(0, self.recycled_bytes - other.size)
+        return True
 
     def lease(
         self, held: Held, request: ImageRequest, lessee: str, worker: Any, now_s: float

@@ -27,15 +27,16 @@ from actors.checkpoints.errors import DownloadError
 from actors.checkpoints.source import ModelSource
 from actors.errors import HostMemoryFull, ImageMissing, LayoutMismatch, WeightsCorrupted
 from actors.image import packer
+from actors.image.compression import ActorCompressor, compressed
 from actors.image.config import HostConfig
 from actors.image.copies import from_file, from_peers
 from actors.image.held import Held, HeldImages, ImageGrant, ImageRequest, Published
 from actors.image.image import WeightImage
-from actors.image.layout import Compressed, ImageKey, Manifest
+from actors.image.layout import ImageKey, Manifest
 from actors.image.lookers import RayLookers, alive
 from actors.image.pull import Peer
 from actors.image.room import HostRoom, MakeRoom
-from actors.image.store import ByteArray, ReservedSegment, reserve, store_room, was_spilled
+from actors.image.store import ByteArray, reserve, store_room, was_spilled
 from actors.protocol import HeldImage, Origin
 from actors.threads import start_apart
 
@@ -119,6 +120,7 @@ class WeightHolder:
         self._one_loads = threading.Lock()  # the store is filled by one at a time
         self._load_timeout_s = load_timeout_s
         self._wanted = Wanted()
+        self._compressing: set[ImageKey] = set()
         self._is_tidy = False  # the files on disk are of models that are wanted
         self._tidying: Future[None] | None = None
         self._unwanted: set[tuple[ModelSource, str]] = set()  # that were wanted
@@ -233,6 +235,36 @@ class WeightHolder:
         logger.warning("image %s is intact here; whoever read something else has to look", key)
         return False
 
+    async def compress(self, key: ImageKey, worker: Any) -> bool:
+        """Have an image compressed by a worker that looks at it; whether the next `acquire` gets it so.
+
+        Args:
+            worker: see ActorCompressor.
+        """
+        held = self._images.get(key)
+        if held is None or key in self._compressing:
+            return False
+        if held.grant.manifest.compressed:
+            return True
+        self._compressing.add(key)
+        try:
+            published = await asyncio.to_thread(self._compress, held, worker)
+        except Exception as exc:  # noqa: BLE001  # whatever it was, the image is there as it was
+            logger.info("image %s is not compressed now: %s: %s", key, type(exc).__name__, exc)
+            return False
+        finally:
+            self._compressing.discard(key)
+        if not self._images.replace(key, held, published):
+            return False
+        if (files := self._room.files) is not None:
+            await asyncio.to_thread(files.forget, key)  # it has the other bytes
+        return True
+
+    def _compress(self, held: Held, worker: Any) -> Published:
+        key = held.grant.manifest.key
+        with self._room.for_a_load(key, evicts=False) as make_room:
+            return compressed(held, ActorCompressor(worker), make_room, self._images.recycled_bytes)
+
     async def lend(self, key: ImageKey) -> Manifest | None:
         """For another node's holder: what `segment` has; None if there is nothing.
 
@@ -241,15 +273,18 @@ class WeightHolder:
         held = self._images.get(key)
         return None if held is None else held.grant.manifest
 
-    async def segment(self, key: ImageKey, index: int) -> ByteArray:
+    async def segment(self, key: ImageKey, index: int, digest: str) -> ByteArray:
         """For another node's holder: the bytes of one segment.
 
+        Args:
+            digest: as `lend` has told it.
+
         Raises:
-            ImageMissing: the image has gone meanwhile.
+            ImageMissing: the image has gone meanwhile, or was compressed.
         """
         held = self._images.get(key)
-        if held is None:
-            raise ImageMissing(f"image {key} is no longer here")
+        if held is None or held.grant.manifest.digests[index] != digest:
+            raise ImageMissing(f"image {key} is no longer here as it was lent")
         manifest, source = held.grant.manifest, held.segments[index]
         size = manifest.stored_sizes[index]
         self._counts.lent_bytes += size
@@ -332,7 +367,7 @@ class WeightHolder:
                 published = from_peers(self._peers(), self._images, key, make_room)
             if published is None:
                 origin = "disk"
-                published = self._publish(request, checkpoint, key, make_room)
+                published = self._publish(request.model_id, checkpoint, key, make_room)
         grant, segments = published
         now_s = self._now()
         held = Held(grant, segments, origin, request, unused_since_s=now_s, leased_s=now_s)
@@ -369,35 +404,26 @@ class WeightHolder:
         self._is_tidy = wanted == self._wanted
 
     def _publish(
-        self, request: ImageRequest, checkpoint: Path, key: ImageKey, make_room: MakeRoom
+        self, model_id: str, checkpoint: Path, key: ImageKey, make_room: MakeRoom
     ) -> Published:
         started_s = time.monotonic()
-        logger.info("load_model key:%s: loading %s from %s", key, request.model_id, checkpoint)
+        logger.info("load_model key:%s: loading %s from %s", key, model_id, checkpoint)
         dtype = packer.checkpoint_dtype(checkpoint, key.dtype)
         model = packer.load_reference(checkpoint, dtype)
         layout = packer.plan(model)
         make_room(layout.total_bytes)
         store_room().require(layout.total_bytes, self._images.recycled_bytes)
-        compressed: tuple[tuple[Compressed, ...], ...] = ()
-        if request.compresses:
-            segments: list[ReservedSegment] = []
-
-            def reserve_next(size: int) -> memoryview:
-                segments.append(reserve(size))
-                return segments[-1].payload.data
-
-            digests, checksums, compressed = packer.pack_compressed(model, layout, reserve_next)
-        else:
-            segments = [reserve(segment.size) for segment in layout.segments]
-            digests, checksums = packer.pack(model, layout, [s.payload.data for s in segments])
+        segments = [reserve(segment.size) for segment in layout.segments]
+        digests, checksums = packer.pack(model, layout, [s.payload.data for s in segments])
         load_s = time.monotonic() - started_s
-        offsets = tuple(s.payload_offset for s in segments)
-        manifest = Manifest(key, layout, offsets, digests, checksums, compressed)
+        manifest = Manifest(
+            key, layout, tuple(s.payload_offset for s in segments), digests, checksums
+        )
         logger.info(
             "load_model key:%s: published %d tensors, %.2f GiB in %d segments, costed %.2f s",
             key,
             len(layout.tensors),
-            manifest.stored_bytes / 2**30,
+            layout.total_bytes / 2**30,
             len(segments),
             load_s,
         )

@@ -98,6 +98,7 @@ class HolderClient(Protocol):
     ) -> ImageGrant: ...
     async def release(self, key: ImageKey, lessee: str) -> bool: ...
     async def recheck(self, key: ImageKey) -> bool: ...
+    async def compress(self, key: ImageKey, worker: Any) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,16 @@ class FastLoad:
                 await self.holder.release(key, self.lessee)
         except Exception as exc:  # noqa: BLE001  # the views are gone; the lease ends with us
             logger.warning("could not release image %s: %s: %s", key, type(exc).__name__, exc)
+
+    async def compress(self, key: ImageKey) -> bool:
+        """Have the holder's image compressed by this worker; whether the next `obtain` gets it so."""
+        if self.holder is None or self.worker is None:
+            return False
+        try:
+            return await self.holder.compress(key, self.worker)
+        except Exception as exc:  # noqa: BLE001  # the image is there as it was
+            logger.warning("image %s is not compressed: %s: %s", key, type(exc).__name__, exc)
+            return False
 
     async def _fast(self, key: ImageKey) -> tuple[WeightImage | None, ImageSource, Path | None]:
         """The image, or why there is none, and then a file that has it packed."""

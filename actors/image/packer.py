@@ -2,11 +2,9 @@
 
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +17,9 @@ from actors.checkpoints.directory import CONFIG_NAME, INDEX_NAME, unsupported_we
 from actors.checkpoints.variants import VARIANT_FILE, steps, variant_of
 from actors.errors import LayoutMismatch
 from actors.image.checksum import checksum
-from actors.image.compressing import compress_segment
 from actors.image.decoder_layers import decoder_layers
 from actors.image.image import digest
-from actors.image.layout import (
-    Checksum,
-    Compressed,
-    ImageKey,
-    Layout,
-    Segment,
-    TensorKind,
-    TensorSlot,
-    align,
-)
-from actors.image.store import ByteArray
+from actors.image.layout import Checksum, ImageKey, Layout, Segment, TensorKind, TensorSlot, align
 
 logger = logging.getLogger(__name__)
 
@@ -185,64 +172,26 @@ def pack(
     Returns:
         Per segment: its digest, and the checksum that a device will compute of it.
     """
-    fill = _filler(model, layout)
-    report = _progress(layout)
-    digests: list[str] = []
-    checksums: list[Checksum] = []
-    for index, target in enumerate(targets):
-        checksums.append(fill(index, np.frombuffer(target, dtype=np.uint8)))
-        digests.append(digest(target))
-        report(len(digests))
-    return tuple(digests), tuple(checksums)
-
-
-def pack_compressed(
-    model: PreTrainedModel, layout: Layout, reserve: Callable[[int], memoryview]
-) -> tuple[tuple[str, ...], tuple[Checksum, ...], tuple[tuple[Compressed, ...], ...]]:
-    """As `pack`, of bytes that are compressed where that pays.
-
-    Args:
-        reserve: gives a writable buffer of that size for the next segment.
-
-    Returns:
-        As `pack`, and what the parts of each segment are.
-    """
-    fill = _filler(model, layout)
-    report = _progress(layout)
-    digests: list[str] = []
-    checksums: list[Checksum] = []
-    compressed: list[tuple[Compressed, ...]] = []
-    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compress") as threads:
-        for index, segment in enumerate(layout.segments):
-            whole = torch.empty(segment.size, dtype=torch.uint8)
-            checksums.append(fill(index, whole.numpy()))
-            data, parts = compress_segment(layout, index, whole, threads) or (whole, ())
-            target = reserve(len(data))
-            np.copyto(np.frombuffer(target, dtype=np.uint8), data.numpy())
-            digests.append(digest(target))
-            compressed.append(parts)
-            report(len(digests))
-    return tuple(digests), tuple(checksums), tuple(compressed)
-
-
-def _filler(model: PreTrainedModel, layout: Layout) -> Callable[[int, ByteArray], Checksum]:
-    """A function that writes a segment's bytes, gaps as zeros, and tells what a device will compute of them."""
     tensors = {name: tensor for name, _, tensor in _tensors(model)}
     by_segment: list[list[TensorSlot]] = [[] for _ in layout.segments]
     for slot in layout.stored():
         by_segment[slot.segment].append(slot)
-
-    def fill(index: int, out: ByteArray) -> Checksum:
+    report = _progress(layout)
+    digests: list[str] = []
+    checksums: list[Checksum] = []
+    for slots, target in zip(by_segment, targets, strict=True):
+        out = np.frombuffer(target, dtype=np.uint8)
         end = 0
-        for slot in by_segment[index]:
+        for slot in slots:
             out[end : slot.offset] = 0
             end = slot.offset + slot.size
             source = tensors[slot.name].detach().reshape(-1).view(torch.uint8).numpy()
             np.copyto(out[slot.offset : end], source)
         out[end:] = 0
-        return checksum(torch.from_numpy(out))
-
-    return fill
+        digests.append(digest(target))
+        checksums.append(checksum(torch.from_numpy(out)))
+        report(len(digests))
+    return tuple(digests), tuple(checksums)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, TensorKind, torch.Tensor]]:

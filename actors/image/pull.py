@@ -26,7 +26,7 @@ class Peer(Protocol):
     @property
     def name(self) -> str: ...
     def lend(self, key: ImageKey) -> Manifest | None: ...
-    def segment(self, key: ImageKey, index: int) -> ByteArray: ...
+    def segment(self, key: ImageKey, index: int, digest: str) -> ByteArray: ...
     def recheck(self, key: ImageKey) -> bool: ...
 
 
@@ -47,9 +47,9 @@ class ActorPeer:
         )
         return lent
 
-    def segment(self, key: ImageKey, index: int) -> ByteArray:
+    def segment(self, key: ImageKey, index: int, digest: str) -> ByteArray:
         payload: ByteArray = ray.get(
-            self._actor.segment.remote(key, index), timeout=self._segment_timeout_s
+            self._actor.segment.remote(key, index, digest), timeout=self._segment_timeout_s
         )
         return payload
 
@@ -78,7 +78,7 @@ def pull(lent: Manifest, peer: Peer, recycled_bytes: int) -> tuple[Manifest, lis
     own = [reserve(size) for size in sizes]
 
     def copy(index: int) -> None:
-        np.copyto(own[index].payload, peer.segment(lent.key, index))
+        np.copyto(own[index].payload, peer.segment(lent.key, index, lent.digests[index]))
         found = digest(own[index].payload.data)
         if found != lent.digests[index]:
             raise WeightsCorrupted(

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from actors.image.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
-from actors.worker.model_memory import ModelMemory
+from actors.memory.driver import HostLink
+from actors.worker.model_memory import ModelMemory, PreparedImage
 
 
 class ImageNeed:
@@ -21,6 +22,7 @@ class ImageNeed:
         self,
         memory: ModelMemory,
         take: Callable[[WeightImage], Awaitable[None]],
+        exchange: Callable[[PreparedImage], Awaitable[HostLink | None]],
         drop: Callable[[], Awaitable[ImageKey | None]],
         reload: Callable[[], Awaitable[WeightImage]],
         release: Callable[[ImageKey], Awaitable[None]],
@@ -30,6 +32,7 @@ class ImageNeed:
         Args:
             memory: whose image it is.
             take: `ModelMemory.take_image`, where memory may be moved.
+            exchange: `ModelMemory.exchange`, likewise.
             drop: `ModelMemory.drop_image`, likewise.
             reload: gets the image again after it was dropped.
             release: told when a level 2 sleep drops it.
@@ -38,6 +41,7 @@ class ImageNeed:
         self._needed_s = 0.0  # when it was last needed, once it is not
         self._memory = memory
         self._take = take
+        self._exchange = exchange
         self._drop = drop
         self._reload = reload
         self._release = release
@@ -66,6 +70,24 @@ class ImageNeed:
                 return False
             await self._take(await self._reload())
             return True
+
+    async def renew(self) -> bool:
+        """Look at the image as the holder has it now; False if this is no time for it.
+
+        Raises:
+            Unavailable: it cannot be had now.
+        """
+        if self._memory.image is None or self.need is Need.CHANGING:
+            return False
+        image = await self._reload()
+        prepared = await asyncio.to_thread(self._memory.prepare, image)
+        async with self._lock:
+            left = await self._exchange(prepared)
+        if (
+            left is not None
+        ):  # beside the event loop, and beside a wake: to unpin 15 GB takes a while
+            await asyncio.to_thread(left.close)
+        return left is not prepared.link
 
     async def drop_asleep(self, level: int) -> None:
         """Behind a sleep, if it is not to be kept."""

@@ -55,6 +55,14 @@ class _Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image whose pages are pinned."""
+
+    image: WeightImage
+    link: HostLink
+
+
+@dataclass(frozen=True, slots=True)
 class _GraphCost:
     """What the engine's graphs hold while the model sleeps, in bytes."""
 
@@ -440,8 +448,37 @@ class ModelMemory:
         Raises:
             LayoutMismatch: it holds other weights.
         """
+        self._require_same(image)
+        self._set_image(image)
+
+    def prepare(self, image: WeightImage) -> "PreparedImage":
+        """Pin another copy of the same weights, for `exchange`. Any thread may call, whatever is under way.
+
+        Raises:
+            LayoutMismatch: it holds other weights.
+            DeviceMemoryError: the driver refused.
+        """
+        self._require_same(image)
+        return PreparedImage(image, self._driver.open_link(image.segments))
+
+    def exchange(self, prepared: "PreparedImage") -> HostLink | None:
+        """Use that image from now on in the place of the one that is there.
+
+        Returns:
+            The link of the one before, to be closed; `prepared`'s own if this is no time for it: a wake is not
+            settled, or there is no image.
+        """
+        if self._arrival is not None or self.image is None:
+            return prepared.link
+        before, self._link = self._link, prepared.link
+        self._set_image(prepared.image)
+        return before
+
+    def _require_same(self, image: WeightImage) -> None:
         if image.manifest.checksums != self._wanted:
             raise LayoutMismatch("the checkpoint changed while the model slept at level 2")
+
+    def _set_image(self, image: WeightImage) -> None:
         if self._landing is not None:
             self._landing.release()
         self._landing = self._landing_for(image.manifest)

@@ -38,6 +38,8 @@ from actors.errors import (
 )
 from actors.image import packer
 from actors.image.attach import build_on_meta
+from actors.image.compression import CompressedSegment
+from actors.image.config import Compression
 from actors.image.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
@@ -47,6 +49,7 @@ from actors.protocol import DeviceNow, Grammar, MemoryChange, WakeReport
 from actors.text.codec import TextCodec
 from actors.threads import ControlThread
 from actors.worker.compilation import BackgroundCompilation
+from actors.worker.compression import ImageCompression
 from actors.worker.image_need import ImageNeed
 from actors.worker.kv_demand import KvDemand
 from actors.worker.messages import (
@@ -184,9 +187,13 @@ class ModelWorker:
         self._image = ImageNeed(
             self.memory,
             lambda image: self._on_control(self.memory.take_image, image),
+            lambda prepared: self._on_control(self.memory.exchange, prepared),
             lambda: self._on_control(self._residency.drop_image),
             reload_image,
             release_image,
+        )
+        self._compression = ImageCompression(
+            self.memory, self._image, self._residency.begin_trimming, self._is_busy
         )
         self._image.not_needed()
 
@@ -297,6 +304,16 @@ class ModelWorker:
         """See ImageNeed."""
         return await self._image.let_go(key)
 
+    async def compress_image(
+        self, how: Compression, compress: Callable[[ImageKey], Awaitable[bool]]
+    ) -> None:
+        """See ImageCompression.run."""
+        await self._compression.run(how, compress)
+
+    async def compressed_segment(self, key: ImageKey, index: int) -> CompressedSegment | None:
+        """See ImageCompression.segment. Asked by the holder of the image."""
+        return await asyncio.to_thread(self._compression.segment, key, index)
+
     async def grow_kv(self, granted: bool) -> int:
         """Map what it said it is short of, if that was granted; how many parts came.
 
@@ -372,6 +389,7 @@ class ModelWorker:
         self._watchdog.close()
         self._residency.close()
         self._compilation.close()
+        self._compression.close()
         self._submissions.close()
         last = self._control.submit(self._stop)
         self._control.shutdown(wait=False)
@@ -442,9 +460,9 @@ class ModelWorker:
         change = self._residency.sleep(2 if deep else level)  # no layer is kept in a deep one
         if not deep or change.deep:
             return change
-        # Who compiles uses the device, and would wait for the wake.
-        if not self._compilation.keep_off():
-            logger.info("not a deep sleep: layers are being compiled")
+        # Who uses the device would wait for the wake.
+        if not self._keep_others_off():
+            logger.info("not a deep sleep: layers are being compiled, or the image is")
             return change
         used = self.memory.last_reading.used
         if self._residency.suspend_process():
@@ -453,14 +471,26 @@ class ModelWorker:
             return replace(
                 change, deep=True, released_bytes=released, left=self.memory.sleep_residue
             )
-        self._compilation.let_go_on()
+        self._let_others_go_on()
         return change
 
     def _resume(self) -> bool:
         resumed = self._residency.resume_process()
         if resumed:
-            self._compilation.let_go_on()
+            self._let_others_go_on()
         return resumed
+
+    def _keep_others_off(self) -> bool:
+        if not self._compilation.keep_off():
+            return False
+        if self._compression.keep_off():
+            return True
+        self._compilation.let_go_on()
+        return False
+
+    def _let_others_go_on(self) -> None:
+        self._compression.let_go_on()
+        self._compilation.let_go_on()
 
     def _is_busy(self) -> bool:
         stats = self._engine.stats()

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from actors.image.held import ImageRequest, Published
+from actors.image.held import Published
 from actors.image.holder import WeightHolder
 from actors.image.layout import ImageKey
 from actors.image.packer import checkpoint_dtype, image_key
@@ -64,9 +64,9 @@ class CountingHolder(WeightHolder):
         return Loads(self._loads, read_from_disk(), self._seconds)
 
     def _publish(
-        self, request: ImageRequest, checkpoint: Path, key: ImageKey, make_room: MakeRoom
+        self, model_id: str, checkpoint: Path, key: ImageKey, make_room: MakeRoom
     ) -> Published:
-        grant, segments = super()._publish(request, checkpoint, key, make_room)
+        grant, segments = super()._publish(model_id, checkpoint, key, make_room)
         self._loads += 1
         self._seconds += grant.load_s
         return grant, segments

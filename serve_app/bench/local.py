@@ -192,6 +192,9 @@ class HolderActor:
     async def recheck(self, key: ImageKey) -> bool:
         return bool(await self.actor.recheck.remote(key))
 
+    async def compress(self, key: ImageKey, worker: Any) -> bool:
+        return bool(await self.actor.compress.remote(key, worker))
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

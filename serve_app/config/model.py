@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from actors.card.config import CardConfig, SharingConfig
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
+from actors.image.config import ImageConfig
 from actors.replica.sleep_config import SleepConfig
 from actors.text.message_form import ChatConfig
 from actors.worker.watchdog import WatchdogConfig
@@ -58,6 +59,9 @@ class ModelConfig(BaseModel):
     watchdog: WatchdogConfig = Field(
         default_factory=WatchdogConfig,
         description="When a device that does not answer has its worker replaced.",
+    )
+    image: ImageConfig = Field(
+        default_factory=ImageConfig, description="What its weights are in the memory of a host."
     )
     chat: ChatConfig = Field(
         default_factory=ChatConfig, description="What the model's messages are made of."

@@ -195,6 +195,7 @@ class ModelReplica:
             engine=engine,
             keep_layers=config.sleep.keep_layers,
             watchdog=config.watchdog,
+            compression=config.image.compression,
             lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
             cpu_card=cpu_card_of(card, self._node) if engine.device == "cpu" else None,
             memory_budget=card.memory_budget,

@@ -13,7 +13,8 @@ import ray
 from actors.card.config import budget_bytes
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
-from actors.errors import EngineDied
+from actors.errors import EngineDied, Unavailable
+from actors.image.config import Compression
 from actors.image.host_memory import ImageUse, Need
 from actors.waits import at_most
 from actors.worker.connection import Connection
@@ -24,6 +25,7 @@ from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import log_to
 
 if TYPE_CHECKING:
+    from actors.image.compression import CompressedSegment
     from actors.image.layout import ImageKey
     from actors.worker.model_worker import ModelWorker
 
@@ -41,6 +43,7 @@ class WorkerSettings:
     engine: EngineConfig
     keep_layers: int
     watchdog: WatchdogConfig
+    compression: Compression  # of the image
     lessee: str  # of the image: the replica's actor, which outlives its workers
     cpu_card: tuple[Path, int] | None = None  # file and bytes of what stands for a card
     memory_budget: float | str | None = (
@@ -125,6 +128,8 @@ class WorkerActor:
         set_aside()
         await spares.keep_one_more()
         self._compiling = asyncio.create_task(self._set_compiled_aside(worker))
+        compressing = worker.compress_image(settings.compression, load.compress)
+        self._compressing = asyncio.create_task(compressing)
 
     async def image_use(self, key: "ImageKey") -> ImageUse | None:
         """See ModelWorker; one that starts needs its image until it is ready. Asked by the holder of the image."""
@@ -135,6 +140,12 @@ class WorkerActor:
     async def let_go(self, key: "ImageKey") -> bool:
         """See ModelWorker. Asked by the holder of the image."""
         return self._worker is not None and await self._worker.let_go(key)
+
+    async def compressed_segment(self, key: "ImageKey", index: int) -> "CompressedSegment | None":
+        """See ModelWorker. Asked by the holder of the image."""
+        if self._worker is None:
+            raise Unavailable("this worker still starts")
+        return await self._worker.compressed_segment(key, index)
 
     async def _set_compiled_aside(self, worker: "ModelWorker") -> None:
         await worker.compiled()

@@ -101,8 +101,11 @@ class Holder:
     async def lend(self, key: "ImageKey") -> "Manifest | None":
         return await (await self._holder()).lend(key)
 
-    async def segment(self, key: "ImageKey", index: int) -> "ByteArray":
-        return await (await self._holder()).segment(key, index)
+    async def segment(self, key: "ImageKey", index: int, digest: str) -> "ByteArray":
+        return await (await self._holder()).segment(key, index, digest)
+
+    async def compress(self, key: "ImageKey", worker: Any) -> bool:
+        return await (await self._holder()).compress(key, worker)
 
     async def stats(self) -> list[HeldImage]:
         return await (await self._holder()).stats()
@@ -233,6 +236,10 @@ class HolderOfThisNode:
         dropped: bool = await self._holder.recheck.remote(key)
         return dropped
 
+    async def compress(self, key: "ImageKey", worker: Any) -> bool:
+        done: bool = await self._holder.compress.remote(key, worker)
+        return done
+
     @cached_property
     def _deployment(self) -> "DeploymentHandle[Any]":
         """Made at the first use, where a missing application is one of the ways to fail."""
@@ -267,8 +274,8 @@ class _DeploymentPeer:
         manifest: Manifest | None = self._handle.lend.remote(key).result(timeout_s=_LEND_TIMEOUT_S)
         return manifest
 
-    def segment(self, key: "ImageKey", index: int) -> "ByteArray":
-        response = self._handle.segment.remote(key, index)
+    def segment(self, key: "ImageKey", index: int, digest: str) -> "ByteArray":
+        response = self._handle.segment.remote(key, index, digest)
         payload: ByteArray = response.result(timeout_s=_SEGMENT_TIMEOUT_S)
         return payload
 

@@ -71,10 +71,10 @@ class GatedHolder(WeightHolder):
         """As soon as another node asks for that one."""
         self._last = index
 
-    async def segment(self, key: ImageKey, index: int) -> ByteArray:
+    async def segment(self, key: ImageKey, index: int, digest: str) -> ByteArray:
         if index == self._last:
             os._exit(1)
-        return await super().segment(key, index)
+        return await super().segment(key, index, digest)
 
     def _publish(self, *args: object):  # type: ignore[no-untyped-def]
         self._loads += 1

@@ -1,15 +1,25 @@
-"""A compressed image from the holder to a model that answers, on a real object store."""
+"""An image that the holder has compressed by a worker, on a real object store."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import ray
 import torch
 
 from actors.checkpoints.making import write_checkpoint
 from actors.checkpoints.source import ModelSource
+from actors.errors import ImageMissing, Unavailable
+from actors.image.compressing import compress_segment
+from actors.image.compression import CompressedSegment
+from actors.image.config import HostConfig
 from actors.image.held import ImageRequest
 from actors.image.holder import WeightHolder
-from actors.image.obtain import load_from_disk
+from actors.image.image import WeightImage
+from actors.image.layout import ImageKey
+from actors.image.obtain import FastLoad, load_from_disk
 from actors.image.packer import image_key
 from tests.integration.holder_harness import STORE, run
 
@@ -25,19 +35,141 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("demo") / "demo", "demo", dtype="bfloat16")
 
 
-def test_holder_publishes_two_thirds_and_says_what_they_are(checkpoint: Path) -> None:
-    key = image_key(checkpoint, torch.bfloat16)
-    plain = load_from_disk(checkpoint, key)
+@pytest.fixture
+def plain(checkpoint: Path) -> WeightImage:
+    return load_from_disk(checkpoint, image_key(checkpoint, torch.bfloat16))
 
+
+class Worker:
+    """What a holder calls of a worker's handle; computes in this process."""
+
+    def __init__(self, image: WeightImage, fails_at: int | None = None) -> None:
+        self._image = image
+        self._fails_at = fails_at
+        self.compressed_segment = self
+        self.asked: list[int] = []
+
+    def remote(self, key: ImageKey, index: int) -> "ray.ObjectRef[Any]":
+        assert key == self._image.manifest.key
+        self.asked.append(index)
+        return _answer.remote(self._segment(index), index == self._fails_at)
+
+    def _segment(self, index: int) -> CompressedSegment | None:
+        image = self._image
+        found = compress_segment(
+            image.layout, index, image.segment(index), torch.device("cpu"), part_bytes=2**20
+        )
+        return None if found is None else (found[0].numpy(), found[1])
+
+
+@ray.remote(num_cpus=0)
+def _answer(found: CompressedSegment | None, fails: bool) -> CompressedSegment | None:
+    if fails:
+        raise Unavailable("there were requests for 60 s")
+    return found
+
+
+class InProcess:
+    """HolderClient of a holder in this process."""
+
+    def __init__(self, holder: WeightHolder) -> None:
+        self.acquire = holder.acquire
+        self.ping = holder.ping
+        self.release = holder.release
+        self.recheck = holder.recheck
+        self.compress = holder.compress
+
+    async def wait_while_starting(self) -> None:
+        pass
+
+
+def load_of(holder: WeightHolder, checkpoint: Path, worker: Any = None) -> FastLoad:
+    request = ImageRequest("demo", ModelSource(id=str(checkpoint)), "auto")
+    return FastLoad(InProcess(holder), request, checkpoint, "me", worker)
+
+
+def test_holder_keeps_two_thirds_and_says_what_they_are(
+    checkpoint: Path, plain: WeightImage
+) -> None:
     async def scenario() -> None:
         holder = WeightHolder()
-        request = ImageRequest("demo", ModelSource(id=str(checkpoint)), "auto", compresses=True)
-        grant = await holder.acquire(request, key, "me")
-        manifest = grant.manifest
+        worker = Worker(plain)
+        load = load_of(holder, checkpoint, worker)
+        before = await load.obtain()
+        key = before.manifest.key
+        assert await load.compress(key)
+        assert worker.asked == list(range(len(plain.segments)))
+        # Who looks at it as it was may go on.
+        assert [bytes(part) for part in before.segments] == [bytes(p) for p in plain.segments]
+        manifest = (await load.obtain()).manifest  # its digests are right
         assert manifest.stored_bytes < 0.7 * plain.layout.total_bytes
         assert manifest.checksums == plain.manifest.checksums
         (held,) = await holder.stats()
-        assert held.bytes == manifest.stored_bytes
+        assert (held.bytes, held.lessees) == (manifest.stored_bytes, 1)
         assert not await holder.recheck(key)
+        assert await load.compress(key)  # it is
+        assert len(worker.asked) == len(plain.segments)
+        # For another node, which was lent it as it was:
+        with pytest.raises(ImageMissing, match="as it was lent"):
+            await holder.segment(key, 1, before.manifest.digests[1])
+        lent = await holder.segment(key, 1, manifest.digests[1])
+        assert lent.nbytes == manifest.stored_sizes[1]
+
+    run(scenario)
+
+
+def test_image_stays_as_it_was_where_a_worker_or_room_is_missing(
+    checkpoint: Path, plain: WeightImage, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        holder = WeightHolder()
+        load = load_of(holder, checkpoint, Worker(plain, fails_at=2))
+        manifest = (await load.obtain()).manifest
+        assert not await load.compress(manifest.key)
+        small = 1.2 * manifest.stored_bytes / 2**30  # not for both at once
+        await holder.keep([], HostConfig(memory_budget_gib=small))
+        patient = load_of(holder, checkpoint, Worker(plain))
+        assert not await patient.compress(manifest.key)
+        assert (await load.obtain()).manifest == manifest
+        await holder.keep([], HostConfig(memory_budget_gib=2 * small))
+        assert await patient.compress(manifest.key)
+
+    run(scenario)
+
+
+def test_two_workers_of_one_image_do_it_once(checkpoint: Path, plain: WeightImage) -> None:
+    async def scenario() -> None:
+        holder = WeightHolder()
+        workers = [Worker(plain), Worker(plain)]
+        loads = [load_of(holder, checkpoint, worker) for worker in workers]
+        key = (await loads[0].obtain()).manifest.key
+        done = await asyncio.gather(*(load.compress(key) for load in loads))
+        assert sorted(done) == [False, True]
+        assert sorted(len(worker.asked) > 0 for worker in workers) == [False, True]
+        assert all([await load.compress(key) for load in loads])
+
+    run(scenario)
+
+
+def test_file_of_the_image_as_it_was_goes(
+    checkpoint: Path, plain: WeightImage, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        holder = WeightHolder()
+        budget = 4 * plain.layout.total_bytes / 2**30
+        await holder.keep([], HostConfig(memory_budget_gib=budget, disk_dir=str(tmp_path)))
+        load = load_of(holder, checkpoint, Worker(plain))
+        image = await load.obtain()
+        files = holder._room.files
+        assert files is not None
+        assert files.write(image.manifest, image.segments)
+        assert await load.compress(image.manifest.key)
+        assert not files.has(image.manifest.key)
+        image = await load.obtain()
+        assert files.write(image.manifest, image.segments)
+        found = files.find(image.manifest.key)
+        assert found is not None
+        targets = [memoryview(np.empty(size, np.uint8)) for size in found.stored_sizes]
+        assert files.read(found, targets)
 
     run(scenario)

@@ -7,6 +7,7 @@ import torch
 
 from actors.image import cascade
 from actors.image.cascade import BLOCK
+from actors.image.layout import Compressed
 from tests.conftest import cuda_available
 from tests.unit.actors.image.test_cascade import WEIGHTS, laid_out
 
@@ -46,3 +47,50 @@ def test_several_pieces_of_any_length() -> None:
             gauss[: 18 * BLOCK],
         ]
     )
+
+
+SPOILT_AT = {  # of the regions of the compressed bytes
+    "a piece's base": lambda about: range(8),
+    "a piece's end": lambda about: range(8, 16),
+    "a table": lambda about: range(16, 144, 40),
+    "heads": lambda about: range(about.heads_at, about.heads_at + 24),
+    "the last head": lambda about: range(
+        about.heads_at + 8 * about.blocks - 8, about.heads_at + 8 * about.blocks + 8
+    ),
+    "codes": lambda about: range(about.codes_at, about.mantissas_at, 3001),
+    "mantissas": lambda about: range(about.mantissas_at, about.tails_at, 20011),
+    "tails": lambda about: range(about.tails_at, about.stored_size - 64, 1009),
+}
+
+
+@pytest.mark.parametrize("region", SPOILT_AT)
+@pytest.mark.parametrize("mask", [0xFF, 0x80, 0x01])
+def test_changed_bytes_reach_nothing_outside(region: str, mask: int) -> None:
+    """Nothing around the bytes is read, and nothing around the part is written."""
+    segment, places = laid_out(
+        [WEIGHTS["wide"].bfloat16(), WEIGHTS["gauss"].bfloat16()[: 17 * BLOCK + 7]]
+    )
+    data, about = cascade.compress(segment, places)
+    assert about.blocks > about.coded_blocks  # some are raw
+    for at in SPOILT_AT[region](about):
+        spoilt = data.clone()
+        spoilt[at] ^= mask
+        first, second = (decompressed_among(spoilt, about, len(segment), b) for b in (0, 0xFF))
+        assert torch.equal(first, second)
+
+
+def decompressed_among(
+    data: torch.Tensor, about: Compressed, size: int, around: int
+) -> torch.Tensor:
+    """What comes of the bytes where those around them are all the same."""
+    from actors.image.cascade_kernel import decompress
+
+    margin = 1 << 16
+    whole = torch.full((len(data) + 2 * margin,), around, dtype=torch.uint8)
+    whole[margin:-margin] = data
+    out = torch.full((size + 2 * margin,), 0x5A, dtype=torch.uint8)
+    whole, out = whole.to(DEVICE), out.to(DEVICE)
+    decompress(whole[margin:-margin], about, out[margin:-margin])
+    assert torch.all(out[:margin] == 0x5A)
+    assert torch.all(out[-margin:] == 0x5A)
+    return out[margin:-margin].cpu()

@@ -1,6 +1,5 @@
 """A wake from a compressed image: fewer bytes cross the link, the same ones are there."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from actors.checkpoints.making import write_checkpoint
-from actors.errors import WeightsCorrupted
+from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.image.attach import build_on_meta
 from actors.image.compressing import compress_segment
 from actors.image.image import WeightImage, digest
@@ -32,13 +31,12 @@ def image(checkpoint: Path) -> WeightImage:
 @pytest.fixture(scope="module")
 def compressed(image: WeightImage) -> WeightImage:
     payloads, parts = [], []
-    with ThreadPoolExecutor(2) as threads:
-        for index, segment in enumerate(image.segments):
-            whole = torch.frombuffer(bytearray(segment), dtype=torch.uint8)
-            found = compress_segment(image.layout, index, whole, threads, PART_BYTES)
-            data, about = found or (whole, ())
-            payloads.append(memoryview(data.numpy()))
-            parts.append(about)
+    for index, segment in enumerate(image.segments):
+        found = compress_segment(
+            image.layout, index, segment, torch.device("cpu"), part_bytes=PART_BYTES
+        )
+        payloads.append(segment if found is None else memoryview(found[0].numpy()))
+        parts.append(() if found is None else found[1])
     manifest = replace(
         image.manifest,
         compressed=tuple(parts),
@@ -123,3 +121,39 @@ def test_a_plain_image_may_take_its_place(
     memory.settle()
     assert woke.copied_bytes == image.layout.total_bytes
     assert held(memory, image) == [bytes(segment) for segment in image.segments]
+
+
+def test_a_compressed_image_takes_the_place_of_the_plain_one(
+    checkpoint: Path, image: WeightImage, compressed: WeightImage
+) -> None:
+    memory = memory_of(checkpoint, image)
+    memory.open_link()
+    asleep = memory.wake_bytes
+    prepared = memory.prepare(compressed)
+    memory.begin_wake()
+    assert memory.exchange(prepared) is prepared.link  # not while anything travels
+    assert memory.image is image
+    memory.settle()
+    assert memory.exchange(prepared) not in (None, prepared.link)  # awake as well
+    assert memory.image is compressed
+    assert memory.wake_bytes == 0
+    memory.unmap(2)
+    assert memory.wake_bytes > asleep  # where compressed bytes land
+    woke = memory.begin_wake()
+    memory.settle()
+    assert woke.copied_bytes == compressed.manifest.stored_bytes
+    assert held(memory, image) == [bytes(segment) for segment in image.segments]
+
+
+def test_no_image_is_exchanged_where_there_is_none_or_another(
+    checkpoint: Path, image: WeightImage, compressed: WeightImage
+) -> None:
+    memory = memory_of(checkpoint, image)
+    prepared = memory.prepare(compressed)
+    memory.drop_image()
+    assert memory.exchange(prepared) is prepared.link
+    assert memory.image is None
+    checksums = image.manifest.checksums[::-1]
+    other = WeightImage(replace(image.manifest, checksums=checksums), image.segments, "disk")
+    with pytest.raises(LayoutMismatch):
+        memory.prepare(other)

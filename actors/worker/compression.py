@@ -1,0 +1,165 @@
+"""A worker's image, compressed with its device in quiet periods: the holder keeps it so, and wakes copy less."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from actors.errors import Unavailable
+from actors.image.compressing import MOST_STORED, compress_segment, try_a_part
+from actors.image.compression import CompressedSegment
+from actors.image.config import Compression
+from actors.image.image import WeightImage
+from actors.image.layout import ImageKey
+from actors.worker.image_need import ImageNeed
+from actors.worker.lull import Lull
+from actors.worker.model_memory import ModelMemory
+
+logger = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 60.0  # the store is short of room, say, or another worker of this node is at it
+_PATIENCE_S = 60.0  # of the holder's call, for those who are served and for a deep sleep
+_LOOK_EVERY_S = 0.02
+# Compressing pays by so many wakes at the latest.
+_WAKES = 1000
+
+
+class ImageCompression:
+    """Decides whether that pays, computes the segments when the holder asks, and takes what came of it.
+
+    Requests feel it a little, as they do a compilation, so each part waits for a moment without any.
+    """
+
+    def __init__(
+        self,
+        memory: ModelMemory,
+        need: ImageNeed,
+        trim: Callable[[], None],
+        is_busy: Callable[[], bool],
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            need: of the image.
+            trim: gives back what torch keeps of the device afterwards.
+            is_busy: whether the engine has anything to do.
+        """
+        self._memory = memory
+        self._need = need
+        self._trim = trim
+        self._is_busy = is_busy
+        self._lull = Lull(is_busy)
+        self._device = (
+            threading.Lock()
+        )  # held while a part is computed, and by who wants it left alone
+        self._stream = None
+        if memory.device.type == "cuda":
+            self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+
+    async def run(self, how: Compression, compress: Callable[[ImageKey], Awaitable[bool]]) -> None:
+        """Return once the image is a compressed one, or that does not pay.
+
+        Args:
+            compress: has the holder do it, with `segment`; whether it has.
+        """
+        if how == "off" or (how == "auto" and self._memory.device.type == "cpu"):
+            return
+        pays = how == "on"
+        while await asyncio.to_thread(self._lull.wait):
+            image = self._memory.image
+            # Whoever has a copy of its own has it for want of room, for as long as it is awake.
+            if image is not None and image.origin == "image":
+                if image.manifest.compressed:
+                    return
+                if not pays:
+                    found = await asyncio.to_thread(self._does_it_pay, image)
+                    if found is False:
+                        return
+                    pays = found is True
+                if pays and await self._done(image.manifest.key, compress):
+                    return
+            if not await asyncio.to_thread(self._lull.rest, _RETRY_AFTER_S):
+                return
+
+    def segment(self, key: ImageKey, index: int) -> CompressedSegment | None:
+        """For the holder; None if that segment is better kept as it is. Blocks: not for an event loop.
+
+        Raises:
+            Unavailable: requests do not stop, or the image is not here any more.
+        """
+        image = self._memory.image
+        if image is None or image.manifest.key != key or image.manifest.compressed:
+            raise Unavailable(f"image {key} is not here as it was packed")
+        payload, device = image.segment(index), self._memory.device
+        found = compress_segment(image.layout, index, payload, device, self._part)
+        return None if found is None else (found[0].numpy(), found[1])
+
+    def keep_off(self) -> bool:
+        """Have the device left alone until `let_go_on`; False if something is computed right now."""
+        return self._device.acquire(blocking=False)
+
+    def let_go_on(self) -> None:
+        self._device.release()
+
+    def close(self) -> None:
+        """Begin nothing any more."""
+        self._lull.close()
+
+    async def _done(self, key: ImageKey, compress: Callable[[ImageKey], Awaitable[bool]]) -> bool:
+        try:
+            if not await compress(key):
+                return False
+        finally:
+            self._trim()
+        try:
+            return await self._need.renew()
+        except Exception:
+            logger.exception("the compressed image cannot be used")
+            return False
+
+    def _does_it_pay(self, image: WeightImage) -> bool | None:
+        """None: it cannot be told yet."""
+        transfer = self._memory.last_transfer
+        if transfer is None or not transfer.gb_per_s:
+            return None  # how fast a wake's copies are
+        sample = try_a_part(image, self._memory.device, self._part)
+        size, key = image.layout.total_bytes, image.manifest.key
+        spared_s = (1 - sample.stored) * size / transfer.gb_per_s / 1e9
+        if sample.stored > MOST_STORED or sample.seconds * size > _WAKES * spared_s:
+            logger.info(
+                "image %s is kept as it is: compressed it would have %.0f %% of its bytes, for %.1f s of work",
+                key,
+                100 * sample.stored,
+                sample.seconds * size,
+            )
+            return False
+        logger.info(
+            "image %s is compressed to %.0f %% of its bytes, which spares each wake %.0f ms and takes %.1f s once",
+            key,
+            100 * sample.stored,
+            1e3 * spared_s,
+            sample.seconds * size,
+        )
+        return True
+
+    @contextmanager
+    def _part(self) -> Iterator[None]:
+        self._await_quiet()
+        if not self._device.acquire(timeout=_PATIENCE_S):
+            raise Unavailable("this worker's process is suspended")
+        try:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._device.release()
+
+    def _await_quiet(self) -> None:
+        for _ in range(int(_PATIENCE_S / _LOOK_EVERY_S)):
+            if not self._is_busy():
+                return
+            if not self._lull.rest(_LOOK_EVERY_S):
+                raise Unavailable("the model is shut down")
+        raise Unavailable(f"there were requests for {_PATIENCE_S:g} s")

@@ -1,0 +1,224 @@
+"""Who decides that an image is compressed, when it is done, and what it waits for."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from actors.errors import Unavailable
+from actors.image.compressing import Sample
+from actors.image.config import Compression
+from actors.image.layout import ImageKey
+from actors.worker import compression as module
+from actors.worker.compression import ImageCompression
+
+KEY = cast("ImageKey", "key")
+
+
+@dataclass
+class Bench:
+    """An ImageCompression among fakes."""
+
+    device: str = "cuda"
+    gb_per_s: float | None = 50.0
+    stored: float = 0.668
+    seconds_per_gb: float = 0.1
+    busy: bool = False
+    done: bool = True  # what the holder says
+    renewed: bool = True
+    asked: list[ImageKey] = field(default_factory=list)
+    trimmed: int = 0
+
+    def __post_init__(self) -> None:
+        layout = SimpleNamespace(total_bytes=int(15e9))
+        manifest = SimpleNamespace(key=KEY, compressed=())
+        self.image: Any = SimpleNamespace(origin="image", manifest=manifest, layout=layout)
+        self.image.segment = lambda index: memoryview(bytes(index))
+
+    @property
+    def last_transfer(self) -> Any:
+        return None if self.gb_per_s is None else SimpleNamespace(gb_per_s=self.gb_per_s)
+
+    async def renew(self) -> bool:
+        if self.renewed:
+            self.image.manifest.compressed = ((),)
+        return self.renewed
+
+    async def compress(self, key: ImageKey) -> bool:
+        self.asked.append(key)
+        return self.done
+
+    def trim(self) -> None:
+        self.trimmed += 1
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], ImageCompression]:
+    monkeypatch.setattr(module, "_RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+
+    def build(bench: Bench) -> ImageCompression:
+        def sample(image: object, device: object, around: object) -> Sample:
+            return Sample(bench.stored, bench.seconds_per_gb / 1e9)
+
+        monkeypatch.setattr(module, "try_a_part", sample)
+        memory: Any = bench
+        memory.device = torch.device(bench.device)
+        made = ImageCompression(memory, memory, bench.trim, lambda: bench.busy)
+        made._lull._quiet_s = 0.0
+        return made
+
+    return build
+
+
+def run(work: Awaitable[None], limit_s: float = 10.0) -> None:
+    asyncio.run(asyncio.wait_for(work, limit_s))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "how", "asks"),
+    [
+        ("cuda", "auto", True),
+        ("cuda", "off", False),
+        ("cpu", "auto", False),
+        ("cpu", "on", True),
+        ("cpu", "off", False),
+    ],
+)
+def test_who_is_compressed(make: Any, device: str, how: Compression, asks: bool) -> None:
+    bench = Bench(device=device)
+    run(make(bench).run(how, bench.compress))
+    assert bench.asked == ([KEY] if asks else [])
+    assert bool(bench.image.manifest.compressed) == asks
+    assert bench.trimmed == asks
+
+
+@pytest.mark.parametrize("bench", [Bench(stored=0.97), Bench(seconds_per_gb=10.0)])
+def test_what_does_not_pay_is_left_and_told(
+    make: Any, bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run(make(bench).run("auto", bench.compress))
+    assert bench.asked == []
+    assert "kept as it is" in caplog.text
+
+
+def test_what_pays_is_told(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    bench = Bench()
+    run(make(bench).run("auto", bench.compress))
+    assert "compressed to 67 % of its bytes, which spares each wake 100 ms and takes 1.5 s" in (
+        caplog.text
+    )
+
+
+def test_nothing_is_asked_for_twice(make: Any) -> None:
+    bench = Bench()
+    bench.image.manifest.compressed = ((),)
+    run(make(bench).run("on", bench.compress))
+    assert bench.asked == []
+
+
+@pytest.mark.parametrize("wrong", ["holder", "exchange", "private", "gone", "no wake yet"])
+def test_what_cannot_be_now_is_tried_again(make: Any, wrong: str) -> None:
+    bench = Bench(
+        done=wrong != "holder",
+        renewed=wrong != "exchange",
+        gb_per_s=None if wrong == "no wake yet" else 50.0,
+    )
+    image = bench.image
+    if wrong == "private":
+        image.origin = "disk"
+    if wrong == "gone":
+        bench.image = None
+    compression = make(bench)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(compression.run("auto", bench.compress))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(running), 0.2)
+        bench.done, bench.renewed, bench.gb_per_s, bench.image = True, True, 50.0, image
+        image.origin = "image"
+        await running
+
+    run(scenario())
+    assert bench.image.manifest.compressed
+
+
+def test_closing_ends_it(make: Any) -> None:
+    bench = Bench(busy=True)
+    compression = make(bench)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(compression.run("on", bench.compress))
+        await asyncio.sleep(0)
+        compression.close()
+        await running
+
+    run(scenario())
+    assert bench.asked == []
+
+
+def test_a_segment_waits_for_requests_but_not_for_good(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(device="cpu", busy=True)
+    compression = make(bench)
+    computed = threading.Event()
+
+    def compress_segment(layout: object, index: int, payload: object, device: object, around: Any):  # type: ignore[no-untyped-def]
+        with around():
+            computed.set()
+
+    monkeypatch.setattr(module, "compress_segment", compress_segment)
+    with pytest.raises(Unavailable, match="there were requests"):
+        compression.segment(KEY, 0)
+    monkeypatch.setattr(module, "_PATIENCE_S", 10.0)
+    waiting = threading.Thread(target=compression.segment, args=(KEY, 0))
+    waiting.start()
+    assert not computed.wait(0.1)
+    bench.busy = False
+    waiting.join()
+    assert computed.is_set()
+
+
+def test_device_is_left_alone_while_the_process_is_suspended(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(device="cpu")
+    compression = make(bench)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def compress_segment(layout: object, index: int, payload: object, device: object, around: Any):  # type: ignore[no-untyped-def]
+        with around():
+            inside.set()
+            go_on.wait()
+
+    monkeypatch.setattr(module, "compress_segment", compress_segment)
+    assert compression.keep_off()
+    with pytest.raises(Unavailable, match="suspended"):
+        compression.segment(KEY, 0)
+    compression.let_go_on()
+    computing = threading.Thread(target=compression.segment, args=(KEY, 0))
+    computing.start()
+    inside.wait()
+    assert not compression.keep_off()
+    go_on.set()
+    computing.join()
+    assert compression.keep_off()
+
+
+def test_segments_of_another_image_are_not_computed(make: Any) -> None:
+    bench = Bench(device="cpu")
+    compression = make(bench)
+    with pytest.raises(Unavailable):
+        compression.segment(cast("ImageKey", "other"), 0)
+    bench.image.manifest.compressed = ((),)
+    with pytest.raises(Unavailable):
+        compression.segment(KEY, 0)
