@@ -409,3 +409,4 @@ class HeldImage:
     spilled: bool
     origin: Origin
     on_disk: bool = False  # there is a file of it, too
+    device_bytes: int = 0  # of the weights; more than `bytes` where the image is compressed

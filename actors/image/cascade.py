@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from actors.errors import WeightsCorrupted
 from actors.image.layout import Compressed
 
 BLOCK = 4096  # weights
@@ -41,7 +42,7 @@ RANKS = 13  # exponents that have a code
 TABLE_BYTES = 128
 PIECE_BYTES = 2 * 8 + TABLE_BYTES
 _REGION_ALIGNMENT = 64
-_LEAST_WEIGHTS = 1 << 16  # fewer are not worth their table
+LEAST_WEIGHTS = 1 << 16  # fewer are not worth their table
 _MOST_STORED = 0.95  # of a tensor's bytes: else it is kept raw
 _AT_ONCE = 1 << 10  # blocks: what is made on the way takes some 40 bytes a weight
 
@@ -96,12 +97,19 @@ def compress(
 def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None:
     """The part as it was.
 
-    For bytes that are known to be what `compress` gave: nothing is checked here.
-
     Args:
         out: uint8, the part; on the same device.
+
+    Raises:
+        WeightsCorrupted: these are no bytes that `compress` gives. Others that are not give wrong weights.
     """
-    weights = out.view(torch.int16)
+    try:
+        _decompress(data, about, out.view(torch.int16))
+    except (IndexError, RuntimeError) as exc:  # torch's, of an index or a size
+        raise WeightsCorrupted(f"compressed weights cannot be read: {exc}") from exc
+
+
+def _decompress(data: torch.Tensor, about: Compressed, weights: torch.Tensor) -> None:
     heads = _heads(data, about).long()
     for number, (base, end, table) in enumerate(_read_pieces(data, about, heads)):
         mine = (heads[:-1, 1] >> 16 == number).nonzero().view(-1)
@@ -124,7 +132,7 @@ def _pieces(weights: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> Iterat
     end = 0  # of what is coded so far
     for offset, size in tensors:
         at, count = offset // 2, size // 2 // ROW * ROW
-        coded = _coded(at, weights[at : at + count]) if count >= _LEAST_WEIGHTS else None
+        coded = _coded(at, weights[at : at + count]) if count >= LEAST_WEIGHTS else None
         if coded is not None:
             yield from _raw(weights, end, at)
             yield coded

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 
 from actors.image import cascade
-from actors.image.image import WeightImage
+from actors.image.image import WeightImage, digest
 from actors.image.layout import Compressed, Layout, TensorSlot
 
 # Of a segment: what lands on the device at once. Smaller ones have more launches, larger ones need more room there.
 PART_BYTES = 64 * 2**20
 MOST_STORED = 0.95  # of a segment's bytes: else it is kept as it is
+
+Decompress = Callable[[torch.Tensor, Compressed, torch.Tensor], None]
 
 
 def compress_segment(
@@ -51,6 +53,20 @@ def compress_segment(
     return torch.cat(data), tuple(abouts)
 
 
+def compressed_copy(
+    image: WeightImage, device: torch.device, part_bytes: int = PART_BYTES
+) -> WeightImage:
+    """The same image in memory of this process, compressed where that pays."""
+    payloads, parts = [], []
+    for index, payload in enumerate(image.segments):
+        found = compress_segment(image.layout, index, payload, device, part_bytes=part_bytes)
+        payloads.append(payload if found is None else found[0].numpy().data)
+        parts.append(() if found is None else found[1])
+    digests = tuple(digest(payload) for payload in payloads)
+    manifest = replace(image.manifest, compressed=tuple(parts), digests=digests)
+    return WeightImage(manifest, payloads, image.origin)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What compressing a part of an image has shown."""
@@ -84,14 +100,16 @@ def try_a_part(
     return Sample(stored, took_s / len(payload))
 
 
-def decompressor(
-    device: torch.device,
-) -> Callable[[torch.Tensor, Compressed, torch.Tensor], None]:
-    """What gives a part its bytes again on that device; see `cascade.decompress`."""
+def decompressor(device: torch.device) -> Decompress:
+    """What gives a part its bytes again on that device; see `cascade.decompress`. Ready: nothing compiles later."""
     if device.type == "cpu":
         return cascade.decompress
     from actors.image.cascade_kernel import decompress  # Triton is there where a GPU is
 
+    part = torch.zeros(2 * cascade.LEAST_WEIGHTS, dtype=torch.uint8)
+    data, about = cascade.compress(part, [(0, len(part))])
+    decompress(data.to(device), about, part.to(device))
+    torch.cuda.synchronize(device)
     return decompress
 
 

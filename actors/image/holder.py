@@ -315,6 +315,7 @@ class WeightHolder:
                 spilled=was_spilled([segment.ref for segment in held.segments]),
                 origin=held.origin,
                 on_disk=has_file,
+                device_bytes=held.grant.manifest.layout.total_bytes,
             )
             for (key, held), has_file in zip(images, on_disk, strict=True)
         ]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -15,14 +16,15 @@ from actors.image.config import Compression
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
 from actors.worker.image_need import ImageNeed
-from actors.worker.lull import Lull
+from actors.worker.lull import QUIET_S
 from actors.worker.model_memory import ModelMemory
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 60.0  # the store is short of room, say, or another worker of this node is at it
+# The store may be short of room, another worker of this node be at it, or the image another since a level 2 sleep.
+_LOOK_AGAIN_S = 60.0
 _PATIENCE_S = 60.0  # of the holder's call, for those who are served and for a deep sleep
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S = 0.05
 # Compressing pays by so many wakes at the latest.
 _WAKES = 1000
 
@@ -51,7 +53,7 @@ class ImageCompression:
         self._need = need
         self._trim = trim
         self._is_busy = is_busy
-        self._lull = Lull(is_busy)
+        self._closed = threading.Event()
         self._device = (
             threading.Lock()
         )  # held while a part is computed, and by who wants it left alone
@@ -60,29 +62,26 @@ class ImageCompression:
             self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
 
     async def run(self, how: Compression, compress: Callable[[ImageKey], Awaitable[bool]]) -> None:
-        """Return once the image is a compressed one, or that does not pay.
+        """Have every image that comes compressed; return if that does not pay. To be cancelled.
 
         Args:
             compress: has the holder do it, with `segment`; whether it has.
         """
         if how == "off" or (how == "auto" and self._memory.device.type == "cpu"):
             return
-        pays = how == "on"
-        while await asyncio.to_thread(self._lull.wait):
+        pays = True if how == "on" else None
+        while True:
+            await self._quiet()
             image = self._memory.image
             # Whoever has a copy of its own has it for want of room, for as long as it is awake.
-            if image is not None and image.origin == "image":
-                if image.manifest.compressed:
+            if image is not None and image.origin == "image" and not image.manifest.compressed:
+                if pays is None:
+                    pays = await asyncio.to_thread(self._does_it_pay, image)
+                if pays is False:
                     return
-                if not pays:
-                    found = await asyncio.to_thread(self._does_it_pay, image)
-                    if found is False:
-                        return
-                    pays = found is True
-                if pays and await self._done(image.manifest.key, compress):
-                    return
-            if not await asyncio.to_thread(self._lull.rest, _RETRY_AFTER_S):
-                return
+                if pays:
+                    await self._have_compressed(image.manifest.key, compress)
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
     def segment(self, key: ImageKey, index: int) -> CompressedSegment | None:
         """For the holder; None if that segment is better kept as it is. Blocks: not for an event loop.
@@ -105,20 +104,26 @@ class ImageCompression:
         self._device.release()
 
     def close(self) -> None:
-        """Begin nothing any more."""
-        self._lull.close()
+        """Have nobody wait for a quiet moment any more."""
+        self._closed.set()
 
-    async def _done(self, key: ImageKey, compress: Callable[[ImageKey], Awaitable[bool]]) -> bool:
+    async def _quiet(self) -> None:
+        quiet_since_s = time.monotonic()
+        while (busy := self._is_busy()) or time.monotonic() < quiet_since_s + QUIET_S:
+            if busy:
+                quiet_since_s = time.monotonic()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _have_compressed(
+        self, key: ImageKey, compress: Callable[[ImageKey], Awaitable[bool]]
+    ) -> None:
         try:
-            if not await compress(key):
-                return False
+            if await compress(key):
+                await self._need.renew()
+        except Exception:
+            logger.exception("image %s stays as it is", key)
         finally:
             self._trim()
-        try:
-            return await self._need.renew()
-        except Exception:
-            logger.exception("the compressed image cannot be used")
-            return False
 
     def _does_it_pay(self, image: WeightImage) -> bool | None:
         """None: it cannot be told yet."""
@@ -157,9 +162,10 @@ class ImageCompression:
             self._device.release()
 
     def _await_quiet(self) -> None:
-        for _ in range(int(_PATIENCE_S / _LOOK_EVERY_S)):
+        limit_s = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < limit_s:
             if not self._is_busy():
                 return
-            if not self._lull.rest(_LOOK_EVERY_S):
+            if self._closed.wait(_LOOK_EVERY_S):
                 raise Unavailable("the model is shut down")
         raise Unavailable(f"there were requests for {_PATIENCE_S:g} s")

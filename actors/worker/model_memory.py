@@ -19,7 +19,7 @@ from actors.engine.sizing import CardMemory
 from actors.errors import DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
 from actors.image.attach import attach
 from actors.image.checksum import Checksums
-from actors.image.compressing import decompressor
+from actors.image.compressing import Decompress, decompressor
 from actors.image.gates import SegmentGates
 from actors.image.image import WeightImage
 from actors.image.layout import Compressed, ImageKey, Layout, Manifest
@@ -127,7 +127,8 @@ class ModelMemory:
         attach(module, layout, self._weights)
         self._gates = SegmentGates(module, layout)
         self._checksums = Checksums(self.device, len(layout.segments))
-        self._decompress = decompressor(self.device)
+        self._decompress: Decompress | None = None  # once there was anything compressed
+        self._make_ready_for(image)
         self._landing = self._landing_for(image.manifest)
         self._link: HostLink | None = None  # of `image`; from `open_link` or the first wake on
         self._arrival: _Arrival | None = None  # of the last wake, until it is settled
@@ -449,6 +450,7 @@ class ModelMemory:
             LayoutMismatch: it holds other weights.
         """
         self._require_same(image)
+        self._make_ready_for(image)
         self._set_image(image)
 
     def prepare(self, image: WeightImage) -> "PreparedImage":
@@ -459,6 +461,7 @@ class ModelMemory:
             DeviceMemoryError: the driver refused.
         """
         self._require_same(image)
+        self._make_ready_for(image)
         return PreparedImage(image, self._driver.open_link(image.segments))
 
     def exchange(self, prepared: "PreparedImage") -> HostLink | None:
@@ -477,6 +480,10 @@ class ModelMemory:
     def _require_same(self, image: WeightImage) -> None:
         if image.manifest.checksums != self._wanted:
             raise LayoutMismatch("the checkpoint changed while the model slept at level 2")
+
+    def _make_ready_for(self, image: WeightImage) -> None:
+        if self._decompress is None and any(image.manifest.compressed):
+            self._decompress = decompressor(self.device)
 
     def _set_image(self, image: WeightImage) -> None:
         if self._landing is not None:
@@ -534,9 +541,11 @@ class ModelMemory:
         return Compact(host, size, [self._part(host, segment, p) for p in parts], self._landing)
 
     def _part(self, host: memoryview, segment: int, about: Compressed) -> CompactPart:
+        decompress = self._decompress
+        assert decompress is not None
         out = self._weights.bytes_of(segment)[about.at : about.at + about.size]
         stored = host[about.stored_at : about.stored_at + about.stored_size]
-        return CompactPart(stored, lambda landed: self._decompress(landed, about, out))
+        return CompactPart(stored, lambda landed: decompress(landed, about, out))
 
     def _scratch(self) -> Iterator[DeviceArena | AllocatorPool]:
         """What may hold anything after a wake."""

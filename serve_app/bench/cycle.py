@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from actors.memory.driver import HostLink
-from actors.worker.model_memory import ModelMemory
+from actors.worker.model_memory import ModelMemory, PreparedImage
 from serve_app.bench.local import ANSWER_TOKENS, LocalModel, Prompt, device_bytes
 
 Cycle = dict[str, float]
@@ -22,6 +22,7 @@ class Way:
     name: str
     kept: frozenset[int] = frozenset()  # segments that stay on the device
     waits: bool = False  # for all bytes, before the first forward
+    compressed: bool = False  # from another copy of the image
     unpinned: bool = False  # through staging buffers, as where the image cannot be pinned
 
 
@@ -34,6 +35,7 @@ class OurCycles:
         self._expected: dict[Prompt, tuple[int, ...]] = {}
         self.first_sleep_s: float | None = None
         self.unpinned: HostLink | None = None
+        self.compressed: PreparedImage | None = None
 
     async def cycle(self, way: Way, prompt: Prompt) -> tuple[Cycle, bool]:
         """Sleep, pause, wake, one token; then what the wake had still to do, and 50 tokens.
@@ -50,7 +52,10 @@ class OurCycles:
         asleep_bytes = device_bytes()
         assert slept.left is not None
         await asyncio.sleep(self._pause_s)
-        with carried_by(worker.memory, self.unpinned if way.unpinned else None):
+        with (
+            carried_by(worker.memory, self.unpinned if way.unpinned else None),
+            looking_at(worker.memory, self.compressed if way.compressed else None),
+        ):
             started_s = time.perf_counter()
             woke = await runtime.wake()
             if way.waits:
@@ -119,6 +124,21 @@ def carried_by(memory: ModelMemory, link: HostLink | None) -> Iterator[None]:
         yield
     finally:
         memory._link = usual
+
+
+@contextmanager
+def looking_at(memory: ModelMemory, image: PreparedImage | None) -> Iterator[None]:
+    """Have wakes of the body use another copy of the image; None: the one they have. Only while it sleeps."""
+    if image is None:
+        yield
+        return
+    usual, link = memory.image, memory.exchange(image)
+    assert usual is not None
+    assert link not in (None, image.link)
+    try:
+        yield
+    finally:
+        memory.exchange(PreparedImage(usual, link))
 
 
 def _finish_copies() -> None:

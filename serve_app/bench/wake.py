@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from actors.image.compressing import compressed_copy
 from actors.image.packer import checkpoint_dtype
 from actors.memory.driver import MemoryDriver
 from actors.worker.model_memory import select_driver
@@ -119,6 +120,7 @@ class WakeBench(LocalBench[Plan]):
             progress("warm-up", 0, 0)
             await self._warm_up(ours)
             probe = LinkProbe(model.worker.memory.device)
+            await self._compress(ours)
             self._time = TimeLimit(self._plan.limit_s)
             self._rates.append(probe.gb_per_s())
             await self._rounds(ours, probe, progress)
@@ -132,6 +134,8 @@ class WakeBench(LocalBench[Plan]):
             self._first_sleep_s = ours.first_sleep_s
             if ours.unpinned is not None:
                 ours.unpinned.close()
+            if ours.compressed is not None:
+                ours.compressed.link.close()
             await model.close()
 
     def found(self) -> dict[str, Any]:
@@ -161,6 +165,9 @@ class WakeBench(LocalBench[Plan]):
         if ours and rate:
             seconds = result["weights_bytes"] / 1e9 / rate
             result["ttft_over_pinned"] = ours["ttft_asleep_s"]["median"] / seconds
+            for row in rows:
+                if row["variant"] == "compressed" and row["cycles"]:
+                    result["compressed_over_pinned"] = row["ttft_asleep_s"]["median"] / seconds
         return result
 
     async def _build(self) -> LocalModel:
@@ -221,6 +228,18 @@ class WakeBench(LocalBench[Plan]):
                 await crowd.wake()
                 await model.settled()
             self._rates.append(probe.gb_per_s())
+
+    async def _compress(self, ours: OurCycles) -> None:
+        memory = ours.model.worker.memory
+        if "compressed" not in self._plan.variants or memory.image is None:
+            return
+        started_s = time.perf_counter()
+        copy = await asyncio.to_thread(compressed_copy, memory.image, memory.device)
+        self._facts |= {
+            "compressed_s": time.perf_counter() - started_s,
+            "compressed_bytes": copy.manifest.stored_bytes,
+        }
+        ours.compressed = await asyncio.to_thread(memory.prepare, copy)
 
     def _ways(self, ours: OurCycles) -> list[Way]:
         memory = ours.model.worker.memory

@@ -96,6 +96,12 @@ def tables(result: dict[str, Any]) -> list[Table]:
         told.append(("the link, measured apart", text))
     if "ttft_over_pinned" in result:
         told.append(("TTFT from sleep / (bytes / that)", f"{result['ttft_over_pinned']:.3f}"))
+    if "compressed_over_pinned" in result:
+        text = f"{result['compressed_over_pinned']:.3f}"
+        told.append(("TTFT from the compressed image / (all bytes / that)", text))
+    if "compressed_s" in result:
+        text = f"{result['compressed_bytes'] / result['weights_bytes']:.1%} of the bytes, in "
+        told.append(("compressed", text + f"{result['compressed_s']:.1f} s"))
     if "ttft_awake_s" in result:
         told.append(("TTFT awake", ms(result["ttft_awake_s"])))
     if "first_sleep_s" in result:

@@ -14,7 +14,7 @@ from serve_app.bench.cycle import Cycle, Way
 from serve_app.bench.figures import spread
 from serve_app.bench.wake_report import KEPT
 
-OURS = ("pipelined", "serial", "unpinned", "kept")
+OURS = ("pipelined", "compressed", "serial", "unpinned", "kept")
 SWEEP = "kept-sweep"  # a few of the ways of KEPT, from none to all layers
 _KEPT_STEPS = 4  # of all layers, up to all
 
@@ -35,7 +35,14 @@ def ways_of(variants: Sequence[str], layout: Layout) -> list[Way]:
         elif KEPT.fullmatch(name):
             ways.append(_kept(name, layout))
         elif name in OURS:
-            ways.append(Way(name, waits=name == "serial", unpinned=name == "unpinned"))
+            ways.append(
+                Way(
+                    name,
+                    waits=name == "serial",
+                    compressed=name == "compressed",
+                    unpinned=name == "unpinned",
+                )
+            )
     return list({way.name: way for way in ways}.values())
 
 

@@ -86,7 +86,8 @@ function hostOf(host) {
 /** The key of an image begins with the checkpoint it was made of. */
 function imageLabel(image) {
   const name = image.key.split("@")[0].split("/").at(-1);
-  return `image of ${name}, used by ${count(image.lessees, "replica")}`;
+  const share = Math.round((100 * image.bytes) / image.device_bytes);
+  return `image of ${name}${share < 100 ? `, compressed to ${share} %` : ""}, used by ${count(image.lessees, "replica")}`;
 }
 
 function makeDevice() {

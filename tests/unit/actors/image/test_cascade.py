@@ -1,10 +1,12 @@
 """Packed weights come back bit by bit, whatever they are."""
 
 import math
+from contextlib import suppress
 
 import pytest
 import torch
 
+from actors.errors import WeightsCorrupted
 from actors.image.cascade import BLOCK, ROW, compress, decompress
 from actors.image.layout import Compressed
 
@@ -131,3 +133,18 @@ def test_the_same_bytes_for_the_same_weights() -> None:
     (first, one), (second, two) = (compress(weights, [(0, len(weights))]) for _ in range(2))
     assert one == two
     assert torch.equal(first, second)
+
+
+def test_changed_bytes_are_noticed_or_give_other_weights() -> None:
+    """Never anything else: nothing outside of both is reached."""
+    segment, places = laid_out(
+        [WEIGHTS["wide"].bfloat16(), WEIGHTS["gauss"].bfloat16()[: 17 * BLOCK + 7]]
+    )
+    data, about = compress(segment, places)
+    source = torch.Generator().manual_seed(2)
+    anywhere = torch.randint(about.stored_size, (40,), generator=source).tolist()
+    for at in [*range(20), *range(about.heads_at, about.heads_at + 20), *anywhere]:
+        spoilt = data.clone()
+        spoilt[at] ^= 0xFF
+        with suppress(WeightsCorrupted):
+            decompress(spoilt, about, torch.zeros_like(segment))

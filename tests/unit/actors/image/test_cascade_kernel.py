@@ -13,9 +13,12 @@ from tests.unit.actors.image.test_cascade import WEIGHTS, laid_out
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not cuda_available(), reason="neither a card nor TRITON_INTERPRET=1"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not INTERPRETED and not cuda_available(), reason="neither a card nor TRITON_INTERPRET=1"
+    ),
+    *([pytest.mark.gpu] if cuda_available() else []),
+]
 DEVICE = "cuda" if cuda_available() else "cpu"
 
 
@@ -64,17 +67,15 @@ SPOILT_AT = {  # of the regions of the compressed bytes
 
 
 @pytest.mark.parametrize("region", SPOILT_AT)
-@pytest.mark.parametrize("mask", [0xFF, 0x80, 0x01])
-def test_changed_bytes_reach_nothing_outside(region: str, mask: int) -> None:
+def test_changed_bytes_reach_nothing_outside(region: str) -> None:
     """Nothing around the bytes is read, and nothing around the part is written."""
-    segment, places = laid_out(
-        [WEIGHTS["wide"].bfloat16(), WEIGHTS["gauss"].bfloat16()[: 17 * BLOCK + 7]]
-    )
+    segment, places = laid_out([WEIGHTS["wide"].bfloat16()[: 17 * BLOCK + 7]])
     data, about = cascade.compress(segment, places)
     assert about.blocks > about.coded_blocks  # some are raw
-    for at in SPOILT_AT[region](about):
+    anywhere = SPOILT_AT[region](about)
+    for at in anywhere if DEVICE == "cuda" else (anywhere[0], anywhere[-1]):
         spoilt = data.clone()
-        spoilt[at] ^= mask
+        spoilt[at] ^= 0xFF
         first, second = (decompressed_among(spoilt, about, len(segment), b) for b in (0, 0xFF))
         assert torch.equal(first, second)
 

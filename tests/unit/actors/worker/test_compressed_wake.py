@@ -1,5 +1,6 @@
 """A wake from a compressed image: fewer bytes cross the link, the same ones are there."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import torch
 from actors.checkpoints.making import write_checkpoint
 from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.image.attach import build_on_meta
-from actors.image.compressing import compress_segment
-from actors.image.image import WeightImage, digest
+from actors.image.compressing import compressed_copy
+from actors.image.image import WeightImage
 from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.worker.model_memory import ModelMemory
 
 PART_BYTES = 2**20  # several to a segment
+
+MakeMemory = Callable[[WeightImage], ModelMemory]
 
 
 @pytest.fixture(scope="module")
@@ -28,41 +31,45 @@ def image(checkpoint: Path) -> WeightImage:
     return load_from_disk(checkpoint, image_key(checkpoint, torch.bfloat16))
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def compressed(image: WeightImage) -> WeightImage:
-    payloads, parts = [], []
-    for index, segment in enumerate(image.segments):
-        found = compress_segment(
-            image.layout, index, segment, torch.device("cpu"), part_bytes=PART_BYTES
-        )
-        payloads.append(segment if found is None else memoryview(found[0].numpy()))
-        parts.append(() if found is None else found[1])
-    manifest = replace(
-        image.manifest,
-        compressed=tuple(parts),
-        digests=tuple(digest(payload) for payload in payloads),
-    )
-    return WeightImage(manifest, payloads, origin="disk")
+def compressed(image: WeightImage, device: str) -> WeightImage:
+    return compressed_copy(image, torch.device(device), PART_BYTES)
 
 
-def memory_of(checkpoint: Path, image: WeightImage) -> ModelMemory:
-    dtype = checkpoint_dtype(checkpoint, "auto")
-    memory = ModelMemory(build_on_meta(checkpoint, dtype), image, 2, "cpu")
-    memory.make_kv_arena([2**16])
-    memory.map()
-    memory.unmap(2)
-    return memory
+@pytest.fixture
+def memory_of(checkpoint: Path, device: str) -> Iterator[MakeMemory]:
+    made: list[ModelMemory] = []
+
+    def make(image: WeightImage) -> ModelMemory:
+        dtype = checkpoint_dtype(checkpoint, "auto")
+        memory = ModelMemory(build_on_meta(checkpoint, dtype), image, 2, device)
+        made.append(memory)
+        memory.make_kv_arena([2**16])
+        memory.map()
+        memory.unmap(2)
+        return memory
+
+    yield make
+    for memory in made:
+        memory.unmap(2)
+        memory.close_link()
 
 
 def held(memory: ModelMemory, image: WeightImage) -> list[bytes]:
     sizes = [segment.size for segment in image.layout.segments]
-    return [bytes(memory._weights.bytes_of(i, size).numpy()) for i, size in enumerate(sizes)]
+    return [bytes(memory._weights.bytes_of(i, n).cpu().numpy()) for i, n in enumerate(sizes)]
 
 
 def test_bytes_are_the_same_and_fewer_crossed_the_link(
-    checkpoint: Path, image: WeightImage, compressed: WeightImage
+    memory_of: MakeMemory, image: WeightImage, compressed: WeightImage
 ) -> None:
-    memory = memory_of(checkpoint, compressed)
+    memory = memory_of(compressed)
     asleep = memory.wake_bytes
     assert max(len(parts) for parts in compressed.manifest.compressed) > 2
     for _ in range(2):
@@ -83,8 +90,8 @@ def test_bytes_are_the_same_and_fewer_crossed_the_link(
         assert memory.wake_bytes == asleep
 
 
-def test_kept_layers_are_not_moved(checkpoint: Path, compressed: WeightImage) -> None:
-    memory = memory_of(checkpoint, compressed)
+def test_kept_layers_are_not_moved(memory_of: MakeMemory, compressed: WeightImage) -> None:
+    memory = memory_of(compressed)
     memory.begin_wake()
     memory.settle()
     memory.unmap(1)
@@ -96,7 +103,7 @@ def test_kept_layers_are_not_moved(checkpoint: Path, compressed: WeightImage) ->
 
 @pytest.mark.parametrize("where", [0.3, 0.9])
 def test_a_changed_byte_fails_the_wake(
-    checkpoint: Path, compressed: WeightImage, where: float
+    memory_of: MakeMemory, compressed: WeightImage, where: float
 ) -> None:
     payloads = [bytearray(segment) for segment in compressed.segments]
     about = compressed.manifest.parts(1)[0]
@@ -105,16 +112,16 @@ def test_a_changed_byte_fails_the_wake(
     spoilt = WeightImage(compressed.manifest, list(map(memoryview, payloads)), "disk")
     with pytest.raises(WeightsCorrupted):
         spoilt.verify()
-    memory = memory_of(checkpoint, spoilt)
+    memory = memory_of(spoilt)
     memory.begin_wake()
     with pytest.raises(WeightsCorrupted):
         memory.settle()
 
 
 def test_a_plain_image_may_take_its_place(
-    checkpoint: Path, image: WeightImage, compressed: WeightImage
+    memory_of: MakeMemory, image: WeightImage, compressed: WeightImage
 ) -> None:
-    memory = memory_of(checkpoint, compressed)
+    memory = memory_of(compressed)
     memory.drop_image()
     memory.take_image(image)
     woke = memory.begin_wake()
@@ -124,9 +131,9 @@ def test_a_plain_image_may_take_its_place(
 
 
 def test_a_compressed_image_takes_the_place_of_the_plain_one(
-    checkpoint: Path, image: WeightImage, compressed: WeightImage
+    memory_of: MakeMemory, image: WeightImage, compressed: WeightImage
 ) -> None:
-    memory = memory_of(checkpoint, image)
+    memory = memory_of(image)
     memory.open_link()
     asleep = memory.wake_bytes
     prepared = memory.prepare(compressed)
@@ -146,9 +153,9 @@ def test_a_compressed_image_takes_the_place_of_the_plain_one(
 
 
 def test_no_image_is_exchanged_where_there_is_none_or_another(
-    checkpoint: Path, image: WeightImage, compressed: WeightImage
+    memory_of: MakeMemory, image: WeightImage, compressed: WeightImage
 ) -> None:
-    memory = memory_of(checkpoint, image)
+    memory = memory_of(image)
     prepared = memory.prepare(compressed)
     memory.drop_image()
     assert memory.exchange(prepared) is prepared.link

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,6 +35,7 @@ class Bench:
     trimmed: int = 0
 
     def __post_init__(self) -> None:
+        self.compressed = asyncio.Event()
         layout = SimpleNamespace(total_bytes=int(15e9))
         manifest = SimpleNamespace(key=KEY, compressed=())
         self.image: Any = SimpleNamespace(origin="image", manifest=manifest, layout=layout)
@@ -47,6 +48,7 @@ class Bench:
     async def renew(self) -> bool:
         if self.renewed:
             self.image.manifest.compressed = ((),)
+            self.compressed.set()
         return self.renewed
 
     async def compress(self, key: ImageKey) -> bool:
@@ -59,7 +61,9 @@ class Bench:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], ImageCompression]:
-    monkeypatch.setattr(module, "_RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(module, "QUIET_S", 0.0)
     monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
 
@@ -70,15 +74,24 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], ImageCompression]
         monkeypatch.setattr(module, "try_a_part", sample)
         memory: Any = bench
         memory.device = torch.device(bench.device)
-        made = ImageCompression(memory, memory, bench.trim, lambda: bench.busy)
-        made._lull._quiet_s = 0.0
-        return made
+        return ImageCompression(memory, memory, bench.trim, lambda: bench.busy)
 
     return build
 
 
-def run(work: Awaitable[None], limit_s: float = 10.0) -> None:
-    asyncio.run(asyncio.wait_for(work, limit_s))  # type: ignore[arg-type]
+def run(compression: ImageCompression, how: Compression, bench: Bench) -> None:
+    """Until the image is compressed, or nothing more happens."""
+
+    async def scenario() -> None:
+        running = asyncio.create_task(compression.run(how, bench.compress))
+        done = asyncio.create_task(bench.compressed.wait())
+        await asyncio.wait({running, done}, timeout=10, return_when="FIRST_COMPLETED")
+        assert running.done() or done.done()
+        if not running.done():
+            await asyncio.sleep(0.05)  # it would do it again by now
+        running.cancel()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -93,7 +106,7 @@ def run(work: Awaitable[None], limit_s: float = 10.0) -> None:
 )
 def test_who_is_compressed(make: Any, device: str, how: Compression, asks: bool) -> None:
     bench = Bench(device=device)
-    run(make(bench).run(how, bench.compress))
+    run(make(bench), how, bench)
     assert bench.asked == ([KEY] if asks else [])
     assert bool(bench.image.manifest.compressed) == asks
     assert bench.trimmed == asks
@@ -104,7 +117,7 @@ def test_what_does_not_pay_is_left_and_told(
     make: Any, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    run(make(bench).run("auto", bench.compress))
+    run(make(bench), "auto", bench)
     assert bench.asked == []
     assert "kept as it is" in caplog.text
 
@@ -112,7 +125,7 @@ def test_what_does_not_pay_is_left_and_told(
 def test_what_pays_is_told(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     bench = Bench()
-    run(make(bench).run("auto", bench.compress))
+    run(make(bench), "auto", bench)
     assert "compressed to 67 % of its bytes, which spares each wake 100 ms and takes 1.5 s" in (
         caplog.text
     )
@@ -121,7 +134,8 @@ def test_what_pays_is_told(make: Any, caplog: pytest.LogCaptureFixture) -> None:
 def test_nothing_is_asked_for_twice(make: Any) -> None:
     bench = Bench()
     bench.image.manifest.compressed = ((),)
-    run(make(bench).run("on", bench.compress))
+    bench.compressed.set()
+    run(make(bench), "on", bench)
     assert bench.asked == []
 
 
@@ -141,28 +155,46 @@ def test_what_cannot_be_now_is_tried_again(make: Any, wrong: str) -> None:
 
     async def scenario() -> None:
         running = asyncio.create_task(compression.run("auto", bench.compress))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(running), 0.2)
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        assert not bench.compressed.is_set()
         bench.done, bench.renewed, bench.gb_per_s, bench.image = True, True, 50.0, image
         image.origin = "image"
-        await running
+        await asyncio.wait_for(bench.compressed.wait(), 10)
+        running.cancel()
 
-    run(scenario())
-    assert bench.image.manifest.compressed
+    asyncio.run(scenario())
 
 
-def test_closing_ends_it(make: Any) -> None:
+def test_it_waits_for_a_quiet_time(make: Any) -> None:
     bench = Bench(busy=True)
     compression = make(bench)
 
     async def scenario() -> None:
         running = asyncio.create_task(compression.run("on", bench.compress))
-        await asyncio.sleep(0)
-        compression.close()
-        await running
+        await asyncio.sleep(0.1)
+        assert bench.asked == []
+        bench.busy = False
+        await asyncio.wait_for(bench.compressed.wait(), 10)
+        running.cancel()
 
-    run(scenario())
-    assert bench.asked == []
+    asyncio.run(scenario())
+
+
+def test_what_the_worker_gets_instead_is_compressed_as_well(make: Any) -> None:
+    bench = Bench(device="cpu")
+    compression = make(bench)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(compression.run("on", bench.compress))
+        await asyncio.wait_for(bench.compressed.wait(), 10)
+        bench.compressed.clear()
+        bench.image.manifest.compressed = ()  # after a level 2 sleep
+        await asyncio.wait_for(bench.compressed.wait(), 10)
+        running.cancel()
+
+    asyncio.run(scenario())
+    assert bench.asked == [KEY, KEY]
 
 
 def test_a_segment_waits_for_requests_but_not_for_good(
