@@ -21,6 +21,7 @@ from actors.worker.model_memory import ModelMemory
 
 logger = logging.getLogger(__name__)
 
+_LOOK_FIRST_S = 2.0
 # The store may be short of room, another worker of this node be at it, or the image another since a level 2 sleep.
 _LOOK_AGAIN_S = 60.0
 _PATIENCE_S = 60.0  # of the holder's call, for those who are served and for a deep sleep
@@ -79,8 +80,10 @@ class ImageCompression:
                     pays = await asyncio.to_thread(self._does_it_pay, image)
                 if pays is False:
                     return
-                if pays:
-                    await self._have_compressed(image.manifest.key, compress)
+                if pays is None:  # there was no wake yet
+                    await asyncio.sleep(_LOOK_FIRST_S)
+                    continue
+                await self._have_compressed(image.manifest.key, compress)
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     def segment(self, key: ImageKey, index: int) -> CompressedSegment | None:

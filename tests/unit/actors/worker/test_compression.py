@@ -62,6 +62,7 @@ class Bench:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], ImageCompression]:
     monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "_LOOK_FIRST_S", 0.01)
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(module, "QUIET_S", 0.0)
     monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
