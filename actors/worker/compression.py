@@ -55,9 +55,8 @@ class ImageCompression:
         self._trim = trim
         self._is_busy = is_busy
         self._closed = threading.Event()
-        self._device = (
-            threading.Lock()
-        )  # held while a part is computed, and by who wants it left alone
+        # Held while a part is computed, and by who wants the device left alone.
+        self._device = threading.Lock()
         self._stream = None
         if memory.device.type == "cuda":
             self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
@@ -73,18 +72,21 @@ class ImageCompression:
         pays = True if how == "on" else None
         while True:
             await self._quiet()
-            image = self._memory.image
+            image, wait_s = self._memory.image, _LOOK_AGAIN_S
             # Whoever has a copy of its own has it for want of room, for as long as it is awake.
             if image is not None and image.origin == "image" and not image.manifest.compressed:
-                if pays is None:
-                    pays = await asyncio.to_thread(self._does_it_pay, image)
-                if pays is False:
-                    return
-                if pays is None:  # there was no wake yet
-                    await asyncio.sleep(_LOOK_FIRST_S)
-                    continue
-                await self._have_compressed(image.manifest.key, compress)
-            await asyncio.sleep(_LOOK_AGAIN_S)
+                try:
+                    if pays is None:
+                        pays = await asyncio.to_thread(self._does_it_pay, image)
+                    if pays is False:
+                        return
+                    if pays:
+                        await self._have_compressed(image.manifest.key, compress)
+                    else:  # there was no wake yet
+                        wait_s = _LOOK_FIRST_S
+                except Exception:
+                    logger.exception("image %s stays as it is for now", image.manifest.key)
+            await asyncio.sleep(wait_s)
 
     def segment(self, key: ImageKey, index: int) -> CompressedSegment | None:
         """For the holder; None if that segment is better kept as it is. Blocks: not for an event loop.
@@ -123,8 +125,6 @@ class ImageCompression:
         try:
             if await compress(key):
                 await self._need.renew()
-        except Exception:
-            logger.exception("image %s stays as it is", key)
         finally:
             self._trim()
 

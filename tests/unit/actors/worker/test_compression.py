@@ -33,6 +33,7 @@ class Bench:
     renewed: bool = True
     asked: list[ImageKey] = field(default_factory=list)
     trimmed: int = 0
+    error: Exception | None = None  # of a sample
 
     def __post_init__(self) -> None:
         self.compressed = asyncio.Event()
@@ -70,6 +71,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], ImageCompression]
 
     def build(bench: Bench) -> ImageCompression:
         def sample(image: object, device: object, around: object) -> Sample:
+            if bench.error is not None:
+                raise bench.error
             return Sample(bench.stored, bench.seconds_per_gb / 1e9)
 
         monkeypatch.setattr(module, "try_a_part", sample)
@@ -140,7 +143,9 @@ def test_nothing_is_asked_for_twice(make: Any) -> None:
     assert bench.asked == []
 
 
-@pytest.mark.parametrize("wrong", ["holder", "exchange", "private", "gone", "no wake yet"])
+@pytest.mark.parametrize(
+    "wrong", ["holder", "exchange", "private", "gone", "no wake yet", "no memory"]
+)
 def test_what_cannot_be_now_is_tried_again(make: Any, wrong: str) -> None:
     bench = Bench(
         done=wrong != "holder",
@@ -152,6 +157,7 @@ def test_what_cannot_be_now_is_tried_again(make: Any, wrong: str) -> None:
         image.origin = "disk"
     if wrong == "gone":
         bench.image = None
+    bench.error = torch.OutOfMemoryError() if wrong == "no memory" else None
     compression = make(bench)
 
     async def scenario() -> None:
@@ -160,6 +166,7 @@ def test_what_cannot_be_now_is_tried_again(make: Any, wrong: str) -> None:
         assert not running.done()
         assert not bench.compressed.is_set()
         bench.done, bench.renewed, bench.gb_per_s, bench.image = True, True, 50.0, image
+        bench.error = None
         image.origin = "image"
         await asyncio.wait_for(bench.compressed.wait(), 10)
         running.cancel()
