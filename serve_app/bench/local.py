@@ -17,12 +17,14 @@ import torch
 from actors.checkpoints.download import ensure_checkpoint
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
+from actors.image.compressing import compressed_copy
 from actors.image.held import ImageGrant, ImageRequest
 from actors.image.holder import WeightHolder
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, HolderClient
 from actors.protocol import GenerateRequest, SamplingParams
 from actors.replica.in_process import InProcessModel, build_in_process
+from actors.worker.model_memory import PreparedImage
 from actors.worker.model_worker import build_module
 from serve_app.bench.figures import environment
 from serve_app.config.files import load_model_config
@@ -283,6 +285,14 @@ async def build_model(subject: Subject, load: FastLoad) -> LocalModel:
     image = await load.obtain()
     module = build_module(subject.checkpoint, subject.dtype, subject.engine.device)
     return LocalModel(await build_in_process(module, image, load, subject.engine))
+
+
+async def compressed_image(model: LocalModel) -> PreparedImage:
+    """A compressed copy of its image in memory of this process, pinned."""
+    memory = model.worker.memory
+    assert memory.image is not None
+    copy = await asyncio.to_thread(compressed_copy, memory.image, memory.device)
+    return await asyncio.to_thread(memory.prepare, copy)
 
 
 # --- the device ---

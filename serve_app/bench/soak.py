@@ -30,6 +30,7 @@ from serve_app.bench.local import (
     Subject,
     TimeLimit,
     build_model,
+    compressed_image,
     context_bytes,
     device_bytes,
     load_of,
@@ -49,6 +50,7 @@ class Plan:
 
     cycles: int = 1000
     requests: int = 16
+    compressed: bool = False  # the image
     limit_s: float | None = 420.0
 
 
@@ -113,9 +115,19 @@ class SoakBench(LocalBench[Plan]):
             await crowd.wake()
             crowd.compared = 0  # with that first time the others are compared
             await model.settled()
+            if self._plan.compressed:
+                progress("compressing", 0, 0)
+                await self._compress(model)
             await self._cycles(model, crowd, progress)
         finally:
             await model.close()
+
+    @staticmethod
+    async def _compress(model: LocalModel) -> None:
+        prepared = await compressed_image(model)
+        left = model.worker.memory.exchange(prepared)
+        assert left not in (None, prepared.link)
+        left.close()
 
     def found(self) -> dict[str, Any]:
         result: dict[str, Any] = {

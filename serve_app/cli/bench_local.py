@@ -64,7 +64,7 @@ def wake(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Ours: pipelined, serial, unpinned, kept, kept-N[-middle|-last], kept-sweep (several "
+            help="Ours: pipelined, compressed, serial, unpinned, kept, kept-N[-middle|-last], kept-sweep (several "
             "N from 0 to all layers). Others: to, to-pinned, "
             "dispatch-auto, dispatch-balanced, dispatch-balanced_low_0, fresh-load, memory-saver, memory-saver-retained. "
             "`all`, `ours` and `others` stand for their kind.",
@@ -174,6 +174,7 @@ def soak(
             min=0, metavar="N", help="That wait for every 20th wake; answers are compared."
         ),
     ] = 16,
+    compressed: Annotated[bool, typer.Option(help="From a compressed image.")] = False,
     engine: Engine = None,
     limit_s: LimitS = 420.0,
     json_file: JsonFile = None,
@@ -185,7 +186,7 @@ def soak(
         from serve_app.bench.soak import Plan, SoakBench, tables
 
         subject = small_subject(target, engine)
-        bench = SoakBench(subject, Plan(cycles, requests, limit_s))
+        bench = SoakBench(subject, Plan(cycles, requests, compressed, limit_s))
     raise typer.Exit(measure(bench, tables, ray_for(subject), json_file))
 
 

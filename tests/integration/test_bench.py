@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from actors.checkpoints.making import write_checkpoint
 from docs.results.pages.bench import PagesBench, with_page_size
 from docs.results.pages.bench import Plan as PagesPlan
 from docs.results.pages.bench import tables as pages_tables
@@ -203,6 +204,41 @@ def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject) -> Non
     assert result["trends"]["store_bytes"]["last"] >= 3_000_000
     assert result["samples"]["cycle"] == [10, 20, 30, 40]
     assert "file descriptors" in "\n".join(as_text(soak_tables(result)))
+
+
+@pytest.fixture
+def large_subject(tmp_path: Path) -> Subject:
+    """With tensors that are worth compressing."""
+    checkpoint = write_checkpoint(tmp_path / "demo", "demo", dtype="bfloat16")
+    return subject_of(checkpoint, ENGINE, {"page_size": 32})
+
+
+@STORE
+def test_compressed_image_copies_less_and_says_the_same(
+    ray_store: int, large_subject: Subject
+) -> None:
+    plan = Plan(variants=("pipelined", "compressed"), cycles=2, requests=2, pause_s=0)
+    bench = WakeBench(large_subject, plan)
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert result["complete"]
+    assert result["wrong"] == 0
+    rows = by_name(result)
+    assert rows["pipelined"]["moved_bytes"]["median"] == result["weights_bytes"]
+    assert rows["compressed"]["moved_bytes"]["median"] == result["compressed_bytes"]
+    assert result["compressed_bytes"] < 0.7 * result["weights_bytes"]
+    text = "\n".join(as_text(tables(result)))
+    assert "TTFT from the compressed image / (all bytes / that)" in text
+    assert f"{result['compressed_bytes'] / result['weights_bytes']:.1%} of the bytes" in text
+
+
+@STORE
+def test_soak_of_a_compressed_image(ray_store: int, large_subject: Subject) -> None:
+    bench = SoakBench(large_subject, SoakPlan(cycles=20, requests=2, compressed=True))
+    asyncio.run(bench.run(silent))
+    result = bench.result()
+    assert (result["complete"], result["cycles"], result["wrong"]) == (True, 20, 0)
+    assert result["compared"] == 2
 
 
 @STORE
