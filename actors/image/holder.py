@@ -120,7 +120,7 @@ class WeightHolder:
         self._one_loads = threading.Lock()  # the store is filled by one at a time
         self._load_timeout_s = load_timeout_s
         self._wanted = Wanted()
-        self._compressing: set[ImageKey] = set()
+        self._is_compressing = False  # one at a time: each takes room for two
         self._is_tidy = False  # the files on disk are of models that are wanted
         self._tidying: Future[None] | None = None
         self._unwanted: set[tuple[ModelSource, str]] = set()  # that were wanted
@@ -242,18 +242,18 @@ class WeightHolder:
             worker: see ActorCompressor.
         """
         held = self._images.get(key)
-        if held is None or key in self._compressing:
-            return False
-        if held.grant.manifest.compressed:
+        if held is not None and held.grant.manifest.compressed:
             return True
-        self._compressing.add(key)
+        if held is None or self._is_compressing:
+            return False
+        self._is_compressing = True
         try:
             published = await asyncio.to_thread(self._compress, held, worker)
         except Exception as exc:  # noqa: BLE001  # whatever it was, the image is there as it was
             logger.info("image %s is not compressed now: %s: %s", key, type(exc).__name__, exc)
             return False
         finally:
-            self._compressing.discard(key)
+            self._is_compressing = False
         if not self._images.replace(key, held, published):
             return False
         if (files := self._room.files) is not None:
