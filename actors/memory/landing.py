@@ -7,8 +7,8 @@ from actors.memory.arena import DeviceArena
 from actors.memory.driver import HostLink, Mark, MemoryDriver
 from actors.memory.transfer import CompactPart
 
-# One lands while another is decompressed, which takes a tenth of the time; the third is for when that is late.
-SLOTS = 3
+# One lands while the other is decompressed, which takes a tenth of the time.
+SLOTS = 2
 
 
 class LandingRing:

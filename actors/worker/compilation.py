@@ -52,6 +52,11 @@ class BackgroundCompilation:
         self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._thread.start()
 
+    @property
+    def is_tracing(self) -> bool:
+        """Or it is kept off."""
+        return self._tracing.locked()
+
     @contextmanager
     def kept_off(self) -> Iterator[bool]:
         """Nothing is traced meanwhile; False if something is right now, see `traced`."""

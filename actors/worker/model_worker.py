@@ -193,7 +193,11 @@ class ModelWorker:
             release_image,
         )
         self._compression = ImageCompression(
-            self.memory, self._image, self._residency.begin_trimming, self._is_busy
+            self.memory,
+            self._image,
+            self._residency.begin_trimming,
+            # Whoever traces keeps the interpreter to itself: what is measured meanwhile is too slow.
+            lambda: self._is_busy() or self._compilation.is_tracing,
         )
         self._image.not_needed()
 
