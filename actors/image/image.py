@@ -1,5 +1,6 @@
 """A packed image as one process sees it: read-only bytes per segment, and what they must hash to."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,6 +8,8 @@ import xxhash
 
 from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.image.layout import Layout, Manifest
+
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 def digest(payload: memoryview) -> str:
@@ -52,7 +55,7 @@ class WeightImage:
         Raises:
             WeightsCorrupted: naming the first segment that differs.
         """
-        with ThreadPoolExecutor(max_workers=4) as pool:  # xxhash releases the GIL
+        with ThreadPoolExecutor(_THREADS) as pool:  # xxhash releases the GIL
             found = pool.map(digest, self._buffers)
             for segment, want, have in zip(
                 self.layout.segments, self.manifest.digests, found, strict=True

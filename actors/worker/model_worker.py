@@ -47,7 +47,7 @@ from actors.memory.cpu_card import CpuCard
 from actors.memory.transfer import TransferStats
 from actors.protocol import DeviceNow, Grammar, MemoryChange, WakeReport
 from actors.text.codec import TextCodec
-from actors.threads import ControlThread
+from actors.threads import ControlThread, start_apart
 from actors.worker.compilation import BackgroundCompilation
 from actors.worker.compression import ImageCompression
 from actors.worker.image_need import ImageNeed
@@ -152,6 +152,9 @@ class ModelWorker:
             threads = engine.cpu_threads or (None if self.memory.device.type == "cpu" else 1)
             if threads is not None:
                 torch.set_num_threads(threads)
+            # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it. Beside the
+            # engine, which takes as long.
+            opened = start_apart(self.memory.open_link)
             self._engine = self._control.submit(self._build_engine, module, engine, budget).result()
             # Its thread would keep the process from ending.
             undo.callback(self._control.submit, self._engine.stop)
@@ -163,8 +166,7 @@ class ModelWorker:
                 self._something_went_wrong,
                 self._watchdog,
             )
-            # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it.
-            self._control.submit(self.memory.open_link).result()
+            self._control.submit(opened.result).result()
             self._control.submit(self._residency.warm_up).result()
             undo.pop_all()
         self._scoring = PromptScoring(

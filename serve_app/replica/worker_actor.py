@@ -83,6 +83,7 @@ class WorkerActor:
             from actors.image.held import ImageRequest
             from actors.image.obtain import FastLoad
             from actors.memory.cpu_card import CpuCard
+            from actors.worker.model_memory import select_driver
             from actors.worker.model_worker import ModelWorker, build_module
             from actors.worker.service import Permission, WorkerService, signs_of_life
             from serve_app.weights.holders import HolderOfThisNode
@@ -107,12 +108,19 @@ class WorkerActor:
                 worker=ray.get_runtime_context().current_actor,
                 on_obtained=lambda source: connection.send(Obtained(source)),
             )
+
+            async def open_device() -> None:
+                """Its context takes some tenths of a second, as the image does; whoever is next finds it there."""
+                async with _within(settings.watchdog.other_timeout_s, "opening the device"):
+                    await asyncio.to_thread(select_driver, settings.engine.device)
+
+            image, _ = await asyncio.gather(load.obtain(), open_device())
             budget = settings.memory_budget
             worker = await asyncio.to_thread(
                 ModelWorker,
                 module,
                 settings.checkpoint,
-                await load.obtain(),
+                image,
                 load.obtain,
                 load.release,
                 settings.engine,
