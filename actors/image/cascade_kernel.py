@@ -67,7 +67,9 @@ def _decode(  # type: ignore[no-untyped-def]
     bounds = (data + piece).to(tl.pointer_type(tl.int64))
     first = tl.load(bounds) + block.to(tl.int64) * BLOCK
     end = tl.minimum(tl.maximum(tl.load(bounds + 1), 0), weights.to(tl.int64))
-    end = tl.where(first < 0, 0, end)  # such a block writes nothing: at 0 it would be in another's place
+    end = tl.where(
+        first < 0, 0, end
+    )  # such a block writes nothing: at 0 it would be in another's place
     first = tl.minimum(tl.maximum(first, 0), weights.to(tl.int64))
     tails = data + tails_at
     tail = tails.to(tl.pointer_type(tl.uint32)) + start

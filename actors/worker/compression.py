@@ -171,4 +171,4 @@ class ImageCompression:
                 return
             if self._closed.wait(_LOOK_EVERY_S):
                 raise Unavailable("the model is shut down")
-        raise Unavailable(f"there were requests for {_PATIENCE_S:g} s")
+        raise Unavailable(f"this worker had other work for {_PATIENCE_S:g} s")

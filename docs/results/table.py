@@ -20,7 +20,7 @@ BENCHMARKS = RESULTS.parent / "benchmarks.md"
 README = RESULTS.parents[1] / "README.md"
 _BLOCK = re.compile(r"(<!-- measured: .*? -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
-SUMMARY = ("asleep_http", "start", "left", "rate_closed", "wrong")  # the README's rows
+SUMMARY = ("compressed_http", "start", "left", "rate_closed", "wrong")  # the README's rows
 
 Result = dict[str, Any]
 
@@ -56,6 +56,9 @@ def rows(
     http_closed: Result,
     http_open: Result,
     soak: Result,
+    wake_compressed: Result,
+    http_cold_compressed: Result,
+    soak_compressed: Result,
 ) -> dict[str, Row]:
     """Each row by a key; the arguments are named after their files."""
     http, again = serve["latency"], serve["redeploy"]
@@ -66,7 +69,10 @@ def rows(
     mapped = (wake["weights_bytes"] + wake["kv_bytes"]) / 2**30
     left = (wake["left_bytes"]["median"] - wake["context_bytes"]["median"]) / 2**30
     context = wake["context_bytes"]["median"] / 2**30
-    ours = wake, soak
+    compressed = next(r for r in wake_compressed["rows"] if r["variant"] == "compressed")
+    share = wake_compressed["compressed_bytes"] / wake_compressed["weights_bytes"]
+    cold = http_cold_compressed["rounds"][0]["cold"]["ttft"]
+    ours = wake, soak, wake_compressed, soak_compressed
     return {
         "asleep": Row(
             f"first token of a sleeping replica, KV cache of {wake['kv_bytes'] / 2**30:.0f} GiB",
@@ -80,6 +86,17 @@ def rows(
         ),
         "asleep_http": Row(
             "first token of a sleeping replica over HTTP", _ms(http["ttft_asleep_s"]), ("serve",)
+        ),
+        "compressed": Row(
+            f"first token of a sleeping replica from a compressed image, {share:.1%} of the bytes; "
+            f"of the link's time for all of them, at {wake_compressed['pinned_gb_per_s']:.1f} GB/s",
+            f"{_ms(compressed['ttft_asleep_s'])}; {wake_compressed['compressed_over_pinned']:.3f}",
+            ("wake_compressed",),
+        ),
+        "compressed_http": Row(
+            "first token of a sleeping replica over HTTP, image compressed",
+            _ms(cold | {"median": cold["percentiles"]["50"]}),
+            ("http_cold_compressed",),
         ),
         "awake": Row("first token of an awake replica", _ms(wake["ttft_awake_s"]), ("wake",)),
         "awake_http": Row("the same over HTTP", _ms(http["ttft_awake_s"]), ("serve",)),
@@ -102,7 +119,7 @@ def rows(
         "wrong": Row(
             f"wrong answers after wakes, of {http['cycles'] + sum(r['compared'] for r in ours)}",
             str(http["wrong"] + sum(r["wrong"] for r in ours)),
-            ("serve", "wake", "soak"),
+            ("serve", "wake", "soak", "wake_compressed", "soak_compressed"),
         ),
         "growth": Row(
             f"growth per 1000 sleeps and wakes, of {soak['cycles']}: device, host memory",

@@ -11,6 +11,7 @@ import torch
 from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, ReplicaFailed
 from actors.image.image import WeightImage
+from actors.image.layout import ImageKey
 from actors.memory.cpu import CpuDriver
 from actors.protocol import TokenEvent
 from actors.worker.lull import Lull
@@ -80,6 +81,36 @@ def test_nothing_is_compiled_or_captured_while_somebody_is_served(
         assert captured.is_set()
 
     run(tiny_checkpoint, image, scenario)
+
+
+def test_images_are_not_compressed_while_layers_are_compiled(
+    tiny_checkpoint: Path,
+    image: WeightImage,
+    may_compile: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever traces keeps the interpreter to itself: it would be measured as far too slow."""
+    monkeypatch.setattr(TransformersEngine, "use_compiled", lambda engine: None)
+    monkeypatch.setattr("actors.worker.compression.QUIET_S", 0.0)
+    asked = asyncio.Event()
+
+    async def compress(key: ImageKey) -> bool:
+        asked.set()
+        return False
+
+    async def scenario(h: Harness) -> None:
+        h.worker.memory.image = WeightImage(image.manifest, image.segments, "image")
+        running = asyncio.create_task(h.worker.compress_image("on", compress))
+        await asyncio.sleep(0.3)
+        assert not asked.is_set()
+        may_compile.set()
+        await asyncio.wait_for(asked.wait(), 20)
+        running.cancel()
+
+    try:
+        run(tiny_checkpoint, image, scenario)
+    finally:
+        may_compile.set()
 
 
 def test_graphs_that_find_no_memory_are_for_another_time(

@@ -28,12 +28,13 @@ def test_a_result_is_that_of_the_newest_folder_that_has_it(results: Path) -> Non
     assert table.newest("soak").parent.name == "2026-01-01_h200"
 
 
-def test_rows_name_the_folders_where_they_differ() -> None:
+def test_rows_name_folders_where_folders_or_commits_differ() -> None:
     recorded = table.recorded()
     folders = {table.newest(name).parent.name for name in recorded}
+    commits = {(r.get("client") or r)["commit"] for r in recorded.values()}
     lines = table.table(**recorded).splitlines()[2:]
     named = {folder for folder in folders for line in lines if f"results/{folder}/" in line}
-    assert named == (folders if len(folders) > 1 else set())
+    assert named == (folders if len(folders) > 1 or len(commits) > 1 else set())
 
 
 def test_all_rows_of_one_folder_name_none(monkeypatch: pytest.MonkeyPatch) -> None:
