@@ -30,6 +30,7 @@ if find_spec("hypothesis") is not None:  # not on every host with a GPU
 
 # From the end of the tests to the end of their process. What a test left running could keep it for ever.
 EXIT_TIMEOUT_S = 60
+OTHERS_TIMEOUT_S = 600
 
 TESTS = Path(__file__).parent
 PROJECT = TESTS.parent
@@ -59,9 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def pytest_unconfigure() -> None:
-    """End with what each thread does, and an error, if the process does not end by itself."""
-    faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True, file=sys.__stderr__)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End with what each thread does, and an error, if the process does not end by itself.
+
+    One of several processes has nothing to do any more, and waits for the tests that others still run.
+    """
+    timeout_s = OTHERS_TIMEOUT_S if hasattr(config, "workerinput") else EXIT_TIMEOUT_S
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session")

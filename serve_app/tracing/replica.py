@@ -10,11 +10,12 @@ from actors.observer import (
     Ending,
     GuardedObserver,
     Observer,
+    SleepCause,
     WakeCause,
     WakePhase,
     WakeResult,
 )
-from actors.protocol import GenerateRequest, WakeReport
+from actors.protocol import GenerateRequest, MemoryChange, WakeReport
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -56,7 +57,8 @@ class ReplicaTraces(GuardedObserver):
         self._attributes = {"sleepserve.model": model_id, "sleepserve.replica": replica_id}
         self._now_ns = now_ns
         self._open: dict[str, Span] = {}  # of requests, by their ids, in the order of their arrival
-        self._wake: Span | None = None  # the last one
+        self._wake: Span | None = None  # by which the replica is awake, once that was told
+        self._early: tuple[WakeReport, int] | None = None  # told before its wake, and when
         self._phases: list[tuple[str, float]] = []  # of the wake that goes on
 
     @contextmanager
@@ -79,6 +81,14 @@ class ReplicaTraces(GuardedObserver):
     def woke(self, cause: WakeCause, result: WakeResult, seconds: float) -> None:
         super().woke(cause, result, seconds)
         self._tell(self._trace_wake, cause, result, seconds)
+
+    def slept(self, cause: SleepCause, level: int, seconds: float, change: MemoryChange) -> None:
+        super().slept(cause, level, seconds, change)
+        self._wake = self._early = None
+
+    def restarted(self) -> None:
+        super().restarted()
+        self._wake = self._early = None
 
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         super().wake_phase(phase, seconds)
@@ -117,15 +127,24 @@ class ReplicaTraces(GuardedObserver):
         if result is not WakeResult.OK:
             wake.set_status(Status(StatusCode.ERROR, result.value))
         wake.end(end_ns)
-        self._wake = wake
+        early, self._early = self._early, None
+        if result is WakeResult.OK:
+            self._wake = wake
+            if early is not None:
+                self._trace_copies(wake, *early)
 
     def _trace_restore(self, report: WakeReport) -> None:
-        """The copies go on beside the first requests, so they may end behind their wake."""
-        end_ns = self._now_ns()
+        """The copies go on beside the first requests, so they may end behind their wake, or be told before it."""
+        if self._wake is None:
+            self._early = report, self._now_ns()
+        else:
+            self._trace_copies(self._wake, report, self._now_ns())
+
+    def _trace_copies(self, wake: "Span", report: WakeReport, end_ns: int) -> None:
         begin_ns = end_ns - int((report.link_s + report.check_s) * 1e9)
         attributes = {"sleepserve.copied_bytes": report.copied_bytes}
         span = self._tracer.start_span(
-            "wake.copy", _under(self._wake), attributes=attributes, start_time=begin_ns
+            "wake.copy", _under(wake), attributes=attributes, start_time=begin_ns
         )
         span.end(end_ns)
 

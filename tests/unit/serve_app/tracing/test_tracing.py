@@ -11,8 +11,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from actors.observer import EngineMeter, GuardedObserver, Observer, WakeCause, WakePhase, WakeResult
-from actors.protocol import GenerateRequest, WakeReport
+from actors.observer import (
+    EngineMeter,
+    GuardedObserver,
+    Observer,
+    SleepCause,
+    WakeCause,
+    WakePhase,
+    WakeResult,
+)
+from actors.protocol import GenerateRequest, MemoryChange, WakeReport
 from serve_app.config.http import HttpSettings
 from serve_app.front.app import build_asgi
 from serve_app.tracing.replica import ReplicaTraces, observed
@@ -109,6 +117,28 @@ def test_wake_is_one_span_for_all_who_wait(
     phases = [named(exporter, f"wake.{name}") for name in ("image", "map", "copy")]
     assert {span.parent.span_id for span in phases} == {wake.context.span_id}
     assert phases[1].start_time == phases[0].end_time == wake.start_time + 10**9
+
+
+@pytest.mark.parametrize("between", ["sleep", "restart", "failed wake"])
+def test_copies_that_are_told_before_their_wake_are_its_own(
+    exporter: InMemorySpanExporter, traces: ReplicaTraces, between: str
+) -> None:
+    """With little to copy they may be."""
+    traces.woke(WakeCause.START, WakeResult.OK, 1.0)
+    if between == "restart":
+        traces.restarted()
+    else:
+        traces.slept(SleepCause.IDLE, 1, 0.1, MemoryChange(1024, 0, 0))
+    if between == "failed wake":
+        traces.restored(REPORT)
+        traces.woke(WakeCause.COMMAND, WakeResult.REFUSED, 1.0)
+    with traces.request(GenerateRequest("a", "hi", trace=PARENT)):
+        traces.restored(REPORT)
+        traces.woke(WakeCause.REQUEST, WakeResult.OK, 2.0)
+    copy = named(exporter, "wake.copy")
+    wakes = [span for span in exporter.get_finished_spans() if span.name == "wake"]
+    assert copy.parent.span_id == wakes[-1].context.span_id
+    assert copy.context.trace_id == int("ab" * 16, 16)
 
 
 def test_wake_that_nobody_waits_for_has_a_trace_of_its_own(
