@@ -1,6 +1,6 @@
-"""Lossless compression of bfloat16 weights to two thirds: exponents are coded by their rank, all other bits kept.
+"""Lossless compression of 16-bit floats, bfloat16 to two thirds: exponents are coded by their rank, other bits kept.
 
-A weight is a byte of sign and mantissa, which stays as it is, and an exponent. Trained weights use few exponents, so
+A bfloat16 is a byte of sign and mantissa, which stays as it is, and an exponent. Trained weights use few exponents, so
 each is replaced by its rank in the tensor's table, most frequent first, in up to four levels:
 
     rank      level 1   level 2    level 3    level 4
@@ -10,6 +10,8 @@ each is replaced by its rank in the tensor's table, most frequent first, in up t
     others    3         3          7          the exponent itself
     bits      2         2          3          8
 
+A float16 has an exponent of five bits, and three more bits that stay as they are: 85 %.
+
 The bytes of a segment become one string of bytes, whose regions start at multiples of 64:
 
     pieces      of each, int64: where its first block would begin in the output if all blocks before it were its own,
@@ -17,11 +19,12 @@ The bytes of a segment become one string of bytes, whose regions start at multip
     heads       of each block, int32: where its tail starts, in words; how many level-2 codes it has | piece << 16.
                 One more closes the list
     codes       level 1, BLOCK / 4 bytes per coded block, the first weight lowest
-    mantissas   BLOCK bytes per coded block
+    mantissas   BLOCK bytes per coded block; of float16 the lower eight bits
+    rests       of float16, per coded block: the mantissa's upper two bits, BLOCK / 4 bytes, and the sign, BLOCK / 8
     tails       per block: level 2 and level 3 as one string of bits, the first lowest, and level 4 as bytes backwards
                 from the end; of a raw piece the weights
 
-Raw pieces are tensors that do not shrink, those of other types, the few weights behind the last whole row of a tensor,
+A part has weights of one type. Raw pieces are tensors that do not shrink, those of other types, the few weights behind the last whole row of a tensor,
 and what lies between tensors. Their blocks follow the coded ones.
 
 What is written here runs on any device, in torch's operations. `cascade_kernel` decompresses on a card.
@@ -34,7 +37,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from actors.errors import WeightsCorrupted
-from actors.image.layout import Compressed
+from actors.image.layout import Compressed, FloatType
 
 BLOCK = 4096  # weights
 ROW = 8  # weights that a thread decodes together; a coded piece starts at a multiple of it, and has whole ones
@@ -45,6 +48,11 @@ _REGION_ALIGNMENT = 64
 LEAST_WEIGHTS = 1 << 16  # fewer are not worth their table
 _MOST_STORED = 0.95  # of a tensor's bytes: else it is kept raw
 _AT_ONCE = 1 << 10  # blocks: what is made on the way takes some 40 bytes a weight
+_EXPONENT: dict[FloatType, tuple[int, int]] = {  # its lowest bit, and how many
+    "bfloat16": (7, 8),
+    "float16": (10, 5),
+}
+_RESTS = {"bfloat16": 0, "float16": BLOCK // 4 + BLOCK // 8}  # bytes per block
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +60,38 @@ class _Piece:
     """Weights of one tensor that are coded, or kept raw, together."""
 
     at: int  # in the segment, in weights
+    dtype: FloatType
     weights: torch.Tensor  # int16
     table: torch.Tensor  # uint8
     ranks: torch.Tensor | None  # uint8, by exponent; None: raw
 
 
 def compress(
-    part: torch.Tensor, tensors: Sequence[tuple[int, int]], at: int = 0
+    part: torch.Tensor,
+    tensors: Sequence[tuple[int, int]],
+    dtype: FloatType = "bfloat16",
+    at: int = 0,
 ) -> tuple[torch.Tensor, Compressed]:
     """Compress a segment, or a part of one.
 
     Args:
         part: uint8, on any device; its length is even.
-        tensors: those that are bfloat16, each with its offset in the part and its size in bytes. In order; offsets are
+        tensors: those of that type, each with its offset in the part and its size in bytes. In order; offsets are
             multiples of 16.
+        dtype: others are kept as they are.
         at: where the part begins in the segment.
 
     Returns:
         The compressed bytes, on the same device, and where what lies in them, as the first of a payload.
     """
     weights = part.view(torch.int16)
-    pieces = sorted(_pieces(weights, tensors), key=lambda piece: piece.ranks is None)
+    pieces = sorted(_pieces(weights, tensors, dtype), key=lambda piece: piece.ranks is None)
     counts = [_count(piece) for piece in pieces]  # [blocks, 2]
     blocks = sum(len(each) for each in counts)
     coded = sum(len(c) for c, piece in zip(counts, pieces, strict=True) if piece.ranks is not None)
     words = torch.cat([torch.zeros(1, dtype=torch.int64), *(c[:, 1].cpu() for c in counts)])
     starts = words.cumsum(0)
-    about = _regions(len(pieces), blocks, coded, int(starts[-1]))
+    about = _regions(dtype, len(pieces), blocks, coded, int(starts[-1]))
     about = replace(about, at=at, size=len(part))
     data = part.new_zeros(about.stored_size)
     _write_pieces(data, pieces, counts)
@@ -128,28 +141,30 @@ def _decompress(data: torch.Tensor, about: Compressed, weights: torch.Tensor) ->
             weights[at : at + size] = found[:size]
 
 
-def _pieces(weights: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> Iterator[_Piece]:
+def _pieces(
+    weights: torch.Tensor, tensors: Sequence[tuple[int, int]], dtype: FloatType
+) -> Iterator[_Piece]:
     end = 0  # of what is coded so far
     for offset, size in tensors:
         at, count = offset // 2, size // 2 // ROW * ROW
-        coded = _coded(at, weights[at : at + count]) if count >= LEAST_WEIGHTS else None
+        coded = _coded(at, dtype, weights[at : at + count]) if count >= LEAST_WEIGHTS else None
         if coded is not None:
-            yield from _raw(weights, end, at)
+            yield from _raw(weights, end, at, dtype)
             yield coded
             end = at + count
-    yield from _raw(weights, end, len(weights))
+    yield from _raw(weights, end, len(weights), dtype)
 
 
-def _raw(weights: torch.Tensor, begin: int, end: int) -> Iterator[_Piece]:
+def _raw(weights: torch.Tensor, begin: int, end: int, dtype: FloatType) -> Iterator[_Piece]:
     if begin < end:
         none = torch.zeros(TABLE_BYTES, dtype=torch.uint8, device=weights.device)
-        yield _Piece(begin, weights[begin:end], none, None)
+        yield _Piece(begin, dtype, weights[begin:end], none, None)
 
 
-def _coded(at: int, weights: torch.Tensor) -> _Piece | None:
+def _coded(at: int, dtype: FloatType, weights: torch.Tensor) -> _Piece | None:
     """None: it would not shrink."""
-    order = _by_frequency(weights)
-    piece = _Piece(at, weights, _table(order), _ranks(order))
+    order = _by_frequency(weights, dtype)
+    piece = _Piece(at, dtype, weights, _table(order), _ranks(order))
     return piece if _stored_bytes(piece) <= _MOST_STORED * 2 * len(weights) else None
 
 
@@ -158,11 +173,11 @@ def _parts(weights: torch.Tensor) -> Iterator[torch.Tensor]:
     return (weights[at : at + step] for at in range(0, len(weights), step))
 
 
-def _by_frequency(weights: torch.Tensor) -> torch.Tensor:
+def _by_frequency(weights: torch.Tensor, dtype: FloatType) -> torch.Tensor:
     """The 256 exponents, the most frequent first, equal ones by their value."""
     counts = torch.zeros(256, dtype=torch.int64, device=weights.device)
     for some in _parts(weights):
-        counts += torch.bincount(_exponents(some), minlength=256)
+        counts += torch.bincount(_exponents(some, dtype), minlength=256)
     return counts.argsort(descending=True, stable=True)
 
 
@@ -179,8 +194,9 @@ def _table(order: torch.Tensor) -> torch.Tensor:
     return order[one + (one == 3) * (two + (two == 3) * three)].to(torch.uint8)
 
 
-def _exponents(weights: torch.Tensor) -> torch.Tensor:
-    return (weights.int() >> 7) & 0xFF
+def _exponents(weights: torch.Tensor, dtype: FloatType) -> torch.Tensor:
+    at, bits = _EXPONENT[dtype]
+    return (weights.int() >> at) & ((1 << bits) - 1)
 
 
 def _blocks_of(piece: _Piece) -> int:
@@ -192,7 +208,7 @@ def _some(piece: _Piece) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     assert piece.ranks is not None
     number = 0
     for some in _parts(piece.weights):
-        exponents = _exponents(some)
+        exponents = _exponents(some, piece.dtype)
         ranks = piece.ranks[exponents]
         missing = -len(some) % BLOCK
         ranks = torch.nn.functional.pad(ranks, (0, missing)).view(-1, BLOCK)
@@ -215,17 +231,20 @@ def _count(piece: _Piece) -> torch.Tensor:
 
 
 def _stored_bytes(piece: _Piece) -> int:
-    return _blocks_of(piece) * (BLOCK + BLOCK // 4 + 8) + 4 * int(_count(piece)[:, 1].sum())
+    of_block = BLOCK + BLOCK // 4 + _RESTS[piece.dtype] + 8
+    return _blocks_of(piece) * of_block + 4 * int(_count(piece)[:, 1].sum())
 
 
-def _regions(pieces: int, blocks: int, coded: int, words: int) -> Compressed:
+def _regions(dtype: FloatType, pieces: int, blocks: int, coded: int, words: int) -> Compressed:
     heads_at = _aligned_at(pieces * PIECE_BYTES)
     codes_at = _aligned_at(heads_at + 8 * (blocks + 1))
     mantissas_at = _aligned_at(codes_at + coded * BLOCK // 4)
-    tails_at = _aligned_at(mantissas_at + coded * BLOCK)
+    rests_at = _aligned_at(mantissas_at + coded * BLOCK)
+    tails_at = _aligned_at(rests_at + coded * _RESTS[dtype])
     # The kernel reads a word behind the last code of a tail.
     size = _aligned_at(tails_at + 4 * words + 8)
-    return Compressed(0, 0, 0, size, blocks, coded, heads_at, codes_at, mantissas_at, tails_at)
+    at = heads_at, codes_at, mantissas_at, rests_at, tails_at
+    return Compressed(dtype, 0, 0, 0, size, blocks, coded, *at)
 
 
 def _aligned_at(size: int) -> int:
@@ -262,10 +281,8 @@ def _encode(
         return
     device = data.device
     starts = starts.to(device)
-    weights = piece.weights.int()
-    mantissas = ((weights >> 8 & 0x80) | (weights & 0x7F)).to(torch.uint8)
-    _region(data, about.mantissas_at + first * BLOCK, mantissas)
     shifts = 2 * torch.arange(4, device=device)
+    _write_kept(data, about, piece, first)
     for number, exponents, ranks in _some(piece):
         count = len(ranks)
         ranks = ranks.long()
@@ -285,6 +302,33 @@ def _encode(
         _put(words, where[four], exponents.long()[four])
         tails = words[:-1].to(torch.int32).view(torch.uint8)
         _region(data, about.tails_at + 4 * at, tails)
+
+
+def _write_kept(data: torch.Tensor, about: Compressed, piece: _Piece, first: int) -> None:
+    """Bits beside the exponents."""
+    weights = piece.weights.int()
+    at = about.mantissas_at + first * BLOCK
+    if piece.dtype == "bfloat16":
+        _region(data, at, ((weights >> 8 & 0x80) | (weights & 0x7F)).to(torch.uint8))
+        return
+    _region(data, at, (weights & 0xFF).to(torch.uint8))
+    missing = -len(weights) % BLOCK
+    weights = torch.nn.functional.pad(weights, (0, missing)).view(-1, BLOCK)
+    middles, signs = _packed(weights >> 8 & 3, 2), _packed(weights >> 15 & 1, 1)
+    at = about.rests_at + first * _RESTS[piece.dtype]
+    _region(data, at, torch.cat([middles, signs], 1).view(-1))
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of so many bits in bytes, of each row, [rows, BLOCK]; the first lowest."""
+    shifts = bits * torch.arange(8 // bits, device=codes.device)
+    return (codes.view(len(codes), -1, 8 // bits) << shifts).sum(2).to(torch.uint8)
+
+
+def _unpacked(data: torch.Tensor, bits: int) -> torch.Tensor:
+    shifts = bits * torch.arange(8 // bits, device=data.device)
+    codes = data.long()[..., None] >> shifts & ((1 << bits) - 1)
+    return codes.flatten(-2)
 
 
 def _put(words: torch.Tensor, bit: torch.Tensor, code: torch.Tensor) -> None:
@@ -322,11 +366,7 @@ def _decode(
     """The weights of some coded blocks, int16; `heads` has one more."""
     count = len(heads) - 1
     at = about.codes_at + first * BLOCK // 4
-    codes = data[at : at + count * BLOCK // 4].view(count, -1, 1)
-    one = (codes >> 2 * torch.arange(4, dtype=torch.uint8, device=data.device) & 3).view(
-        count, BLOCK
-    )
-    one = one.long()
+    one = _unpacked(data[at : at + count * BLOCK // 4].view(count, -1), 2)
     tails = data[about.tails_at :]
     begin, end = 32 * heads[:-1, :1], 32 * heads[1:, :1]
     in_two = heads[:-1, 1:] & 0xFFFF
@@ -338,10 +378,21 @@ def _decode(
     four = _read(tails, end - 8 * is_four.cumsum(1), is_four, 0xFF)
     coded = table[(one | two << 2 | three << 4).where(~is_four, 0)].long()
     exponents = coded.where(~is_four, four)
+    weights = _kept(data, about, first, count) | exponents << _EXPONENT[about.dtype][0]
+    return weights.view(-1).to(torch.int32).to(torch.int16)
+
+
+def _kept(data: torch.Tensor, about: Compressed, first: int, count: int) -> torch.Tensor:
+    """All bits of some blocks' weights but their exponents, [count, BLOCK]."""
     at = about.mantissas_at + first * BLOCK
     mantissas = data[at : at + count * BLOCK].view(count, BLOCK).long()
-    weights = (mantissas & 0x80) << 8 | exponents << 7 | mantissas & 0x7F
-    return weights.view(-1).to(torch.int32).to(torch.int16)
+    if about.dtype == "bfloat16":
+        return (mantissas & 0x80) << 8 | mantissas & 0x7F
+    size = _RESTS[about.dtype]
+    at = about.rests_at + first * size
+    rests = data[at : at + count * size].view(count, size)
+    middles, signs = _unpacked(rests[:, : BLOCK // 4], 2), _unpacked(rests[:, BLOCK // 4 :], 1)
+    return mantissas | middles << 8 | signs << 15
 
 
 def _read(

@@ -34,7 +34,9 @@ def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None
             about.heads_at,
             about.codes_at,
             about.mantissas_at,
+            about.rests_at,
             about.tails_at,
+            about.dtype == "float16",
             PIECE_BYTES,
             BLOCK,
             ROW,
@@ -52,7 +54,9 @@ def _decode(  # type: ignore[no-untyped-def]
     heads_at,
     codes_at,
     mantissas_at,
+    rests_at,
     tails_at,
+    HALF: tl.constexpr,
     PIECE_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW: tl.constexpr,
@@ -80,6 +84,7 @@ def _decode(  # type: ignore[no-untyped-def]
             (piece + 16).to(tl.uint32),
             data + codes_at + block.to(tl.int64) * (BLOCK // 4),
             data + mantissas_at + block.to(tl.int64) * BLOCK,
+            data + rests_at + block.to(tl.int64) * (BLOCK // 4 + BLOCK // 8),
             tail,
             words - start,
             tails_at + 4 * stop.to(tl.int64) - 1,
@@ -88,6 +93,7 @@ def _decode(  # type: ignore[no-untyped-def]
             # A coded piece starts at a multiple of a row: said, so that stores are as wide.
             out + tl.multiple_of(first, ROW),
             tl.minimum(end - first, BLOCK).to(tl.int32),
+            HALF,
             BLOCK,
             ROW,
         )
@@ -104,6 +110,7 @@ def _decode_rows(  # type: ignore[no-untyped-def]
     table,
     codes,
     mantissas,
+    rests,
     tail,
     last_word,
     last_byte_4,
@@ -111,6 +118,7 @@ def _decode_rows(  # type: ignore[no-untyped-def]
     bits_2,
     out,
     left,
+    HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW: tl.constexpr,
 ):
@@ -128,23 +136,50 @@ def _decode_rows(  # type: ignore[no-untyped-def]
     one = one | (one & (one >> 1) & 0x5555) << 16
     two, three = two << 2, three << 4
     low, high = bytes_of_row.to(tl.uint32), (bytes_of_row >> 32).to(tl.uint32)
-    a, one, two, three, four = _two(data, table, last_byte, low, one, two, three, four)
-    b, one, two, three, four = _two(data, table, last_byte, low >> 16, one, two, three, four)
-    c, one, two, three, four = _two(data, table, last_byte, high, one, two, three, four)
-    d, one, two, three, four = _two(data, table, last_byte, high >> 16, one, two, three, four)
+    a, one, two, three, four = _two(data, table, last_byte, one, two, three, four)
+    b, one, two, three, four = _two(data, table, last_byte, one, two, three, four)
+    c, one, two, three, four = _two(data, table, last_byte, one, two, three, four)
+    d, one, two, three, four = _two(data, table, last_byte, one, two, three, four)
+    if HALF:
+        middles = tl.load(rests.to(tl.pointer_type(tl.uint16)) + row).to(tl.uint32)
+        signs = tl.load(rests + BLOCK // 4 + row).to(tl.uint32)
+        a = _two_halves(a, low, middles, signs)
+        b = _two_halves(b, low >> 16, middles >> 4, signs >> 2)
+        c = _two_halves(c, high, middles >> 8, signs >> 4)
+        d = _two_halves(d, high >> 16, middles >> 12, signs >> 6)
+    else:
+        a = _two_bfloats(a, low)
+        b = _two_bfloats(b, low >> 16)
+        c = _two_bfloats(c, high)
+        d = _two_bfloats(d, high >> 16)
     words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // ROW, ROW // 2)
     at = row[:, None] * (ROW // 2) + tl.arange(0, ROW // 2)[None, :]
     tl.store(out.to(tl.pointer_type(tl.uint32)) + at, words, mask=(row * ROW < left)[:, None])
 
 
 @triton.jit
-def _two(data, table, last_byte, mantissas, one, two, three, four):  # type: ignore[no-untyped-def]
-    """The next two weights of each row as one word, and what is left of its codes."""
+def _two(data, table, last_byte, one, two, three, four):  # type: ignore[no-untyped-def]
+    """The next two exponents of each row as one word, and what is left of its codes."""
     a, one, two, three, four = _exponent(data, table, last_byte, one, two, three, four)
     b, one, two, three, four = _exponent(data, table, last_byte, one, two, three, four)
+    return a | b << 16, one, two, three, four
+
+
+@triton.jit
+def _two_bfloats(exponents, mantissas):  # type: ignore[no-untyped-def]
+    """Two weights as one word; of the other bits, the lowest are theirs."""
     spread = (mantissas & 0xFF) | ((mantissas & 0xFF00) << 8)
     signs = (spread & 0x00800080) * 255  # moves each from bit 7 to bit 15
-    return spread + signs + (a + (b << 16)) * 128, one, two, three, four
+    return spread + signs + exponents * 128
+
+
+@triton.jit
+def _two_halves(exponents, mantissas, middles, signs):  # type: ignore[no-untyped-def]
+    """Likewise."""
+    spread = (mantissas & 0xFF) | ((mantissas & 0xFF00) << 8)
+    spread |= ((middles & 3) | ((middles & 12) << 14)) << 8
+    spread |= ((signs & 1) | ((signs & 2) << 15)) << 15
+    return spread | exponents << 10
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Segments of an image, compressed part by part, where that pays."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ import torch
 
 from actors.image import cascade
 from actors.image.image import WeightImage, digest
-from actors.image.layout import Compressed, Layout, TensorSlot
+from actors.image.layout import FLOAT_TYPES, Compressed, FloatType, Layout, TensorSlot
 
 # Of a segment: what lands on the device at once, in two thirds of that. With four times as many for 15 GB, a wake's
 # copies and launches queued up, and the host waited for the device before it could go on to the first forward (H200).
@@ -39,15 +40,17 @@ def compress_segment(
         part_bytes: a multiple of 16.
     """
     slots = [slot for slot in layout.stored() if slot.segment == index]
-    if not any(slot.dtype == "bfloat16" for slot in slots):
+    dtype = _type_of_most(slots)
+    if dtype is None:
         return None
+    slots = [slot for slot in slots if slot.dtype == dtype]
     whole = np.frombuffer(payload, dtype=np.uint8)
     stored, data, abouts = 0, [], []
     for at in range(0, len(whole), part_bytes):
         with around():
             # Copied, because torch has no tensors that may not be written.
             part = torch.from_numpy(whole[at : at + part_bytes].copy()).to(device)
-            piece, about = cascade.compress(part, list(_within(slots, at, len(part))), at)
+            piece, about = cascade.compress(part, list(_within(slots, at, len(part))), dtype, at)
             data.append(piece.cpu())
         abouts.append(replace(about, stored_at=stored))
         stored += len(piece)
@@ -102,22 +105,37 @@ def try_a_part(
     return Sample(stored, min(took_s) / len(payload))
 
 
-def decompressor(device: torch.device) -> Decompress:
-    """What gives a part its bytes again on that device; see `cascade.decompress`. Ready: nothing compiles later."""
+def decompressor(device: torch.device, dtypes: Iterable[FloatType]) -> Decompress:
+    """What gives a part its bytes again on that device; see `cascade.decompress`.
+
+    Args:
+        dtypes: for which it is ready: nothing compiles later.
+    """
     if device.type == "cpu":
         return cascade.decompress
     from actors.image.cascade_kernel import decompress  # Triton is there where a GPU is
 
     part = torch.zeros(2 * cascade.LEAST_WEIGHTS, dtype=torch.uint8)
-    data, about = cascade.compress(part, [(0, len(part))])
-    decompress(data.to(device), about, part.to(device))
+    for dtype in dtypes:
+        data, about = cascade.compress(part, [(0, len(part))], dtype)
+        decompress(data.to(device), about, part.to(device))
     torch.cuda.synchronize(device)
     return decompress
 
 
-def _within(slots: list[TensorSlot], at: int, size: int) -> Iterator[tuple[int, int]]:
-    """Of the bfloat16 tensors what lies in a part, by its offset there."""
+def _type_of_most(slots: Sequence[TensorSlot]) -> FloatType | None:
+    """Of the types that can be compressed; None: there is none."""
+    sizes = Counter[FloatType]()
+    for slot in slots:
+        for dtype in FLOAT_TYPES:
+            if slot.dtype == dtype:
+                sizes[dtype] += slot.size
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def _within(slots: Sequence[TensorSlot], at: int, size: int) -> Iterator[tuple[int, int]]:
+    """What of the tensors lies in a part, by its offset there."""
     for slot in slots:
         begin, end = max(slot.offset, at), min(slot.offset + slot.size, at + size)
-        if slot.dtype == "bfloat16" and begin < end:
+        if begin < end:
             yield begin - at, end - begin

@@ -17,7 +17,7 @@ class ImageConfig(BaseModel):
     compression: Compression = Field(
         default="auto",
         description="Whether the image is compressed, without loss, once the model serves: bfloat16 weights take two "
-        "thirds of the host's memory then, and of a wake's time on the link. `auto`: on a GPU, where a measured sample "
+        "thirds of the host's memory then, and of a wake's time on the link, float16 85 %. `auto`: on a GPU, where a measured sample "
         "says that it pays; `on`: without a GPU as well, where wakes take longer by it; `off`: never.",
     )
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 TENSOR_ALIGNMENT = 256  # bytes; what CUDA kernels may assume of a fresh allocation
 
 TensorKind = Literal["parameter", "buffer"]
+FloatType = Literal["bfloat16", "float16"]  # those that can be compressed
+FLOAT_TYPES: tuple[FloatType, ...] = get_args(FloatType)
 
 PACKER_VERSION = 3  # part of the image key: raise it when the bytes of an image would differ
 
@@ -88,6 +90,7 @@ class Compressed:
     """A part of a segment, as `actors.image.cascade` has compressed it. In bytes, but for the blocks.
 
     Attributes:
+        dtype: of the weights that are coded.
         at: where the part begins in the segment.
         size: of the part there.
         stored_at: where its compressed bytes begin in the segment's payload.
@@ -96,6 +99,7 @@ class Compressed:
         heads_at: where this region of the compressed bytes begins in them; likewise the others.
     """
 
+    dtype: FloatType
     at: int
     size: int
     stored_at: int
@@ -105,6 +109,7 @@ class Compressed:
     heads_at: int
     codes_at: int
     mantissas_at: int
+    rests_at: int
     tails_at: int
 
 

@@ -142,7 +142,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     process_id: int
     max_model_len: int  # tokens of prompt and output together
     vocab_size: int
-    weights_bytes: int  # of the packed image
+    weights_bytes: int  # on the device
     kv_bytes: int  # at most
     kv_first_bytes: int = (
         0  # of these, what a wake maps where a card is shared; 0: all come with every wake
@@ -157,6 +157,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     mapped_bytes: int
     wake_bytes: int  # what a wake would take now; 0 while awake
     image_origin: str  # "" while the image is released
+    image_bytes: int  # of host memory
     device_total: int  # this and the next three: by the device, at the last sleep or settled wake
     device_free: int
     device_held: int  # by this process

@@ -217,12 +217,13 @@ class ModelWorker:
     def state(self) -> WorkerState:
         """What it is now. Asks neither the device nor a driver; any thread may call."""
         memory, reading = self.memory, self.memory.last_reading
-        engine = self._engine.stats()
+        engine, image = self._engine.stats(), memory.image
         return WorkerState(
             engine=engine,
             mapped_bytes=memory.mapped_bytes,
             wake_bytes=memory.wake_bytes,
-            image_origin=memory.image.origin if memory.image is not None else "",
+            image_origin=image.origin if image is not None else "",
+            image_bytes=image.manifest.stored_bytes if image is not None else 0,
             device_total=reading.total,
             device_free=reading.free,
             device_held=reading.held,

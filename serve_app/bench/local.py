@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,9 +18,10 @@ import torch
 from actors.checkpoints.download import ensure_checkpoint
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
-from actors.image.compressing import compressed_copy
+from actors.image.compressing import Decompress, compressed_copy, decompressor
 from actors.image.held import ImageGrant, ImageRequest
 from actors.image.holder import WeightHolder
+from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
 from actors.image.obtain import FastLoad, HolderClient
 from actors.protocol import GenerateRequest, SamplingParams
@@ -295,6 +297,31 @@ async def compressed_image(model: LocalModel) -> PreparedImage:
     return await asyncio.to_thread(memory.prepare, copy)
 
 
+def decompression(image: WeightImage, device: torch.device) -> list[float]:
+    """How fast each compressed segment becomes weights, alone on the device, in 10^9 bytes of these a second."""
+    parts = {part.dtype for parts in image.manifest.compressed for part in parts}
+    decompress = decompressor(device, parts)
+    return [
+        segment.size / 1e9 / _decompression_s(image, index, device, decompress)
+        for index, segment in enumerate(image.layout.segments)
+        if image.manifest.parts(index)
+    ]
+
+
+def _decompression_s(
+    image: WeightImage, index: int, device: torch.device, decompress: Decompress
+) -> float:
+    stored = torch.frombuffer(bytearray(image.segment(index)), dtype=torch.uint8).to(device)
+    found = torch.empty(image.layout.segments[index].size, dtype=torch.uint8, device=device)
+
+    def run() -> None:
+        for part in image.manifest.parts(index):
+            data = stored[part.stored_at : part.stored_at + part.stored_size]
+            decompress(data, part, found[part.at : part.at + part.size])
+
+    return statistics.median(_seconds(run, device, _COPIES if device.type == "cuda" else 1))
+
+
 # --- the device ---
 
 
@@ -360,15 +387,9 @@ class LinkProbe:
     def _seconds_on_card(self, copies: int) -> list[float]:
         """By the device's clock."""
         target = torch.empty_like(self._host, device=self._device)
-        seconds = []
-        for _ in range(copies):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            target.copy_(self._host, non_blocking=True)
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        del target
+        copy = partial(target.copy_, self._host, non_blocking=True)
+        seconds = _seconds(copy, self._device, copies)
+        del target, copy
         torch.cuda.empty_cache()
         return seconds
 
@@ -376,7 +397,23 @@ class LinkProbe:
         seconds = []
         for _ in range(copies):
             target = torch.empty_like(self._host)
-            started_s = time.perf_counter()
-            target.copy_(self._host)
-            seconds.append(time.perf_counter() - started_s)
+            seconds += _seconds(partial(target.copy_, self._host), self._device, 1)
         return seconds
+
+
+def _seconds(work: Callable[[], object], device: torch.device, times: int) -> list[float]:
+    """How long it takes each time, by the device's clock where it has one."""
+    seconds = []
+    for _ in range(times):
+        if device.type == "cpu":
+            started_s = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started_s)
+            continue
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return seconds

@@ -33,6 +33,7 @@ from serve_app.bench.local import (
     build_model,
     compressed_image,
     context_bytes,
+    decompression,
     device_bytes,
     device_parts,
     load_of,
@@ -234,9 +235,11 @@ class WakeBench(LocalBench[Plan]):
             return
         started_s = time.perf_counter()
         ours.compressed = prepared = await compressed_image(ours.model)
+        memory = ours.model.worker.memory
         self._facts |= {
             "compressed_s": time.perf_counter() - started_s,  # pinned, too
             "compressed_bytes": prepared.image.manifest.stored_bytes,
+            "decompressed_gb_per_s": spread(decompression(prepared.image, memory.device)),
         }
 
     def _ways(self, ours: OurCycles) -> list[Way]:

@@ -102,6 +102,10 @@ def tables(result: dict[str, Any]) -> list[Table]:
     if "compressed_s" in result:
         text = f"{result['compressed_bytes'] / result['weights_bytes']:.1%} of the bytes, in "
         told.append(("compressed", text + f"{result['compressed_s']:.1f} s"))
+    if "decompressed_gb_per_s" in result:
+        rates = result["decompressed_gb_per_s"]
+        text = f"{rates['median']:.3g} GB/s ({rates['min']:.3g}-{rates['max']:.3g})"
+        told.append(("weights decompressed alone, by segment", text))
     if "ttft_awake_s" in result:
         told.append(("TTFT awake", ms(result["ttft_awake_s"])))
     if "first_sleep_s" in result:

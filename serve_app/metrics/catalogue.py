@@ -279,7 +279,9 @@ DEVICE_SAVED_TIME = _counter(
 )
 IMAGE_BYTES = _gauge(
     "sleepserve_image_bytes",
-    "The packed image that a replica uses, 0 while it is released. Replicas of a node share one.",
+    "The image that a replica uses, in host memory, where replicas of a node share one, and what its weights take on "
+    "the device, which is more where it is compressed; 0 while it is released.",
+    kind=("host", "device"),
 )
 # Known to the ingress only.
 REPLICAS = Metric(

@@ -161,7 +161,8 @@ def gauges(lifecycle: Lifecycle, runtime: "ModelRuntime", waits_for_card: bool) 
         (metrics.DEVICE_MEMORY.name, ("rest",)): max(0, rest),
         (metrics.CARD_WAITING.name, ()): float(waits_for_card),
         (metrics.DEVICE_SAVED.name, ()): saved_bytes(lifecycle, runtime),
-        (metrics.IMAGE_BYTES.name, ()): runtime.worker.facts.weights_bytes
+        (metrics.IMAGE_BYTES.name, ("host",)): worker.image_bytes,
+        (metrics.IMAGE_BYTES.name, ("device",)): runtime.worker.facts.weights_bytes
         if worker.image_origin
         else 0,
     }

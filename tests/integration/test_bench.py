@@ -176,7 +176,8 @@ def assert_memory_falls_asleep(result: dict[str, Any]) -> None:
     assert marks_s == sorted(marks_s)
     assert marks_s[-1] <= found["at_s"][-1]
     samples = list(zip(found["at_s"], found["used_bytes"], strict=True))
-    asleep = min(used for at_s, used in samples if marks_s[1] <= at_s <= marks_s[2])
+    # Between the marks of the sleep itself there may be none that is unlike its neighbours.
+    asleep = min(used for at_s, used in samples if marks_s[0] <= at_s <= marks_s[-1])
     awake = [used for at_s, used in samples if at_s < marks_s[0]]
     assert awake[-1] - asleep > 0.8 * result["weights_bytes"]
 
@@ -227,6 +228,7 @@ def test_compressed_image_copies_less_and_says_the_same(
     assert rows["pipelined"]["moved_bytes"]["median"] == result["weights_bytes"]
     assert rows["compressed"]["moved_bytes"]["median"] == result["compressed_bytes"]
     assert result["compressed_bytes"] < 0.7 * result["weights_bytes"]
+    assert 0 < result["decompressed_gb_per_s"]["min"] <= result["decompressed_gb_per_s"]["max"]
     text = "\n".join(as_text(tables(result)))
     assert "TTFT from the compressed image / (all bytes / that)" in text
     assert f"{result['compressed_bytes'] / result['weights_bytes']:.1%} of the bytes" in text

@@ -119,6 +119,12 @@ def test_counts_are_exactly_what_was_done(tiny_checkpoint: Path) -> None:
             # One for each token after the first: nothing was read twice, nothing left out.
             assert awake["vllm:inter_token_latency_seconds_count"] == sum(lengths) + 12 - 7
             mapped = h.worker.memory.mapped_bytes
+            image = h.worker.memory.image
+            assert image is not None
+            assert nonzero(awake, "sleepserve_image_bytes") == {
+                "sleepserve_image_bytes{kind=host}": image.manifest.stored_bytes,
+                "sleepserve_image_bytes{kind=device}": h.worker.memory.weights_bytes,
+            }
             assert awake["sleepserve_device_memory_bytes{kind=mapped}"] == mapped
             assert nonzero(awake, "sleepserve_device_saved", "vllm:engine") == {
                 "vllm:engine_sleep_state{sleep_state=awake}": 1
@@ -129,7 +135,7 @@ def test_counts_are_exactly_what_was_done(tiny_checkpoint: Path) -> None:
             asleep = replica.scrape()
             assert asleep["vllm:engine_sleep_state{sleep_state=discard_all}"] == 1
             assert asleep["vllm:engine_sleep_state{sleep_state=awake}"] == 0
-            assert asleep["sleepserve_image_bytes"] == 0
+            assert nonzero(asleep, "sleepserve_image_bytes") == {}
             assert asleep["sleepserve_device_saved_bytes"] == mapped
             await replica.ask("wakes it", max_tokens=2, ignore_eos=True)
             await h.runtime.settled()

@@ -8,7 +8,7 @@ import torch
 
 from actors.errors import WeightsCorrupted
 from actors.image.cascade import BLOCK, ROW, compress, decompress
-from actors.image.layout import Compressed
+from actors.image.layout import FLOAT_TYPES, Compressed, FloatType
 
 COUNT = 20 * BLOCK
 
@@ -31,10 +31,11 @@ def _any_bits(count: int = COUNT) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def _wide() -> torch.Tensor:
-    """Every exponent, the common ones more often."""
-    exponents = (4 * _gauss() + 120).clamp(0, 255).to(torch.int16)
-    return ((_any_bits().view(torch.int16) & 0x7F) | exponents << 7).view(torch.bfloat16)
+def _wide(middle: int, deviation: float, at: int, bits: int) -> torch.Tensor:
+    """Many exponents, which have so many bits from that one on, the common ones more often."""
+    most = (1 << bits) - 1
+    exponents = (deviation * _gauss() + middle).clamp(0, most).to(torch.int16)
+    return (_any_bits().view(torch.int16) & ~(most << at)) | exponents << at
 
 
 WEIGHTS = {
@@ -42,21 +43,40 @@ WEIGHTS = {
     "rows of other scales": _gauss()
     * torch.exp(0.35 * _gauss(20))[:, None].expand(20, BLOCK).reshape(-1),
     "special": _special(),
-    "wide": _wide(),
     "constant": torch.ones(COUNT),
     "zeros": torch.zeros(COUNT),
     "a tenth any bits": torch.where(_gauss() > 1.28, _any_bits().float(), _gauss()),
 }
 
 
-def laid_out(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """A segment with gaps between the tensors, in which anything lies, and the places of those that are bfloat16."""
+WIDE: dict[FloatType, torch.Tensor] = {
+    "bfloat16": _wide(120, 4.0, 7, 8),
+    "float16": _wide(15, 1.0, 10, 5),
+}
+NAMES = [*WEIGHTS, "wide"]
+
+
+def as_type(weights: torch.Tensor, dtype: FloatType) -> torch.Tensor:
+    return weights.to(getattr(torch, dtype))
+
+
+def weights_of(name: str, dtype: FloatType) -> torch.Tensor:
+    """Of `NAMES`."""
+    if name == "wide":
+        return WIDE[dtype].view(getattr(torch, dtype))
+    return as_type(WEIGHTS[name], dtype)
+
+
+def laid_out(
+    tensors: list[torch.Tensor], dtype: FloatType = "bfloat16"
+) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """A segment with gaps between the tensors, in which anything lies, and the places of those of that type."""
     places: list[tuple[int, int]] = []
     parts: list[torch.Tensor] = []
     end = 0
     for tensor in tensors:
         data = tensor.contiguous().view(-1).view(torch.uint8)
-        if tensor.dtype == torch.bfloat16:
+        if tensor.dtype == getattr(torch, dtype):
             places.append((end, len(data)))
         gap = torch.full((-len(data) % 256,), 0x5A, dtype=torch.uint8)
         parts += [data, gap]
@@ -64,9 +84,9 @@ def laid_out(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[int,
     return torch.cat(parts), places
 
 
-def round_trip(tensors: list[torch.Tensor]) -> Compressed:
-    segment, places = laid_out(tensors)
-    data, about = compress(segment, places)
+def round_trip(tensors: list[torch.Tensor], dtype: FloatType = "bfloat16") -> Compressed:
+    segment, places = laid_out(tensors, dtype)
+    data, about = compress(segment, places, dtype)
     assert len(data) == about.stored_size
     out = torch.full_like(segment, 0xA5)
     decompress(data, about, out)
@@ -74,19 +94,24 @@ def round_trip(tensors: list[torch.Tensor]) -> Compressed:
     return about
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_come_back_bit_by_bit(name: str) -> None:
-    about = round_trip([WEIGHTS[name].bfloat16()])
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_come_back_bit_by_bit(name: str, dtype: FloatType) -> None:
+    about = round_trip([weights_of(name, dtype)], dtype)
     assert about.coded_blocks == about.blocks == 20
 
 
-def test_trained_weights_distribution_packs_to_two_thirds() -> None:
-    about = round_trip([WEIGHTS["gauss"].bfloat16()])
-    assert about.stored_size / (2 * COUNT) == pytest.approx(0.668, abs=0.003)
+@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.668), ("float16", 0.855)])
+def test_trained_weights_distribution_packs_to_two_thirds_or_six_sevenths(
+    dtype: FloatType, share: float
+) -> None:
+    about = round_trip([weights_of("gauss", dtype)], dtype)
+    assert about.stored_size / (2 * COUNT) == pytest.approx(share, abs=0.003)
 
 
-def test_what_does_not_shrink_is_kept() -> None:
-    about = round_trip([_any_bits()])
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_what_does_not_shrink_is_kept(dtype: FloatType) -> None:
+    about = round_trip([_any_bits().view(getattr(torch, dtype))], dtype)
     assert about.coded_blocks == 0
     assert about.stored_size < 1.01 * 2 * COUNT
 
@@ -94,22 +119,25 @@ def test_what_does_not_shrink_is_kept() -> None:
 @pytest.mark.parametrize(
     "more", [0, 1, ROW - 1, ROW, ROW + 1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]
 )
-def test_tensors_of_any_length(more: int) -> None:
-    about = round_trip([(_gauss(16 * BLOCK + more) * 0.02).bfloat16()])
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_tensors_of_any_length(dtype: FloatType, more: int) -> None:
+    about = round_trip([as_type(_gauss(16 * BLOCK + more) * 0.02, dtype)], dtype)
     assert about.coded_blocks == 16 + math.ceil(more // ROW * ROW / BLOCK)
 
 
-def test_several_tensors_of_several_types() -> None:
+@pytest.mark.parametrize(("dtype", "other"), [FLOAT_TYPES, FLOAT_TYPES[::-1]])
+def test_several_tensors_of_several_types(dtype: FloatType, other: FloatType) -> None:
     tensors = [
-        (_gauss(16 * BLOCK + 9) * 0.02).bfloat16(),
-        _gauss(100).bfloat16(),
-        _any_bits(5000),
+        as_type(_gauss(16 * BLOCK + 9) * 0.02, dtype),
+        as_type(_gauss(100), dtype),
+        as_type(_any_bits(5000), dtype),
         _gauss(17 * BLOCK),  # float32
-        torch.empty(0, dtype=torch.bfloat16),
+        as_type(_gauss(17 * BLOCK), other),
+        torch.empty(0, dtype=getattr(torch, dtype)),
         torch.arange(33, dtype=torch.uint8),
-        (_gauss(18 * BLOCK) * 5).bfloat16(),
+        as_type(_gauss(18 * BLOCK) * 5, dtype),
     ]
-    about = round_trip(tensors)
+    about = round_trip(tensors, dtype)
     assert about.coded_blocks == 17 + 18  # of the first and the last
 
 
@@ -118,29 +146,31 @@ def test_an_empty_segment_packs_to_nothing() -> None:
     assert about.blocks == 0
 
 
-def test_every_level_comes_up() -> None:
-    """All 256 exponents, each in every place of a row."""
-    exponents = torch.arange(256).repeat_interleave(ROW)
+@pytest.mark.parametrize(("dtype", "count", "at"), [("bfloat16", 256, 7), ("float16", 32, 10)])
+def test_every_level_comes_up(dtype: FloatType, count: int, at: int) -> None:
+    """All exponents, each in every place of a row."""
+    exponents = torch.arange(count).repeat_interleave(ROW)
     rows = [exponents.roll(step) for step in range(ROW)]
-    bits = torch.cat(rows * (COUNT // sum(map(len, rows)) + 1)).to(torch.int16) << 7
+    bits = torch.cat(rows * (COUNT // sum(map(len, rows)) + 1)).to(torch.int16) << at
     # A table needs a favourite, or nothing is saved.
-    favourite = torch.full((8 * len(bits),), 126 << 7, dtype=torch.int16)
-    round_trip([torch.cat([bits, favourite]).view(torch.bfloat16)])
+    favourite = torch.full((8 * len(bits),), 14 << at, dtype=torch.int16)
+    about = round_trip([torch.cat([bits, favourite]).view(getattr(torch, dtype))], dtype)
+    assert about.coded_blocks
 
 
 def test_the_same_bytes_for_the_same_weights() -> None:
-    weights = WEIGHTS["gauss"].bfloat16().view(torch.uint8)
+    weights = weights_of("gauss", "bfloat16").view(torch.uint8)
     (first, one), (second, two) = (compress(weights, [(0, len(weights))]) for _ in range(2))
     assert one == two
     assert torch.equal(first, second)
 
 
-def test_changed_bytes_are_noticed_or_give_other_weights() -> None:
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_changed_bytes_are_noticed_or_give_other_weights(dtype: FloatType) -> None:
     """Never anything else: nothing outside of both is reached."""
-    segment, places = laid_out(
-        [WEIGHTS["wide"].bfloat16(), WEIGHTS["gauss"].bfloat16()[: 17 * BLOCK + 7]]
-    )
-    data, about = compress(segment, places)
+    wide, gauss = weights_of("wide", dtype), weights_of("gauss", dtype)
+    segment, places = laid_out([wide, gauss[: 17 * BLOCK + 7]], dtype)
+    data, about = compress(segment, places, dtype)
     source = torch.Generator().manual_seed(2)
     anywhere = torch.randint(about.stored_size, (40,), generator=source).tolist()
     for at in [*range(20), *range(about.heads_at, about.heads_at + 20), *anywhere]:

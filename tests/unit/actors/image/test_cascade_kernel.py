@@ -7,9 +7,9 @@ import torch
 
 from actors.image import cascade
 from actors.image.cascade import BLOCK
-from actors.image.layout import Compressed
+from actors.image.layout import FLOAT_TYPES, Compressed, FloatType
 from tests.conftest import cuda_available
-from tests.unit.actors.image.test_cascade import WEIGHTS, laid_out
+from tests.unit.actors.image.test_cascade import NAMES, laid_out, weights_of
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -22,11 +22,11 @@ pytestmark = [
 DEVICE = "cuda" if cuda_available() else "cpu"
 
 
-def compare(tensors: list[torch.Tensor]) -> None:
+def compare(tensors: list[torch.Tensor], dtype: FloatType) -> None:
     from actors.image.cascade_kernel import decompress
 
-    segment, places = laid_out(tensors)
-    data, about = cascade.compress(segment.to(DEVICE), places)
+    segment, places = laid_out(tensors, dtype)
+    data, about = cascade.compress(segment.to(DEVICE), places, dtype)
     expected, found = (torch.full_like(segment, 0xA5) for _ in range(2))
     cascade.decompress(data.cpu(), about, expected)
     on_device = found.to(DEVICE)
@@ -34,22 +34,17 @@ def compare(tensors: list[torch.Tensor]) -> None:
     assert torch.equal(on_device.cpu(), expected)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_come_back_bit_by_bit(name: str) -> None:
-    compare([WEIGHTS[name].bfloat16()])
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_come_back_bit_by_bit(name: str, dtype: FloatType) -> None:
+    compare([weights_of(name, dtype)], dtype)
 
 
-def test_several_pieces_of_any_length() -> None:
-    gauss = WEIGHTS["gauss"].bfloat16()
-    compare(
-        [
-            gauss[: 16 * BLOCK + 9],
-            gauss[:100],
-            gauss[: 17 * BLOCK + 7],
-            gauss[:5],
-            gauss[: 18 * BLOCK],
-        ]
-    )
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_several_pieces_of_any_length(dtype: FloatType) -> None:
+    gauss = weights_of("gauss", dtype)
+    lengths = 16 * BLOCK + 9, 100, 17 * BLOCK + 7, 5, 18 * BLOCK
+    compare([gauss[:length] for length in lengths], dtype)
 
 
 SPOILT_AT = {  # of the regions of the compressed bytes
@@ -61,18 +56,24 @@ SPOILT_AT = {  # of the regions of the compressed bytes
         about.heads_at + 8 * about.blocks - 8, about.heads_at + 8 * about.blocks + 8
     ),
     "codes": lambda about: range(about.codes_at, about.mantissas_at, 3001),
-    "mantissas": lambda about: range(about.mantissas_at, about.tails_at, 20011),
+    "mantissas": lambda about: range(about.mantissas_at, about.rests_at, 20011),
+    "rests": lambda about: range(about.rests_at, about.tails_at, 5003),
     "tails": lambda about: range(about.tails_at, about.stored_size - 64, 1009),
 }
 
 
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("region", SPOILT_AT)
-def test_changed_bytes_reach_nothing_outside(region: str) -> None:
+def test_changed_bytes_reach_nothing_outside(region: str, dtype: FloatType) -> None:
     """Nothing around the bytes is read, and nothing around the part is written."""
-    segment, places = laid_out([WEIGHTS["wide"].bfloat16()[: 17 * BLOCK + 7]])
-    data, about = cascade.compress(segment, places)
+    weights = weights_of("wide", dtype)
+    segment, places = laid_out([weights[: 17 * BLOCK + 7]], dtype)
+    data, about = cascade.compress(segment, places, dtype)
     assert about.blocks > about.coded_blocks  # some are raw
     anywhere = SPOILT_AT[region](about)
+    assert bool(anywhere) == (region != "rests" or dtype == "float16")
+    if not anywhere:
+        return
     for at in anywhere if DEVICE == "cuda" else (anywhere[0], anywhere[-1]):
         spoilt = data.clone()
         spoilt[at] ^= 0xFF

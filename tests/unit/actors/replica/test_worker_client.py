@@ -49,7 +49,7 @@ from actors.worker.messages import (
 from actors.worker.watchdog import WatchdogConfig
 
 FACTS = WorkerFacts(4711, 8192, 151_936, 2**34, 2**33)
-STATE = WorkerState(EngineStats(1, 2, 3, 4), 5, 6, "disk", 7, 8, 9, 10, None, None)
+STATE = WorkerState(EngineStats(1, 2, 3, 4), 5, 6, "disk", 12, 7, 8, 9, 10, None, None)
 REPORT = WakeReport(5, 1.25, 55.5, 3, 5, 0.5, intact=True)
 CHANGE = MemoryChange(1, 2, 3)
 DIED = EngineDied("the generation loop ended")

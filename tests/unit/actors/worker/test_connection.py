@@ -77,8 +77,8 @@ PARAMS = ResolvedSampling(
 NEW = NewSequence("seq-1", (1, 2, 151_935), PARAMS, 2**63 - 1, frozenset({0, 151_645}))
 LEFT = MemoryLeft(context=1, graphs=2, kept_layers=3, torch_reserve=4, other=-5)
 REPORT = WakeReport(2**40, 1.25, 55.5, 3, 2**40, 0.5, intact=True)
-STATE = WorkerState(EngineStats(1, 2, 3, 4), 5, 6, "disk", 7, 8, 9, 10, LEFT, REPORT)
-BARE_STATE = WorkerState(EngineStats(0, 0, 0, 0), 0, 0, "", 7, 8, 9, None, None, None)
+STATE = WorkerState(EngineStats(1, 2, 3, 4), 5, 6, "disk", 12, 7, 8, 9, 10, LEFT, REPORT)
+BARE_STATE = WorkerState(EngineStats(0, 0, 0, 0), 0, 0, "", 0, 7, 8, 9, None, None, None)
 CHANGE = MemoryChange(1, 2, 3, 4, 5, LEFT)
 LOGPROBS = (RawLogprob(5, -0.25, ((5, -0.25), (6, -1e300))), RawLogprob(6, float("-inf")))
 
