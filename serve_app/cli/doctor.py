@@ -20,7 +20,7 @@ from enum import StrEnum
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import yaml
@@ -29,12 +29,18 @@ from packaging.requirements import Requirement
 from actors.checkpoints.progress import text_size
 from actors.engine.model.cards import card_problem, has_nvidia_driver
 
+if TYPE_CHECKING:
+    from actors.card.config import CardConfig
+    from serve_app.config.model import ModelConfig
+
 MIN_PYTHON = (3, 11)
 SHARED_MEMORY = Path("/dev/shm")
 MIN_FREE_DISK_BYTES = 20 * 2**30  # a 7B model in half precision takes 14 GiB
 RAY_DISK_LIMIT = 0.95  # of a disk, above which Ray spills no more (local_fs_capacity_threshold)
 DASHBOARD_PORT = 8265
 
+# Of the bytes of weights in these types, about what is left of them in a compressed image.
+_COMPRESSED = {"bfloat16": 0.67, "float16": 0.86}
 _LARGEST = ("ray", "sympy", "torch", "transformers")
 _TORCH_TIMEOUT_S = 120.0
 _ASK_TORCH = """
@@ -88,6 +94,7 @@ class Wanted:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what works, but may not be meant
     image_sizes: tuple[int, ...] = ()  # of these checkpoints, each
+    compressed_sizes: tuple[int, ...] = ()  # likewise, once their images are
     image_budget: int | None = None  # bytes of memory for images; None: all there is
     image_dir: Path | None = None  # for files of images
 
@@ -223,18 +230,24 @@ def check_shared_memory(total: int, free: int, image_bytes: int) -> Finding:
     return Finding(name, Verdict.OK, text)
 
 
-def check_host_memory(sizes: Sequence[int], budget: int | None, available: int) -> Finding:
+def check_host_memory(
+    sizes: Sequence[int], compressed: Sequence[int], budget: int | None, available: int
+) -> Finding:
     """How many of the models may be in memory at once, asleep or awake.
 
     Args:
         sizes: bytes of the weights of each.
+        compressed: bytes of each one's image, later.
         budget: bytes that images may take; None: all that there is.
         available: bytes of memory that nobody uses.
     """
     name, whole = "host memory", text_size(available)
     room = available if budget is None else budget
     where = f"{whole} available" if budget is None else f"the budget of {text_size(budget)}"
-    text = f"{_fitting(sizes, room)} of {len(sizes)} models fit into {where}"
+    fitting, later = _fitting(sizes, room), _fitting(compressed, room)
+    text = f"{fitting} of {len(sizes)} models fit into {where}"
+    if later > fitting:
+        text += f", {later} once they are compressed"
     if budget is not None and budget > available:
         remedy = f"host.memory_budget_gib should leave the others what they need; or is a server running already? {whole} are free"
         return Finding(name, Verdict.WARN, text, remedy)
@@ -386,7 +399,8 @@ def _host(wanted: Wanted) -> list[Finding]:
     if not sizes:
         return []
     available = psutil.virtual_memory().available
-    found = [check_host_memory(sizes, wanted.image_budget, available)]
+    compressed = wanted.compressed_sizes
+    found = [check_host_memory(sizes, compressed, wanted.image_budget, available)]
     if folder is not None:
         from actors.image.files import ImageFiles  # what it needs is there, or there were no sizes
 
@@ -491,13 +505,18 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
     except ConfigError as error:
         return Wanted(problems=tuple(map(str, error.problems)))
     sizes: dict[Path, int] = {}
+    compressed: dict[Path, int] = {}
     models = config.models
     for model in models:
         try:
             folder = find_checkpoint(model.source)
         except CheckpointMissing:
             continue  # of a hub's model, which the server downloads when it starts
-        sizes[folder] = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+        size = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+        sizes[folder], compressed[folder] = (
+            size,
+            int(size * _compressed_share(model, config.card, folder)),
+        )
     http = _http_options(file)
     image_bytes = sum(sizes.values())
     notes = [note for model in models if (note := model.unused_card(has_driver))]
@@ -509,9 +528,20 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
         image_bytes,
         notes=tuple(notes),
         image_sizes=tuple(sizes.values()),
+        compressed_sizes=tuple(compressed.values()),
         image_budget=host.budget_bytes,
         image_dir=None if host.disk_dir is None else Path(host.disk_dir),
     )
+
+
+def _compressed_share(model: "ModelConfig", card: "CardConfig", checkpoint: Path) -> float:
+    """Of an image's bytes, what is about left of them; embeddings and norms take the model's type as well."""
+    how = model.image.compression
+    if how == "off" or (how == "auto" and not model.gpus(card)):
+        return 1.0
+    config = json.loads((checkpoint / "config.json").read_bytes())
+    own = config.get("dtype") or config.get("torch_dtype")
+    return _COMPRESSED.get(own if model.dtype == "auto" else model.dtype, 1.0)
 
 
 def _http_options(file: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from actors.checkpoints.making import write_checkpoint
 from serve_app.cli import doctor
 from serve_app.cli.doctor import Finding, Torch, Verdict, Wanted
 from serve_app.cli.main import app
@@ -55,13 +56,25 @@ IN_USE, FORBIDDEN, ELSEWHERE = (
         (doctor.check_shared_memory(32 * GIB, 16 * GIB, IMAGE), "ok", ""),
         (doctor.check_shared_memory(32 * GIB, 8 * GIB, IMAGE), "warn", "running already"),
         (doctor.check_shared_memory(2**26, 2**26, IMAGE), "fail", "--shm-size"),
-        (doctor.check_host_memory([GIB, GIB], 2 * GIB, 9 * GIB), "ok", ""),
-        (doctor.check_host_memory([GIB, GIB], GIB, 9 * GIB), "ok", ""),
-        (doctor.check_host_memory([GIB, GIB], 9 * GIB, 8 * GIB), "warn", "others what they need"),
-        (doctor.check_host_memory([GIB, 3 * GIB], 2 * GIB, 9 * GIB), "warn", "private copies"),
-        (doctor.check_host_memory([GIB, GIB], None, 2 * GIB), "ok", ""),
-        (doctor.check_host_memory([GIB, GIB], None, GIB), "warn", "host.memory_budget_gib"),
-        (doctor.check_host_memory([3 * GIB], None, 2 * GIB), "warn", "cannot serve it"),
+        (doctor.check_host_memory([GIB, GIB], [GIB, GIB], 2 * GIB, 9 * GIB), "ok", ""),
+        (doctor.check_host_memory([GIB, GIB], [GIB, GIB], GIB, 9 * GIB), "ok", ""),
+        (
+            doctor.check_host_memory([GIB, GIB], [GIB, GIB], 9 * GIB, 8 * GIB),
+            "warn",
+            "others what they need",
+        ),
+        (
+            doctor.check_host_memory([GIB, 3 * GIB], [GIB, 3 * GIB], 2 * GIB, 9 * GIB),
+            "warn",
+            "private copies",
+        ),
+        (doctor.check_host_memory([GIB, GIB], [GIB, GIB], None, 2 * GIB), "ok", ""),
+        (
+            doctor.check_host_memory([GIB, GIB], [GIB, GIB], None, GIB),
+            "warn",
+            "host.memory_budget_gib",
+        ),
+        (doctor.check_host_memory([3 * GIB], [3 * GIB], None, 2 * GIB), "warn", "cannot serve it"),
         (doctor.check_image_disk([GIB, GIB], Path("/tmp"), 2 * GIB), "ok", ""),
         (doctor.check_image_disk([GIB, GIB], Path("/tmp"), GIB), "warn", "packed again each time"),
         (doctor.check_object_store(IMAGE, IMAGE), "ok", ""),
@@ -222,6 +235,39 @@ def _two_of_one_checkpoint(checkpoint: Path, folder: Path) -> Path:
         json.dumps({"http_options": {"host": "127.0.0.1"}, "applications": [application]})
     )
     return file
+
+
+def test_models_that_fit_only_once_compressed_are_told() -> None:
+    found = doctor.check_host_memory([GIB, 2 * GIB], [GIB, GIB], 2 * GIB, 9 * GIB)
+    assert "1 of 2 models fit into" in found.text
+    assert found.text.endswith("2 once they are compressed")
+    found = doctor.check_host_memory([GIB, GIB], [GIB, GIB], 2 * GIB, 9 * GIB)
+    assert "compressed" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "share"),
+    [
+        ("bfloat16", "on", 0.67),
+        ("bfloat16", "off", 1.0),
+        ("bfloat16", "auto", 1.0),  # without a GPU
+        ("float16", "on", 0.86),
+        ("float32", "on", 1.0),
+    ],
+)
+def test_size_of_a_compressed_image_is_told_by_type_and_setting(
+    tmp_path: Path, dtype: Any, how: str, share: float
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny", "tiny", dtype=dtype)
+    file = _two_of_one_checkpoint(checkpoint, tmp_path)
+    config = json.loads(file.read_text())
+    for model in config["applications"][0]["args"]["models"]:
+        model["image"] = {"compression": how}
+    file.write_text(json.dumps(config))
+    wanted = doctor._wanted(file, False)
+    assert wanted is not None
+    (size,), (compressed,) = wanted.image_sizes, wanted.compressed_sizes
+    assert compressed == int(size * share)
 
 
 def test_mistakes_of_the_configuration_are_findings(tmp_path: Path) -> None:
