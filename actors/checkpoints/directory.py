@@ -109,6 +109,15 @@ def unsupported_weights(directory: Path) -> str | None:
     return None
 
 
+def longest_sequence(directory: Path) -> int | None:
+    """Tokens that the model knows positions for; None if its configuration does not say."""
+    config = json.loads((directory / CONFIG_NAME).read_bytes())
+    for each in (config, config.get("text_config")):
+        if isinstance(each, dict) and isinstance(each.get("max_position_embeddings"), int):
+            return int(each["max_position_embeddings"])
+    return None
+
+
 def _quantisation(directory: Path, config: dict[str, Any]) -> str | None:
     """The method, and the file that names it."""
     for each in _objects(config):

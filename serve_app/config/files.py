@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from actors.card.config import CardConfig
-from actors.checkpoints.directory import unsupported_weights
+from actors.checkpoints.directory import longest_sequence, unsupported_weights
 from actors.checkpoints.source import Hub
 from actors.image.config import HostConfig, folder_problem
 from serve_app.config.errors import (
@@ -200,7 +200,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
 
 
 def checkpoint_problem(config: ModelConfig) -> Problem | None:
-    """What to tell the user when `source` is a directory without a checkpoint that can be served.
+    """What to tell the user of a checkpoint that is not there, or cannot be served as it is to be.
 
     That of a hub is looked at once it is here.
     """
@@ -211,8 +211,13 @@ def checkpoint_problem(config: ModelConfig) -> Problem | None:
 
     folder = Path(config.source.id)
     try:
-        if why := unsupported_weights(find_checkpoint(config.source)):
+        checkpoint = find_checkpoint(config.source)
+        if why := unsupported_weights(checkpoint):
             return Problem(why, ("source", "id"))
+        wanted, knows = config.engine.max_model_len, longest_sequence(checkpoint)
+        if wanted is not None and knows is not None and wanted > knows:
+            text = f"{wanted}, but the checkpoint's max_position_embeddings is {knows}"
+            return Problem(text, ("engine", "max_model_len"))
     except CheckpointMissing:
         pass  # of a directory: below
     if config.source.hub is not Hub.PATH or (folder / "config.json").is_file():

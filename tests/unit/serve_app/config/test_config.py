@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
 from actors.card.config import CardConfig, budget_bytes
+from actors.checkpoints.directory import longest_sequence
 from actors.checkpoints.source import Hub
 from serve_app.cli.main import app
 from serve_app.config.cards import notes_on_cards
@@ -574,6 +575,29 @@ def test_check_refuses_quantised_weights_that_are_there(
     assert result.exit_code == 2
     assert "source.id: the weights are quantised (gptq, by quantize_config.json)" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_check_refuses_sequences_that_the_checkpoint_has_no_positions_for(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    model = {"model_id": "a", "source": {"id": str(tiny_checkpoint)}}
+    file = tmp_path / "model.yaml"
+    for wanted, code in ((4096, 0), (4097, 2)):
+        file.write_text(json.dumps(model | {"engine": {"max_model_len": wanted}}))
+        result = CliRunner().invoke(app, ["check", str(file)])
+        assert result.exit_code == code
+    told = "engine.max_model_len: 4097, but the checkpoint's max_position_embeddings is 4096"
+    assert told in result.stderr
+
+
+def test_positions_of_a_model_of_several_parts_are_those_of_its_text(tmp_path: Path) -> None:
+    for text, longest in (
+        ('{"text_config": {"max_position_embeddings": 7}}', 7),
+        ('{"max_position_embeddings": 9, "text_config": {}}', 9),
+        ('{"max_position_embeddings": null}', None),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        assert longest_sequence(tmp_path) == longest
 
 
 def test_check_of_missing_file_says_so_and_exits_2(folder: Path) -> None:
