@@ -305,18 +305,20 @@ def _encode(
 
 
 def _write_kept(data: torch.Tensor, about: Compressed, piece: _Piece, first: int) -> None:
-    """Bits beside the exponents."""
-    weights = piece.weights.int()
-    at = about.mantissas_at + first * BLOCK
-    if piece.dtype == "bfloat16":
-        _region(data, at, ((weights >> 8 & 0x80) | (weights & 0x7F)).to(torch.uint8))
-        return
-    _region(data, at, (weights & 0xFF).to(torch.uint8))
-    missing = -len(weights) % BLOCK
-    weights = torch.nn.functional.pad(weights, (0, missing)).view(-1, BLOCK)
-    middles, signs = _packed(weights >> 8 & 3, 2), _packed(weights >> 15 & 1, 1)
-    at = about.rests_at + first * _RESTS[piece.dtype]
-    _region(data, at, torch.cat([middles, signs], 1).view(-1))
+    """Bits beside the exponents, of some blocks at a time."""
+    for some in _parts(piece.weights):
+        weights = some.int()
+        at = about.mantissas_at + first * BLOCK
+        if piece.dtype == "bfloat16":
+            _region(data, at, ((weights >> 8 & 0x80) | (weights & 0x7F)).to(torch.uint8))
+        else:
+            _region(data, at, (weights & 0xFF).to(torch.uint8))
+            missing = -len(weights) % BLOCK
+            weights = torch.nn.functional.pad(weights, (0, missing)).view(-1, BLOCK)
+            middles, signs = _packed(weights >> 8 & 3, 2), _packed(weights >> 15 & 1, 1)
+            at = about.rests_at + first * _RESTS[piece.dtype]
+            _region(data, at, torch.cat([middles, signs], 1).view(-1))
+        first += _AT_ONCE
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:

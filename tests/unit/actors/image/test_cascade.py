@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from actors.errors import WeightsCorrupted
+from actors.image import cascade
 from actors.image.cascade import BLOCK, ROW, compress, decompress
 from actors.image.layout import FLOAT_TYPES, Compressed, FloatType
 
@@ -178,3 +179,18 @@ def test_changed_bytes_are_noticed_or_give_other_weights(dtype: FloatType) -> No
         spoilt[at] ^= 0xFF
         with suppress(WeightsCorrupted):
             decompress(spoilt, about, torch.zeros_like(segment))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_the_same_bytes_however_many_blocks_are_made_at_once(
+    dtype: FloatType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = weights_of("special", dtype)[: 19 * BLOCK + 3 * ROW].view(torch.uint8)
+    expected, about = compress(weights, [(0, len(weights))], dtype)
+    monkeypatch.setattr(cascade, "_AT_ONCE", 4)
+    found, again = compress(weights, [(0, len(weights))], dtype)
+    assert about == again
+    assert torch.equal(found, expected)
+    out = torch.zeros_like(weights)
+    decompress(found, again, out)
+    assert torch.equal(out, weights)
