@@ -33,6 +33,7 @@ What is written here runs on any device, in torch's operations. `cascade_kernel`
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -55,7 +56,7 @@ _EXPONENT: dict[FloatType, tuple[int, int]] = {  # its lowest bit, and how many
 _RESTS = {"bfloat16": 0, "float16": BLOCK // 4 + BLOCK // 8}  # bytes per block
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Piece:
     """Weights of one tensor that are coded, or kept raw, together."""
 
@@ -64,6 +65,11 @@ class _Piece:
     weights: torch.Tensor  # int16
     table: torch.Tensor  # uint8
     ranks: torch.Tensor | None  # uint8, by exponent; None: raw
+
+    @cached_property
+    def count(self) -> torch.Tensor:
+        """See `_count`; it looks at all weights."""
+        return _count(self)
 
 
 def compress(
@@ -86,7 +92,7 @@ def compress(
     """
     weights = part.view(torch.int16)
     pieces = sorted(_pieces(weights, tensors, dtype), key=lambda piece: piece.ranks is None)
-    counts = [_count(piece) for piece in pieces]  # [blocks, 2]
+    counts = [piece.count for piece in pieces]  # [blocks, 2]
     blocks = sum(len(each) for each in counts)
     coded = sum(len(c) for c, piece in zip(counts, pieces, strict=True) if piece.ranks is not None)
     words = torch.cat([torch.zeros(1, dtype=torch.int64), *(c[:, 1].cpu() for c in counts)])
@@ -232,7 +238,7 @@ def _count(piece: _Piece) -> torch.Tensor:
 
 def _stored_bytes(piece: _Piece) -> int:
     of_block = BLOCK + BLOCK // 4 + _RESTS[piece.dtype] + 8
-    return _blocks_of(piece) * of_block + 4 * int(_count(piece)[:, 1].sum())
+    return _blocks_of(piece) * of_block + 4 * int(piece.count[:, 1].sum())
 
 
 def _regions(dtype: FloatType, pieces: int, blocks: int, coded: int, words: int) -> Compressed:
@@ -281,12 +287,11 @@ def _encode(
         return
     device = data.device
     starts = starts.to(device)
-    shifts = 2 * torch.arange(4, device=device)
     _write_kept(data, about, piece, first)
     for number, exponents, ranks in _some(piece):
         count = len(ranks)
         ranks = ranks.long()
-        codes = (ranks.clamp(max=3).view(count, -1, 4) << shifts).sum(2).to(torch.uint8)
+        codes = _packed(ranks.clamp(max=3), 2)
         _region(data, about.codes_at + (first + number) * BLOCK // 4, codes.view(-1))
         begin = starts[number : number + count + 1]
         at, until = int(begin[0]), int(begin[-1])

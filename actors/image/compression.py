@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
+from actors.image.config import COMPRESSED_SHARES
 from actors.image.held import Held, ImageGrant, Published
 from actors.image.image import digest
 from actors.image.layout import Compressed, ImageKey
@@ -18,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 CompressedSegment = tuple[ByteArray, tuple[Compressed, ...]]
 
-_EXPECTED = 0.7  # of an image's bytes; bfloat16 weights take 0.66 to 0.68
 _SEGMENT_TIMEOUT_S = 600.0  # of 1 GB, on a CPU that serves; a card takes a tenth of a second
 
 
@@ -60,7 +60,9 @@ def compressed(
     """
     started_s = time.monotonic()
     before = held.grant.manifest
-    expected = int(_EXPECTED * before.stored_bytes)
+    expected = int(
+        sum(COMPRESSED_SHARES.get(slot.dtype, 1.0) * slot.size for slot in before.layout.stored())
+    )
     make_room(expected)
     # One segment more, on its way here.
     store_room().require(expected + max(before.stored_sizes), recycled_bytes)

@@ -130,6 +130,10 @@ class Manifest:
         return self.compressed[segment] if self.compressed else ()
 
     @property
+    def all_parts(self) -> Iterator[Compressed]:
+        return (part for parts in self.compressed for part in parts)
+
+    @property
     def stored_sizes(self) -> tuple[int, ...]:
         """Bytes of the payloads."""
         return tuple(

@@ -482,9 +482,9 @@ class ModelMemory:
             raise LayoutMismatch("the checkpoint changed while the model slept at level 2")
 
     def _make_ready_for(self, image: WeightImage) -> None:
-        parts = [part for parts in image.manifest.compressed for part in parts]
-        if self._decompress is None and parts:
-            self._decompress = decompressor(self.device, {part.dtype for part in parts})
+        dtypes = {part.dtype for part in image.manifest.all_parts}
+        if self._decompress is None and dtypes:
+            self._decompress = decompressor(self.device, dtypes)
 
     def _set_image(self, image: WeightImage) -> None:
         if self._landing is not None:
@@ -527,7 +527,7 @@ class ModelMemory:
         self._kv.map([0] if self.grows_by_grant else None)
 
     def _landing_for(self, manifest: Manifest) -> LandingRing | None:
-        sizes = [part.stored_size for parts in manifest.compressed for part in parts]
+        sizes = [part.stored_size for part in manifest.all_parts]
         return LandingRing(self._driver, max(sizes)) if sizes else None
 
     def _payload(self, image: WeightImage, segment: int) -> Payload:

@@ -299,8 +299,7 @@ async def compressed_image(model: LocalModel) -> PreparedImage:
 
 def decompression(image: WeightImage, device: torch.device) -> list[float]:
     """How fast each compressed segment becomes weights, alone on the device, in 10^9 bytes of these a second."""
-    parts = {part.dtype for parts in image.manifest.compressed for part in parts}
-    decompress = decompressor(device, parts)
+    decompress = decompressor(device, {part.dtype for part in image.manifest.all_parts})
     return [
         segment.size / 1e9 / _decompression_s(image, index, device, decompress)
         for index, segment in enumerate(image.layout.segments)

@@ -28,6 +28,7 @@ from packaging.requirements import Requirement
 
 from actors.checkpoints.progress import text_size
 from actors.engine.model.cards import card_problem, has_nvidia_driver
+from actors.image.config import COMPRESSED_SHARES
 
 if TYPE_CHECKING:
     from actors.card.config import CardConfig
@@ -39,8 +40,6 @@ MIN_FREE_DISK_BYTES = 20 * 2**30  # a 7B model in half precision takes 14 GiB
 RAY_DISK_LIMIT = 0.95  # of a disk, above which Ray spills no more (local_fs_capacity_threshold)
 DASHBOARD_PORT = 8265
 
-# Of the bytes of weights in these types, about what is left of them in a compressed image.
-_COMPRESSED = {"bfloat16": 0.67, "float16": 0.86}
 _LARGEST = ("ray", "sympy", "torch", "transformers")
 _TORCH_TIMEOUT_S = 120.0
 _ASK_TORCH = """
@@ -535,13 +534,13 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
 
 
 def _compressed_share(model: "ModelConfig", card: "CardConfig", checkpoint: Path) -> float:
-    """Of an image's bytes, what is about left of them; embeddings and norms take the model's type as well."""
+    """Of an image's bytes, what is left of them at most; embeddings and norms take the model's type as well."""
     how = model.image.compression
     if how == "off" or (how == "auto" and not model.gpus(card)):
         return 1.0
     config = json.loads((checkpoint / "config.json").read_bytes())
     own = config.get("dtype") or config.get("torch_dtype")
-    return _COMPRESSED.get(own if model.dtype == "auto" else model.dtype, 1.0)
+    return COMPRESSED_SHARES.get(own if model.dtype == "auto" else model.dtype, 1.0)
 
 
 def _http_options(file: Path) -> dict[str, Any]:

@@ -74,6 +74,14 @@ def held(memory: ModelMemory, image: WeightImage) -> list[bytes]:
     return [bytes(memory._weights.bytes_of(i, n).cpu().numpy()) for i, n in enumerate(sizes)]
 
 
+def assert_wakes(memory: ModelMemory, image: WeightImage, copied_bytes: int) -> None:
+    """With so many bytes over the link, to the weights of an image."""
+    woke = memory.begin_wake()
+    memory.settle()
+    assert woke.copied_bytes == copied_bytes
+    assert held(memory, image) == [bytes(segment) for segment in image.segments]
+
+
 def test_bytes_are_the_same_and_fewer_crossed_the_link(
     memory_of: MakeMemory, image: WeightImage, compressed: WeightImage, dtype: FloatType
 ) -> None:
@@ -132,10 +140,7 @@ def test_a_plain_image_may_take_its_place(
     memory = memory_of(compressed)
     memory.drop_image()
     memory.take_image(image)
-    woke = memory.begin_wake()
-    memory.settle()
-    assert woke.copied_bytes == image.layout.total_bytes
-    assert held(memory, image) == [bytes(segment) for segment in image.segments]
+    assert_wakes(memory, image, image.layout.total_bytes)
 
 
 def test_a_compressed_image_takes_the_place_of_the_plain_one(
@@ -154,10 +159,7 @@ def test_a_compressed_image_takes_the_place_of_the_plain_one(
     assert memory.wake_bytes == 0
     memory.unmap(2)
     assert memory.wake_bytes > asleep  # where compressed bytes land
-    woke = memory.begin_wake()
-    memory.settle()
-    assert woke.copied_bytes == compressed.manifest.stored_bytes
-    assert held(memory, image) == [bytes(segment) for segment in image.segments]
+    assert_wakes(memory, image, compressed.manifest.stored_bytes)
 
 
 def test_no_image_is_exchanged_where_there_is_none_or_another(

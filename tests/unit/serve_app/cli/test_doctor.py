@@ -248,10 +248,10 @@ def test_models_that_fit_only_once_compressed_are_told() -> None:
 @pytest.mark.parametrize(
     ("dtype", "how", "share"),
     [
-        ("bfloat16", "on", 0.67),
+        ("bfloat16", "on", 0.71),
         ("bfloat16", "off", 1.0),
         ("bfloat16", "auto", 1.0),  # without a GPU
-        ("float16", "on", 0.86),
+        ("float16", "on", 0.88),
         ("float32", "on", 1.0),
     ],
 )
