@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from actors.image import cascade
-from actors.image.image import WeightImage, digest
+from actors.image.image import WeightImage, digest, private_buffers
 from actors.image.layout import FLOAT_TYPES, Compressed, FloatType, Layout, TensorSlot
 
 # Of a segment: what lands on the device at once, in two thirds of that. With four times as many for 15 GB, a wake's
@@ -66,8 +66,12 @@ def compressed_copy(
     payloads, parts = [], []
     for index, payload in enumerate(image.segments):
         found = compress_segment(image.layout, index, payload, device, part_bytes=part_bytes)
-        payloads.append(payload if found is None else found[0].numpy().data)
         parts.append(() if found is None else found[1])
+        if found is not None:
+            (copy,) = private_buffers([len(found[0])])
+            copy[:] = found[0].numpy().data
+            payload = copy
+        payloads.append(payload)
     digests = tuple(digest(payload) for payload in payloads)
     manifest = replace(image.manifest, compressed=tuple(parts), digests=digests)
     return WeightImage(manifest, payloads, image.origin)

@@ -1,5 +1,6 @@
 """A packed image as one process sees it: read-only bytes per segment, and what they must hash to."""
 
+import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,14 @@ _THREADS = min(8, os.cpu_count() or 1)
 def digest(payload: memoryview) -> str:
     """xxh3_128 of the bytes: 36 GB/s on one core, so that verifying is cheaper than copying."""
     return xxhash.xxh3_128_hexdigest(payload)
+
+
+def private_buffers(sizes: Sequence[int]) -> list[memoryview]:
+    """Memory of this process for each payload, in bytes.
+
+    At pages that nothing else shares: they can be pinned, and CUDA refuses copies of memory that is so in part.
+    """
+    return [memoryview(mmap.mmap(-1, max(size, 1)))[:size] for size in sizes]
 
 
 class WeightImage:

@@ -7,9 +7,8 @@ not there.
 
 import asyncio
 import logging
-import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -31,7 +30,7 @@ from actors.image import packer
 from actors.image.files import ImageFiles
 from actors.image.held import ImageGrant, ImageRequest
 from actors.image.holder import LOAD_TIMEOUT_S, unread
-from actors.image.image import WeightImage
+from actors.image.image import WeightImage, private_buffers
 from actors.image.layout import ImageKey, Manifest
 from actors.threads import start_apart
 from actors.waits import at_most
@@ -223,7 +222,7 @@ def load_from_file(file: Path, key: ImageKey) -> WeightImage | None:
     found = files.find(key)
     if found is None:
         return None
-    buffers = _private(found.stored_sizes)
+    buffers = private_buffers(found.stored_sizes)
     if not files.read(found, buffers):
         return None
     logger.info(
@@ -240,7 +239,7 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
     started_s = time.monotonic()
     model = packer.load_reference(checkpoint, packer.checkpoint_dtype(checkpoint, key.dtype))
     layout = packer.plan(model)
-    buffers = _private([segment.size for segment in layout.segments])
+    buffers = private_buffers([segment.size for segment in layout.segments])
     digests, checksums = packer.pack(model, layout, buffers)
     manifest = Manifest(key, layout, (0,) * len(buffers), digests, checksums)
     logger.info(
@@ -249,11 +248,6 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
         time.monotonic() - started_s,
     )
     return WeightImage(manifest, buffers, origin="disk")
-
-
-def _private(sizes: Sequence[int]) -> list[memoryview]:
-    """Memory of this process for each segment, at pages."""
-    return [memoryview(mmap.mmap(-1, max(size, 1)))[:size] for size in sizes]
 
 
 def _at_most(seconds: float, what: str) -> AbstractAsyncContextManager[None]:

@@ -1,10 +1,9 @@
 """Small images that no checkpoint was made into."""
 
-import mmap
 import random
 from dataclasses import dataclass
 
-from actors.image.image import digest
+from actors.image.image import digest, private_buffers
 from actors.image.layout import Checksum, ImageKey, Layout, Manifest, Segment, TensorSlot
 
 SIZES = (3 * 4096 + 256, 256, 8192, 2 * 4096 - 256)
@@ -40,4 +39,4 @@ def packed(name: str = "model", sizes: tuple[int, ...] = SIZES, seed: int = 0) -
 
 def blank(sizes: tuple[int, ...] = SIZES) -> list[memoryview]:
     """At pages."""
-    return [memoryview(mmap.mmap(-1, size))[:size] for size in sizes]
+    return private_buffers(sizes)

@@ -11,7 +11,7 @@ from actors.checkpoints.making import write_checkpoint
 from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.image.attach import build_on_meta
 from actors.image.compressing import compressed_copy
-from actors.image.image import WeightImage
+from actors.image.image import WeightImage, private_buffers
 from actors.image.layout import FLOAT_TYPES, FloatType
 from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
@@ -121,11 +121,13 @@ def test_kept_layers_are_not_moved(memory_of: MakeMemory, compressed: WeightImag
 def test_a_changed_byte_fails_the_wake(
     memory_of: MakeMemory, compressed: WeightImage, where: float
 ) -> None:
-    payloads = [bytearray(segment) for segment in compressed.segments]
+    payloads = private_buffers(compressed.manifest.stored_sizes)
+    for payload, segment in zip(payloads, compressed.segments, strict=True):
+        payload[:] = segment
     about = compressed.manifest.parts(1)[0]
     at = about.mantissas_at + int(where * (about.tails_at - about.mantissas_at))
     payloads[1][at] ^= 1
-    spoilt = WeightImage(compressed.manifest, list(map(memoryview, payloads)), "disk")
+    spoilt = WeightImage(compressed.manifest, payloads, "disk")
     with pytest.raises(WeightsCorrupted):
         spoilt.verify()
     memory = memory_of(spoilt)
@@ -154,7 +156,10 @@ def test_a_compressed_image_takes_the_place_of_the_plain_one(
     assert memory.exchange(prepared) is prepared.link  # not while anything travels
     assert memory.image is image
     memory.settle()
-    assert memory.exchange(prepared) not in (None, prepared.link)  # awake as well
+    before = memory.exchange(prepared)  # awake as well
+    assert before is not None
+    assert before is not prepared.link
+    before.close()
     assert memory.image is compressed
     assert memory.wake_bytes == 0
     memory.unmap(2)
@@ -169,6 +174,7 @@ def test_no_image_is_exchanged_where_there_is_none_or_another(
     prepared = memory.prepare(compressed)
     memory.drop_image()
     assert memory.exchange(prepared) is prepared.link
+    prepared.link.close()
     assert memory.image is None
     checksums = image.manifest.checksums[::-1]
     other = WeightImage(replace(image.manifest, checksums=checksums), image.segments, "disk")
