@@ -6,9 +6,9 @@ A projection of K input and N output channels has these tensors, all contiguous:
             block holds channel j of the block in its low half, and channel j + block/2 in its high half.
             int8: uint8 [N, K]; signed values are stored with 128 added.
             fp8:  float8_e4m3fn [N, K].
-    scales  int4, int8: [ceil(K/group), N], in the model's dtype.
+    scales  int4, int8: [K/group, N], in the model's dtype.
             fp8: float32 [ceil(K/group), ceil(N/rows)].
-    zeros   with zero points only: uint8 [ceil(K/group), N]. Without, they are 8 for int4 and 128 for int8.
+    zeros   with zero points only: uint8 [K/group, N]. Without, they are 8 for int4 and 128 for int8.
     order   permuted only: int32 [K]; channel i of the stored weight is input channel order[i].
     bias    as any projection's.
 
@@ -20,7 +20,9 @@ from typing import Literal
 
 Kind = Literal["int4", "int8", "fp8"]
 
-LAYOUT_VERSION = 1  # part of the image key: raise it when the bytes of a quantised image would differ
+LAYOUT_VERSION = (
+    1  # part of the image key: raise it when the bytes of a quantised image would differ
+)
 
 _BLOCKS = (128, 64, 32)
 
