@@ -5,7 +5,7 @@ configuration says what they mean, and is refused where it asks for what is not 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -348,10 +348,10 @@ def _ct_packed(name: str, parts: Mapping[str, StoredTensor], group: _CtGroup) ->
             raise Unserved(f"not supported: {name} has one zero point for all its values")
         _part(name, parts, "weight_zero_point", "I32", (-(-N // per_word), K // size))
         tensors.append("weight_zero_point")
-    permuted = "weight_g_idx" in parts and size < K
-    if permuted:
+    if "weight_g_idx" in parts:
         _part(name, parts, "weight_g_idx", ("I32", "I64"), (K,))
         tensors.append("weight_g_idx")
+    permuted = "weight_g_idx" in parts and size < K
     scheme = Scheme(group.kind, size, zeros=not group.symmetric, permuted=permuted)
     return Projection(name, K, N, scheme, "packed", tuple(tensors))
 
@@ -469,11 +469,3 @@ _READERS: dict[str, Callable[[dict[str, Any]], Format]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
 }
-
-
-def objects(value: object) -> Iterator[dict[str, Any]]:
-    """The object and all that are in it: models of several parts have a configuration for each."""
-    if isinstance(value, dict):
-        yield value
-        for each in value.values():
-            yield from objects(each)
