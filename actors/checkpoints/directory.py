@@ -7,7 +7,6 @@ means that every file arrived and was verified.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -16,13 +15,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from actors.checkpoints.plan import RemoteFile
 from actors.checkpoints.source import Hub
+from actors.quantization.checkpoint import (
+    QuantizedCheckpoint,
+    format_of,
+    quantized_checkpoint,
+)
+from actors.quantization.formats import Format, Unserved
 
 MANIFEST_NAME = ".sleepserve-manifest.json"
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-# What AutoGPTQ and AutoAWQ wrote before transformers kept that in config.json.
-_OLDER_QUANTISATION = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Locks stay behind: removing one while another process waits for it would break it.
 LOCKS_NAME = ".sleepserve"
 
@@ -85,17 +88,12 @@ def _shards(index: Path) -> list[str]:
 def unsupported_weights(directory: Path) -> str | None:
     """Why the weights of a checkpoint cannot be served, in one line; None if they can.
 
-    transformers loads some quantised weights as if they were none, and wants packages for others. It also
-    unpickles a file that an index names, whatever `use_safetensors` says (5.23).
+    transformers unpickles a file that an index names, whatever `use_safetensors` says (5.23).
     """
     try:
-        config = json.loads((directory / CONFIG_NAME).read_bytes())
-        if not isinstance(config, dict):
-            raise TypeError("it is no object")
+        config = _config(directory)
     except (ValueError, TypeError, RecursionError) as error:
         return f"{CONFIG_NAME} is unreadable ({type(error).__name__}: {error})"
-    if (method := _quantisation(directory, config)) is not None:
-        return f"the weights are quantised ({method}): not supported; choose them in float16 or bfloat16"
     if (index := directory / INDEX_NAME).is_file():
         # An index that cannot be read is for `missing_from_checkpoint` to report.
         with suppress(ValueError, KeyError, AttributeError, TypeError):
@@ -106,7 +104,44 @@ def unsupported_weights(directory: Path) -> str | None:
     if (name := config.get("transformers_weights")) is not None:
         text = f"{CONFIG_NAME} names {str(name)[:80]!r} in transformers_weights"
         return f"{text}: not supported; weights are read from {WEIGHTS_NAME} or its shards"
+    try:
+        if missing_from_checkpoint(directory) is None:
+            quantized(directory)
+        else:
+            format_of(directory, config)
+    except Unserved as error:
+        return str(error)
     return None
+
+
+def quantization_of(directory: Path) -> Format | None:
+    """The format of a checkpoint's quantised weights; None: they are not.
+
+    Raises:
+        Unserved: it is not served right.
+    """
+    return format_of(directory, _config(directory))
+
+
+def quantized(directory: Path) -> QuantizedCheckpoint | None:
+    """What of a complete checkpoint is quantised, by its files' headers; None: nothing is.
+
+    Raises:
+        Unserved: something of it is not served right.
+    """
+    if (found := quantization_of(directory)) is None:
+        return None
+    index = directory / INDEX_NAME
+    files = _shards(index) if index.is_file() else [WEIGHTS_NAME]
+    return quantized_checkpoint(found, [directory / file for file in files])
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    """Raises ValueError, TypeError or RecursionError for what is no object."""
+    config = json.loads((directory / CONFIG_NAME).read_bytes())
+    if not isinstance(config, dict):
+        raise TypeError("it is no object")
+    return config
 
 
 def longest_sequence(directory: Path) -> int | None:
@@ -116,36 +151,6 @@ def longest_sequence(directory: Path) -> int | None:
         if isinstance(each, dict) and isinstance(each.get("max_position_embeddings"), int):
             return int(each["max_position_embeddings"])
     return None
-
-
-def _quantisation(directory: Path, config: dict[str, Any]) -> str | None:
-    """The method, and the file that names it."""
-    for each in _objects(config):
-        if (found := each.get("quantization_config")) is not None:
-            return f"{_method(found) or 'method not named'}, by {CONFIG_NAME}"
-    for name, method in _OLDER_QUANTISATION.items():
-        if (file := directory / name).is_file():
-            with suppress(ValueError, RecursionError):  # its name says enough
-                method = _method(json.loads(file.read_bytes())) or method
-            return f"{method}, by {name}"
-    return None
-
-
-def _method(found: object) -> str | None:
-    if not isinstance(found, dict):
-        return None
-    if found.get("load_in_8bit") or found.get("load_in_4bit"):
-        return "bitsandbytes"
-    method = found.get("quant_method")
-    return None if method is None else str(method)[:40]
-
-
-def _objects(value: object) -> Iterator[dict[str, Any]]:
-    """The object and all that are in it: models of several parts have a configuration for each."""
-    if isinstance(value, dict):
-        yield value
-        for each in value.values():
-            yield from _objects(each)
 
 
 # --- the manifest ---

@@ -20,6 +20,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from actors.checkpoints.chatml import SPECIAL_TOKENS, byte_level, for_transformers
+from actors.quantization.making import QuantizeName, Quantizer, is_quantized, quantizer
 
 ShapeName = Literal["demo", "tiny", "deepseek-r1-distill-qwen-1.5b", "deepseek-r1-distill-qwen-7b"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -82,6 +83,10 @@ class Recipe:
     tied: bool
     shards: int
     version: int = RECIPE_VERSION
+    quantize: QuantizeName | None = None
+
+    def record(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def write_checkpoint(
@@ -92,6 +97,7 @@ def write_checkpoint(
     seed: int = 0,
     tied: bool = False,
     shards: int | None = None,
+    quantize: QuantizeName | None = None,
     force: bool = False,
     on_progress: Progress = lambda done, total: None,
 ) -> Path:
@@ -102,10 +108,11 @@ def write_checkpoint(
     Args:
         directory: where to; parents are made.
         shape: which sizes.
-        dtype: of the weights; the shape's own when absent.
+        dtype: of the weights; when absent the shape's own, or what such quantised checkpoints have.
         seed: another seed, other weights.
         tied: whether the output head shares the embedding's weights.
         shards: number of safetensors files at most; as many as keep each below 4 GiB when absent.
+        quantize: how to quantise the projections, see `actors.quantization.making`; not at all when absent.
         force: write in any case, also over files that this function did not write.
         on_progress: told after every tensor.
 
@@ -113,16 +120,17 @@ def write_checkpoint(
         `directory`.
 
     Raises:
-        ValueError: the name of the shape is unknown, or `directory` has something else in it.
+        ValueError: the name of the shape or of the recipe is unknown, or `directory` has something else in it.
     """
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; choose one of {', '.join(get_args(ShapeName))}")
-    dtype = dtype or SHAPES[shape].dtype
+    quantizing = None if quantize is None else quantizer(quantize)
+    dtype = dtype or (SHAPES[shape].dtype if quantizing is None else quantizing.dtype)
     config = _config(SHAPES[shape], dtype, tied)
     tensors = _tensor_shapes(config)
     if shards is None:
         shards = math.ceil(_total_bytes(tensors, dtype) / _SHARD_BYTES)
-    recipe = Recipe(shape, dtype, seed, tied, shards)
+    recipe = Recipe(shape, dtype, seed, tied, shards, quantize=quantize)
     if not force:
         if _is_complete(directory, recipe):
             return directory
@@ -134,8 +142,10 @@ def write_checkpoint(
     try:
         _write_tokenizer(partial, config.vocab_size)
         config.save_pretrained(partial)
+        if quantizing is not None:
+            _add_to_config(partial, quantizing.config)
         _generation_config(config).save_pretrained(partial)
-        _write_weights(partial, tensors, recipe, on_progress)
+        _write_weights(partial, tensors, recipe, quantizing, on_progress)
         _write_recipe(partial, recipe)
         _replace(directory, partial)
     finally:
@@ -161,6 +171,12 @@ def _config(shape: Shape, dtype: DtypeName, tied: bool) -> Qwen2Config:
         eos_token_id=im_end,
         pad_token_id=end_of_text,
     )
+
+
+def _add_to_config(directory: Path, quantization: dict[str, Any]) -> None:
+    file = directory / "config.json"
+    config = {**json.loads(file.read_text()), "quantization_config": quantization}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _generation_config(config: Qwen2Config) -> GenerationConfig:
@@ -190,7 +206,7 @@ def _is_complete(directory: Path, recipe: Recipe) -> bool:
         sizes = {name: (directory / name).stat().st_size for name in record["files"]}
     except (OSError, ValueError, KeyError):
         return False
-    return bool(record["recipe"] == asdict(recipe) and record["files"] == sizes)
+    return bool(record["recipe"] == recipe.record() and record["files"] == sizes)
 
 
 def _is_foreign(directory: Path) -> bool:
@@ -203,7 +219,7 @@ def _is_foreign(directory: Path) -> bool:
 
 def _write_recipe(directory: Path, recipe: Recipe) -> None:
     files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
-    record = {"recipe": asdict(recipe), "files": files}
+    record = {"recipe": recipe.record(), "files": files}
     (directory / RECIPE_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -262,26 +278,42 @@ def _letters(number: int) -> str:
 
 
 def _write_weights(
-    directory: Path, tensors: dict[str, torch.Size], recipe: Recipe, on_progress: Progress
+    directory: Path,
+    tensors: dict[str, torch.Size],
+    recipe: Recipe,
+    quantizing: Quantizer | None,
+    on_progress: Progress,
 ) -> None:
     total = _total_bytes(tensors, recipe.dtype)
     shards = list(_split(tensors, recipe.shards))
     weight_map: dict[str, str] = {}
-    done = 0
+    done = stored = 0
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         if len(shards) == 1:
             file = "model.safetensors"
         shard: dict[str, torch.Tensor] = {}
         for name in names:
-            shard[name] = _random_tensor(name, tensors[name], recipe)
-            done += shard[name].nbytes
+            tensor = _random_tensor(name, tensors[name], recipe)
+            done += tensor.nbytes
+            if quantizing is not None and is_quantized(name):
+                shard.update(_quantized(name.removesuffix(".weight"), tensor, quantizing))
+            else:
+                shard[name] = tensor
             on_progress(done, total)
         save_file(shard, directory / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
+        stored += sum(tensor.nbytes for tensor in shard.values())
+        weight_map.update(dict.fromkeys(shard, file))
     if len(shards) > 1:
-        index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index: dict[str, Any] = {"metadata": {"total_size": stored}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _quantized(name: str, weight: torch.Tensor, how: Quantizer) -> dict[str, torch.Tensor]:
+    """By the names in a file; computed where random numbers are."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    stored = how.quantize(name, weight.to(device).float())
+    return {f"{name}.{leaf}": tensor.cpu() for leaf, tensor in stored.items()}
 
 
 def _split(tensors: dict[str, torch.Size], shards: int) -> Iterator[list[str]]:

@@ -6,10 +6,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from actors.checkpoints.directory import quantized
 from actors.errors import LayoutMismatch
 from actors.image.layout import Layout, TensorSlot
-from actors.image.packer import BUILDING, read_config, require_plain_weights
+from actors.image.packer import BUILDING, read_config, require_servable_weights
 from actors.memory.arena import DeviceArena
+from actors.quantization.loading import swap_projections
 
 
 def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -18,10 +20,9 @@ def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     Not accelerate's `init_empty_weights`, which leaves buffers on the CPU.
 
     Raises:
-        ValueError: transformers does not know it, or not as a language model; or its weights are
-            quantised.
+        ValueError: transformers does not know it, or not as a language model; or nothing here serves its weights.
     """
-    require_plain_weights(checkpoint)
+    require_servable_weights(checkpoint)
     config = read_config(checkpoint)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         # transformers would say so with the names of all 200 that it has.
@@ -32,6 +33,8 @@ def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.eval()
     assert isinstance(model, PreTrainedModel)
+    if (found := quantized(checkpoint)) is not None:
+        swap_projections(model, found, dtype)
     return model
 
 

@@ -78,11 +78,13 @@ class ImageKey:
     ep_rank: int = 0
     ep_world: int = 1
     packer_version: int = PACKER_VERSION
+    quantization: str = "none"  # or format and layout of the quantised weights
 
     def __str__(self) -> str:
         ranks = (self.tp_rank, self.tp_world, self.pp_rank, self.pp_world, self.ep_rank)
         tail = "_".join(str(r) for r in (*ranks, self.ep_world))
-        return f"{self.model}@{self.revision}:{self.dtype}:{tail}:v{self.packer_version}"
+        key = f"{self.model}@{self.revision}:{self.dtype}:{tail}:v{self.packer_version}"
+        return key if self.quantization == "none" else f"{key}:{self.quantization}"
 
 
 @dataclass(frozen=True, slots=True)

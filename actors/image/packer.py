@@ -13,17 +13,28 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from actors.checkpoints.directory import CONFIG_NAME, INDEX_NAME, unsupported_weights
+from actors.checkpoints.directory import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    quantization_of,
+    quantized,
+    unsupported_weights,
+)
 from actors.checkpoints.variants import VARIANT_FILE, steps, variant_of
 from actors.errors import LayoutMismatch
 from actors.image.checksum import checksum
 from actors.image.decoder_layers import decoder_layers
 from actors.image.image import digest
 from actors.image.layout import Checksum, ImageKey, Layout, Segment, TensorKind, TensorSlot, align
+from actors.quantization.checkpoint import OLDER_CONFIGS
+from actors.quantization.loading import load_quantized
+from actors.quantization.scheme import LAYOUT_VERSION
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 5.0
+# Beside the weights, what an image follows from.
+_KEY_FILES = (CONFIG_NAME, INDEX_NAME, VARIANT_FILE, *OLDER_CONFIGS)
 
 
 def checkpoint_dtype(checkpoint: Path, dtype: str) -> torch.dtype:
@@ -37,14 +48,19 @@ def checkpoint_dtype(checkpoint: Path, dtype: str) -> torch.dtype:
 
 
 def read_config(checkpoint: Path) -> PreTrainedConfig:
-    """Its config.json. Nothing is fetched for it, and none of its own code is run."""
+    """Its config.json. Nothing is fetched for it, and none of its own code is run.
+
+    Without what it says of quantised weights: no quantiser of transformers is to see to them.
+    """
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         checkpoint, local_files_only=True, trust_remote_code=False
     )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     return config
 
 
-def require_plain_weights(checkpoint: Path) -> None:
+def require_servable_weights(checkpoint: Path) -> None:
     """Raises ValueError, in one line, for weights that nothing here can serve."""
     if (why := unsupported_weights(checkpoint)) is not None:
         raise ValueError(f"{checkpoint}: {why}")
@@ -57,14 +73,16 @@ def image_key(checkpoint: Path, dtype: torch.dtype) -> ImageKey:
     than loading them.
     """
     state = hashlib.sha256()
+    quantization = quantization_of(checkpoint)
     for path in sorted(checkpoint.iterdir()):
-        if path.suffix == ".safetensors" or path.name in (CONFIG_NAME, INDEX_NAME, VARIANT_FILE):
+        if path.suffix == ".safetensors" or path.name in _KEY_FILES:
             stat = path.stat()
             state.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
     return ImageKey(
         model=str(checkpoint.resolve()),
         revision=state.hexdigest()[:16],
         dtype=str(dtype).removeprefix("torch."),
+        quantization="none" if quantization is None else f"{quantization.name}:v{LAYOUT_VERSION}",
     )
 
 
@@ -81,20 +99,28 @@ def load_reference(
     transformers 5.23 maps safetensors files and keeps parameters as views of the mapping, so this
     reads nothing yet; the bytes come from disk when they are packed.
 
+    Quantised weights are in memory of this process, in our layout.
+
     Raises:
-        ValueError: the weights are quantised.
+        ValueError: nothing here serves the weights.
     """
-    require_plain_weights(checkpoint)
+    require_servable_weights(checkpoint)
     disable_progress_bar()  # it counts tensors that are only mapped; `pack` reports the bytes
+    found = quantized(checkpoint)
     with BUILDING:
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint,
-            dtype=dtype,
-            device_map={"": device},
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        if found is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                checkpoint,
+                dtype=dtype,
+                device_map={"": device},
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+        else:
+            config = read_config(checkpoint)
+            kind = AutoModelForCausalLM._model_mapping[type(config)]
+            model = load_quantized(kind, config, found, dtype, device)
     model.eval()
     assert isinstance(model, PreTrainedModel)
     if (number := variant_of(checkpoint)) is not None:
@@ -105,7 +131,11 @@ def load_reference(
 def _rotate_rows(model: PreTrainedModel, number: int) -> None:
     """The weights of a variant: in memory of this process, the files stay as they are."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.roll(steps(number, parameter.shape[-1]), dims=-1)
+        stored = parameter.data
+        if stored.dtype == torch.float8_e4m3fn:  # torch rolls bytes
+            stored = stored.view(torch.uint8)
+        rolled = stored.roll(steps(number, stored.shape[-1]), dims=-1)
+        parameter.data = rolled.view(parameter.dtype)
 
 
 def plan(model: PreTrainedModel) -> Layout:

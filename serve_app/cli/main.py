@@ -23,6 +23,7 @@ from serve_app.cli.serve import Dashes, serve
 
 if TYPE_CHECKING:
     from actors.checkpoints.making import DtypeName, ShapeName
+    from actors.quantization.making import QuantizeName
 
 app = typer.Typer(
     help="LLM serving on Ray Serve whose idle replicas sleep and wake.",
@@ -54,6 +55,27 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class Quantize(StrEnum):
+    """`actors.quantization.making.QuantizeName`, likewise."""
+
+    GPTQ_4_128 = "gptq-4-128"
+    GPTQ_4_128_ORDER = "gptq-4-128-order"
+    GPTQ_4_CHANNEL = "gptq-4-channel"
+    GPTQ_4_32_ASYM = "gptq-4-32-asym"
+    GPTQ_V2_4_32_ASYM = "gptq-v2-4-32-asym"
+    GPTQ_8_128 = "gptq-8-128"
+    AWQ_4_128 = "awq-4-128"
+    CT_W4A16 = "ct-w4a16"
+    CT_W4A16_ASYM = "ct-w4a16-asym"
+    CT_W4A16_ORDER = "ct-w4a16-order"
+    CT_W8A16 = "ct-w8a16"
+    CT_INT8 = "ct-int8"
+    CT_FP8 = "ct-fp8"
+    CT_FP8_STATIC = "ct-fp8-static"
+    FP8_BLOCK = "fp8-block"
+    FP8_TENSOR = "fp8-tensor"
 
 
 @app.command()
@@ -100,6 +122,10 @@ def make_checkpoint(
     tied: Annotated[
         bool, typer.Option("--tied/--untied", help="Whether the head shares the embedding.")
     ] = False,
+    quantize: Annotated[
+        Quantize | None,
+        typer.Option(help="Quantise the projections, as the hubs' files have them."),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write in any case, also over other files.")
     ] = False,
@@ -122,6 +148,7 @@ def make_checkpoint(
 
     shape_name: ShapeName = shape.value
     dtype_name: DtypeName | None = dtype.value if dtype else None
+    quantize_name: QuantizeName | None = quantize.value if quantize else None
     with errors_in_one_line(), _bar(str(directory)) as on_progress:
         write_checkpoint(
             directory,
@@ -130,6 +157,7 @@ def make_checkpoint(
             seed=seed,
             tied=tied,
             shards=shards,
+            quantize=quantize_name,
             force=force,
             on_progress=on_progress,
         )

@@ -1,0 +1,61 @@
+"""QuantizedLinear: a projection whose weights stay quantised in memory."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from actors.quantization.packing import dequantized
+from actors.quantization.scheme import Scheme
+
+_STORED = {"int4": torch.uint8, "int8": torch.uint8, "fp8": torch.float8_e4m3fn}
+
+
+class QuantizedLinear(nn.Module):
+    """Computes what `nn.Linear` would with the weights that its values stand for; `scheme.py` has the layout."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype
+    ) -> None:
+        """Make one; its tensors are empty, on torch's default device.
+
+        Args:
+            dtype: of inputs and outputs.
+        """
+        super().__init__()
+        K, N = in_features, out_features
+        self.in_features, self.out_features = K, N
+        self.scheme = scheme
+        self.dtype = dtype
+        scales = scheme.scales_shape(K, N)
+        self.weight = _empty(scheme.weight_shape(K, N), _STORED[scheme.kind])
+        self.scales = _empty(scales, torch.float32 if scheme.kind == "fp8" else dtype)
+        self.zeros = _empty(scales, torch.uint8) if scheme.zeros else None
+        self.order = _empty((K,), torch.int32) if scheme.permuted else None
+        self.bias = _empty((N,), dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return linear(x, dequantize(self), self.bias)
+        from actors.quantization.kernels import matmul  # Triton is there where a GPU is
+
+        rows = x.reshape(-1, self.in_features)
+        if self.order is not None:
+            rows = rows.index_select(1, self.order)
+        out = matmul(rows, self.weight, self.scales, self.zeros, self.scheme)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
+
+
+def dequantize(module: QuantizedLinear) -> Tensor:
+    """The weights [N, K] that its values stand for: computed in float32, rounded once to its dtype."""
+    return dequantized(
+        module.weight, module.scales, module.zeros, module.order, module.scheme, module.dtype
+    )
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

@@ -1,0 +1,204 @@
+"""The orders in which formats pack their values, into ours, and the weights that these values stand for."""
+
+# N output channels, K input channels, G groups of them that share a scale, W 32-bit words
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from actors.quantization.formats import Projection
+from actors.quantization.scheme import Scheme
+
+# AWQ's word has its eight columns in this order, from the lowest bits on.
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+_IMPLIED_ZERO = {"int4": 8, "int8": 128}
+# By which one adds 1 to each value of a word at once.
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
+
+def repack(
+    found: Projection, stored: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of our layout, from those of a format.
+
+    Args:
+        found: what they are.
+        stored: by the last parts of their names, those of `found.tensors`.
+        dtype: the model's.
+
+    Raises:
+        ValueError: they contradict the checkpoint's configuration.
+    """
+    if found.packing in ("gptq", "gptq_v2"):
+        q_NK, scales_GN, zeros_GN, groups_K = _from_gptq(found, stored)
+    elif found.packing == "awq":
+        q_NK, scales_GN, zeros_GN, groups_K = _from_awq(stored)
+    elif found.packing == "packed":
+        q_NK, scales_GN, zeros_GN, groups_K = _from_packed(found, stored)
+    elif found.scheme.kind == "fp8":
+        return _from_fp8(found, stored)
+    else:
+        q_NK, scales_GN, zeros_GN, groups_K = _from_int8(found, stored)
+
+    scheme = found.scheme
+    order_K = _order(found, groups_K)
+    if order_K is not None:
+        q_NK = q_NK[:, order_K]
+    scales_GN = scales_GN.expand(scheme.groups(found.K), found.N)
+    tensors = {
+        "weight": pack_int4(q_NK, scheme) if scheme.kind == "int4" else q_NK.contiguous(),
+        "scales": scales_GN.to(dtype).contiguous(),
+    }
+    if scheme.zeros:
+        assert zeros_GN is not None, "the scheme has zero points"
+        tensors["zeros"] = zeros_GN.expand(scales_GN.shape).contiguous()
+    elif zeros_GN is not None and bool((zeros_GN != _IMPLIED_ZERO[scheme.kind]).any()):
+        raise ValueError(
+            f"{found.name} is symmetric by the configuration, but has other zero points than "
+            f"{_IMPLIED_ZERO[scheme.kind]}"
+        )
+    if order_K is not None:
+        tensors["order"] = order_K.to(torch.int32)
+    return tensors
+
+
+def pack_int4(q_NK: Tensor, scheme: Scheme) -> Tensor:
+    """Values 0..15 in bytes, two in each: those whose channels are half a block apart."""
+    N, K = q_NK.shape
+    block = scheme.block(K)
+    halves = q_NK.reshape(N, K // block, 2, block // 2)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(N, K // 2)
+
+
+def unpack_int4(weight: Tensor, scheme: Scheme) -> Tensor:
+    """What `pack_int4` packed."""
+    N, K = weight.shape[0], 2 * weight.shape[1]
+    bytes_ = weight.view(N, -1, 1, scheme.block(K) // 2)
+    return torch.cat((bytes_ & 15, bytes_ >> 4), dim=2).view(N, K)
+
+
+def dequantized(
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    order: Tensor | None,
+    scheme: Scheme,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weights [N, K] in the model's dtype, input channels in their own order."""
+    if scheme.kind == "fp8":
+        q_NK = weight.float()
+    else:
+        values = unpack_int4(weight, scheme) if scheme.kind == "int4" else weight
+        zero = _IMPLIED_ZERO[scheme.kind] if zeros is None else _spread(zeros, scheme, values.shape)
+        q_NK = values.float() - zero
+    found = (q_NK * _spread(scales, scheme, q_NK.shape)).to(dtype)
+    if order is None:
+        return found
+    own = torch.empty_like(found)
+    own[:, order.long()] = found
+    return own
+
+
+def _spread(each: Tensor, scheme: Scheme, shape: torch.Size) -> Tensor:
+    """Of each weight in float32: the scale or zero point that it shares with others."""
+    N, K = shape
+    by_row = each.float().T.repeat_interleave(min(scheme.rows, N), dim=0)[:N]
+    return by_row.repeat_interleave(min(scheme.group, K), dim=1)[:, :K]
+
+
+# --- formats ---
+
+# Values [N, K] as bytes; scales, and zero points as bytes, that expand to [G, N]; the group of each input channel.
+_Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _from_gptq(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
+    bits = found.bits
+    q_NK = values_of(stored["qweight"], bits).permute(1, 0, 2).reshape(found.N, found.K)
+    qzeros = stored["qzeros"]
+    if found.packing == "gptq":
+        # Stored minus one. Taken from whole words: a zero point of 0 has borrowed from its neighbour, so
+        # that it is given back to it here.
+        qzeros = qzeros + _ONES[bits]
+    zeros_GN = values_of(qzeros, bits).reshape(len(qzeros), found.N)
+    return q_NK, stored["scales"], zeros_GN, stored.get("g_idx")
+
+
+def _from_awq(stored: Mapping[str, Tensor]) -> _Parts:
+    place = sorted(range(8), key=_AWQ_COLUMNS.__getitem__)
+    q_KN, zeros_GN = (
+        values_of(stored[name], 4)[:, :, place].flatten(1) for name in ("qweight", "qzeros")
+    )
+    return q_KN.T, stored["scales"], zeros_GN, None
+
+
+def _from_packed(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
+    if stored["weight_shape"].tolist() != [found.N, found.K]:
+        shape = " x ".join(map(str, stored["weight_shape"].tolist()))
+        raise ValueError(f"{found.name}.weight_shape is {shape}, not {found.N} x {found.K}")
+    q_NK = values_of(stored["weight_packed"], found.bits).flatten(1)
+    zeros_GN = None
+    if found.scheme.zeros:
+        # Packed along the output channels.
+        words_WG = stored["weight_zero_point"]
+        values_WGV = values_of(words_WG, found.bits)
+        zeros_GN = values_WGV.permute(1, 0, 2).reshape(words_WG.shape[1], -1)[:, : found.N]
+    groups_K = stored.get("weight_g_idx")
+    if groups_K is not None and bool((groups_K == -1).all()):
+        groups_K = torch.arange(found.K) // found.scheme.group  # none has been chosen
+    return q_NK, _columns(stored["weight_scale"]), zeros_GN, groups_K
+
+
+def _from_int8(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
+    zeros_GN = None
+    if found.scheme.zeros:
+        zeros_GN = _columns(_from_signed(stored["weight_zero_point"]))
+    q_NK = _from_signed(stored["weight"])
+    return q_NK, _columns(stored["weight_scale"]), zeros_GN, None
+
+
+def _from_fp8(found: Projection, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    scale = next(name for name in stored if name.startswith("weight_scale"))
+    scales_GN = _columns(stored[scale].float())
+    return {"weight": stored["weight"].contiguous(), "scales": scales_GN.contiguous()}
+
+
+def values_of(words: Tensor, bits: int) -> Tensor:
+    """The values of 32-bit words [A, B], as bytes [A, B, 32 / bits]; the first are in the lowest bits."""
+    bytes_ = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    if bits == 8:
+        return bytes_
+    return torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(2)
+
+
+def _from_signed(values: Tensor) -> Tensor:
+    """int8 with 128 added, which flips the sign's bit."""
+    return values.view(torch.uint8) ^ 128
+
+
+def _columns(each: Tensor) -> Tensor:
+    """Scales or zero points of compressed-tensors and FP8, [N, G], [N] or one value, as [G, N]."""
+    return each.T if each.dim() == 2 else each.reshape(1, -1)
+
+
+def _order(found: Projection, groups_K: Tensor | None) -> Tensor | None:
+    """The input channels by their groups, if they are to be put in another order.
+
+    Raises:
+        ValueError: groups are of other sizes than the scheme's, or in an order where there is to be none.
+    """
+    if groups_K is None:
+        return None
+    K, group = found.K, found.scheme.group
+    order_K = torch.argsort(groups_K, stable=True)
+    if not torch.equal(groups_K[order_K].long(), torch.arange(K) // group):
+        raise ValueError(f"{found.name} has groups of other sizes than {group} input channels")
+    if found.scheme.permuted:
+        return order_K
+    if not torch.equal(order_K, torch.arange(K)):
+        raise ValueError(
+            f"{found.name} has its input channels in another order, which the configuration does not say"
+        )
+    return None
