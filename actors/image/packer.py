@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,6 +108,7 @@ def load_reference(
     require_servable_weights(checkpoint)
     disable_progress_bar()  # it counts tensors that are only mapped; `pack` reports the bytes
     found = quantized(checkpoint)
+    model: Any
     with BUILDING:
         if found is None:
             model = AutoModelForCausalLM.from_pretrained(
@@ -119,7 +121,7 @@ def load_reference(
             )
         else:
             config = read_config(checkpoint)
-            kind = AutoModelForCausalLM._model_mapping[type(config)]
+            kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
             model = load_quantized(kind, config, found, dtype, device)
     model.eval()
     assert isinstance(model, PreTrainedModel)

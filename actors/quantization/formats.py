@@ -158,6 +158,7 @@ def _gptq(config: dict[str, Any]) -> Format:
         raise Unserved(f"not supported: values packed in {pack}; int32 is")
     rules = _DynamicRules(config)
     bits, group = _gptq_bits(config), int(config["group_size"])
+    packing: Packing = "gptq_v2" if form == "gptq_v2" else "gptq"
 
     def describe(name: str, parts: Mapping[str, StoredTensor]) -> Projection:
         own = rules.of(name)
@@ -175,7 +176,7 @@ def _gptq(config: dict[str, Any]) -> Format:
         if permuted and "g_idx" not in parts:
             raise Unserved(f"desc_act is set, but {name}.g_idx is missing")
         scheme = Scheme(_int(bits), group, zeros=not own.get("sym", True), permuted=permuted)
-        return Projection(name, K, N, scheme, form, tuple(tensors))
+        return Projection(name, K, N, scheme, packing, tuple(tensors))
 
     name = f"{form}-int{bits}-{_group_name(group)}"
     return Format("gptq", name, ("qweight",), describe)

@@ -1,11 +1,12 @@
 """A model whose quantised projections are QuantizedLinear: its structure, and loaded from a checkpoint."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -39,7 +40,7 @@ def swap_projections(
 
 def load_quantized(
     kind: type[PreTrainedModel],
-    config: object,
+    config: PreTrainedConfig,
     found: QuantizedCheckpoint,
     dtype: torch.dtype,
     device: str | torch.device,
@@ -57,7 +58,7 @@ def load_quantized(
     for name, projection in found.projections.items():
         shape = projection.N, projection.K
         weights[f"{name}.weight"] = torch.empty(1, dtype=dtype).expand(shape)
-    model, told = kind.from_pretrained(
+    loaded: Any = kind.from_pretrained(
         None,
         config=config,
         state_dict=weights,
@@ -65,6 +66,7 @@ def load_quantized(
         device_map={"": device},
         output_loading_info=True,
     )
+    model, told = loaded
     assert isinstance(model, PreTrainedModel)
     _check_loaded(told, weights, type(model).__name__)
     for path, projection in swap_projections(model, found, dtype).items():
@@ -124,7 +126,7 @@ class _Reader:
         }
 
     def __call__(self, name: str) -> Tensor:
-        tensor: Tensor = self._open[self._files[name]].get_tensor(name)
+        tensor: Tensor = self._open[self._files[name]].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
 

@@ -74,7 +74,7 @@ def _symmetric(
     weight_NK: Tensor, group: int, bits: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Values [N, K] around 0 and scales [N, G]: the largest of a group is half the range."""
-    groups_NGS = weight_NK.unflatten(1, (-1, group))
+    groups_NGS = weight_NK.reshape(len(weight_NK), -1, group)
     half = (2**bits - 1) / 2
     scale_NG = (groups_NGS.abs().amax(2) / half).clamp(min=1e-6).to(dtype)
     top = 2 ** (bits - 1)
@@ -86,7 +86,7 @@ def _asymmetric(
     weight_NK: Tensor, group: int, bits: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values [N, K] from 0 on, scales and zero points [N, G]: a group's least to its largest is the range."""
-    groups_NGS = weight_NK.unflatten(1, (-1, group))
+    groups_NGS = weight_NK.reshape(len(weight_NK), -1, group)
     least, most = groups_NGS.amin(2).clamp(max=0), groups_NGS.amax(2).clamp(min=0)
     top = 2**bits - 1
     scale_NG = ((most - least) / top).clamp(min=1e-6).to(dtype)
@@ -203,7 +203,7 @@ def _awq_columns(values_RC: Tensor) -> Tensor:
 
 
 def _ct_config(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
-    own = {
+    own: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": False,

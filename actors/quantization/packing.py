@@ -46,8 +46,9 @@ def repack(
     if order_K is not None:
         q_NK = q_NK[:, order_K]
     scales_GN = scales_GN.expand(scheme.groups(found.K), found.N)
+    weight = pack_int4(q_NK, scheme) if scheme.kind == "int4" else q_NK
     tensors = {
-        "weight": pack_int4(q_NK, scheme) if scheme.kind == "int4" else q_NK.contiguous(),
+        "weight": weight.contiguous(),
         "scales": scales_GN.to(dtype).contiguous(),
     }
     if scheme.zeros:

@@ -1,0 +1,384 @@
+"""Products with quantised weights on a card: `matmul` chooses between two ways, by the rows.
+
+`fused` dequantises tiles of the weight on the way to the tensor cores: it reads the fewest bytes, and
+dequantises anew for each tile of rows. `dequantised` writes the weight out, some of its rows at a time, for torch's
+own product: more bytes, which many rows are worth.
+
+Each weight is what the reference makes of it, to the bit. Sums are taken in an order that depends on shapes
+alone: the same bits each time, whatever else is in the batch. A program adds up a share of the input channels; where
+there are several shares, a second kernel adds those.
+
+Nothing synchronises with the host, so a launch may be captured in a CUDA graph.
+"""
+
+# Kernels have no types that mypy knows.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+# M rows, N output channels, K input channels, S shares of the input channels; a tile is BM x BN and takes BK input
+# channels a turn, all of one group
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from actors.quantization.scheme import Kind, Scheme
+from actors.quantization.unpacking import eights, floats, fours
+
+_MIN_DOT = 16  # the smallest side of a tl.dot
+_MAX_CHANNELS = 128
+_MAX_SHARES = 16
+_MIN_TURNS = 2  # of a share; fewer are not worth the sum
+_WRITTEN_BYTES = 64 << 20  # of a weight that is written out, at a time
+_WRITTEN_TILE = 64 * 128  # weights
+_JOINED = 256  # outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How `fused` is launched.
+
+    Attributes:
+        rows, columns: of the output, that a program computes.
+        channels: input channels a turn, at most; of int4, those of a block of the layout.
+        warps, stages: of a program.
+        programs: that a multiprocessor shall have at least, if there are shares for so many.
+    """
+
+    rows: int
+    columns: int
+    channels: int
+    warps: int
+    stages: int
+    programs: int
+
+
+# Of each kind: up to so many rows, this tile; for more rows the weight is written out.
+TILES: dict[Kind, tuple[tuple[int, Tile], ...]] = {
+    "int4": (
+        (16, Tile(16, 64, 128, warps=4, stages=5, programs=4)),
+        (64, Tile(64, 64, 128, warps=4, stages=3, programs=2)),
+        (256, Tile(128, 128, 128, warps=8, stages=2, programs=2)),
+    ),
+    "int8": (
+        (16, Tile(16, 64, 128, warps=4, stages=4, programs=4)),
+        (64, Tile(64, 64, 128, warps=4, stages=3, programs=2)),
+        (256, Tile(128, 128, 64, warps=8, stages=3, programs=2)),
+    ),
+    "fp8": (
+        (16, Tile(16, 64, 128, warps=4, stages=4, programs=4)),
+        (64, Tile(64, 64, 128, warps=4, stages=3, programs=2)),
+        (256, Tile(128, 128, 64, warps=8, stages=3, programs=2)),
+    ),
+}
+
+
+def matmul(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme
+) -> Tensor:
+    """The rows `x` [M, K] times the quantised weight: [M, N], in the dtype of `x`.
+
+    Args:
+        x: channels in the order of the weight's, which a `permuted` scheme leaves to the caller.
+        weight: as `Scheme` says, contiguous as the others are: int4 uint8 [N, K/2], int8 uint8 [N, K], fp8
+            float8_e4m3fn [N, K].
+        scales: [K/group, N] in the dtype of `x`; of fp8 float32 [ceil(K/group), ceil(N/rows)].
+        zeros: uint8 [K/group, N]. Without: 8 of int4, 128 of int8.
+    """
+    product: Tensor = torch.ops.sleepserve.quantized_matmul(
+        x, weight, scales, zeros, scheme.kind, scheme.group, scheme.rows
+    )
+    return product
+
+
+@torch.library.custom_op("sleepserve::quantized_matmul", mutates_args=())
+def _quantized_matmul(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    kind: str,
+    group: int,
+    rows: int,
+) -> Tensor:
+    scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
+    tile = variant(len(x), x.size(1), x.dtype, scheme)
+    if tile is None:
+        return dequantised(x, weight, scales, zeros, scheme)
+    return fused(x, weight, scales, zeros, scheme, tile)
+
+
+@_quantized_matmul.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    kind: str,
+    group: int,
+    rows: int,
+) -> Tensor:
+    return x.new_empty((x.size(0), weight.size(0)))
+
+
+def variant(M: int, K: int, dtype: torch.dtype, scheme: Scheme) -> Tile | None:
+    """How `matmul` computes so many rows: `fused` with a tile, or, when None, `dequantised`."""
+    if dtype == torch.float32 or _channels(K, scheme, _MAX_CHANNELS) < _MIN_DOT:
+        return None  # tensor cores take neither
+    return next((tile for most, tile in TILES[scheme.kind] if most >= M), None)
+
+
+def fused(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, tile: Tile
+) -> Tensor:
+    """See `matmul`; of 16-bit dtypes, and of 16 input channels in a group at least."""
+    x = x.contiguous()
+    (M, K), N = x.shape, len(weight)
+    BK = _channels(K, scheme, tile.channels)
+    turns = K // BK
+    places = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
+    wanted = tile.programs * _multiprocessors(x.device) // places
+    share = triton.cdiv(turns, max(1, min(wanted, turns // _MIN_TURNS, _MAX_SHARES)))
+    S = triton.cdiv(turns, share)
+    out = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    sums = out if S == 1 else torch.empty((S, M, N), dtype=torch.float32, device=x.device)
+    _fused[(triton.cdiv(M, tile.rows), triton.cdiv(N, tile.columns), S)](
+        x,
+        weight.view(torch.uint8),
+        scales,
+        scales if zeros is None else zeros,
+        sums,
+        M,
+        N,
+        K,
+        weight.size(1),
+        share,
+        max(1, scheme.group // BK),
+        scheme.rows,
+        KIND=scheme.kind,
+        ZEROS=zeros is not None,
+        ONE_GROUP=scheme.group >= K,
+        WORDS=N % 4 == 0,
+        FP8_UNIT=_has_fp8(x.device),
+        BM=tile.rows,
+        BN=tile.columns,
+        BK=BK,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if S > 1:
+        _join[(triton.cdiv(M * N, _JOINED),)](
+            sums, out, M * N, S, MOST=_MAX_SHARES, BLOCK=_JOINED, num_warps=4
+        )
+    return out
+
+
+def dequantised(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme
+) -> Tensor:
+    """See `matmul`. Takes up to 64 MiB meanwhile, for some of the weight's rows at a time."""
+    (M, K), N = x.shape, len(weight)
+    most = max(1, _WRITTEN_BYTES // (K * x.element_size()))
+    if most >= N:
+        return x @ _written(weight, scales, zeros, scheme, x.dtype, K, 0, N).T
+    out = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    count = triton.cdiv(triton.cdiv(N, triton.cdiv(N, most)), _MAX_CHANNELS) * _MAX_CHANNELS
+    for first in range(0, N, count):
+        end = min(first + count, N)
+        rows = _written(weight, scales, zeros, scheme, x.dtype, K, first, end)
+        torch.mm(x, rows.T, out=out[:, first:end])
+    return out
+
+
+def _written(
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    K: int,
+    first: int,
+    end: int,
+) -> Tensor:
+    """Those rows of the weight in the dtype, [end - first, K]."""
+    one_group = scheme.group >= K
+    if scheme.kind == "int4":
+        BK = _channels(K, scheme, _MAX_CHANNELS)
+    else:  # the last block may be cut short
+        BK = _MAX_CHANNELS if one_group else math.gcd(_MAX_CHANNELS, scheme.group)
+    BN = _WRITTEN_TILE // BK
+    out = torch.empty((end - first, K), dtype=dtype, device=weight.device)
+    _write[(triton.cdiv(K, BK), triton.cdiv(end - first, BN))](
+        weight.view(torch.uint8),
+        scales,
+        scales if zeros is None else zeros,
+        out,
+        first,
+        end,
+        len(weight),
+        K,
+        weight.size(1),
+        max(1, scheme.group // BK),
+        scheme.rows,
+        KIND=scheme.kind,
+        ZEROS=zeros is not None,
+        ONE_GROUP=one_group,
+        FP8_UNIT=_has_fp8(weight.device),
+        BN=BN,
+        BK=BK,
+        num_warps=4,
+    )
+    return out
+
+
+def _channels(K: int, scheme: Scheme, most: int) -> int:
+    """The input channels of a turn: a power of 2, all of one group."""
+    if scheme.kind == "int4":
+        most = _MAX_CHANNELS  # a block of the layout
+    return math.gcd(most, K, scheme.group)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # Triton's interpreter
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _has_fp8(device: torch.device) -> bool:
+    """Whether the device converts e4m3 itself."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit(do_not_specialize=["M", "share", "per_group", "rows"])
+def _fused(
+    x, weight, scales, zeros, out, M, N, K, row_bytes, share, per_group, rows,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, ONE_GROUP: tl.constexpr, WORDS: tl.constexpr,
+    FP8_UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A tile of one share's sums: of the output, or of [S, M, N] in float32.
+
+    `out` takes its own dtype; a turn is BK channels, a group `per_group` turns. `row_bytes` is an argument of its own:
+    from K / 2 the compiler would not see that rows are aligned for copies of 16 bytes.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    BYTES: tl.constexpr = BK // 2 if KIND == "int4" else BK
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    first = tl.program_id(2) * share
+    byte = tl.arange(0, BYTES)
+    in_m = (m < M)[:, None]
+    x += m[:, None] * K + byte[None, :]
+    # Rows past the end are read as the last one, and not stored: what is not masked is copied plainly.
+    weight += tl.minimum(n, N - 1).to(tl.int64)[:, None] * row_bytes + byte[None, :]
+    acc = tl.zeros([BM, BN], tl.float32)
+    if ONE_GROUP:
+        scale = _scale(scales, 0, n, N, rows, KIND, WORDS, DTYPE)
+        zero = _zero(zeros, 0, n, N, KIND, ZEROS, WORDS)
+    for turn in range(first, tl.minimum(first + share, K // BK)):
+        values = tl.load(weight + turn * BYTES)
+        if not ONE_GROUP:
+            scale = _scale(scales, turn // per_group, n, N, rows, KIND, WORDS, DTYPE)
+            zero = _zero(zeros, turn // per_group, n, N, KIND, ZEROS, WORDS)
+        x_first = tl.load(x + turn * BK, mask=in_m, other=0.0)
+        if KIND == "int4":
+            low, high = fours(values, zero[:, None], scale[:, None], DTYPE)
+            x_second = tl.load(x + (turn * BK + BYTES), mask=in_m, other=0.0)
+            acc = tl.dot(x_first, tl.trans(low), acc)
+            acc = tl.dot(x_second, tl.trans(high), acc)
+        elif KIND == "int8":
+            w = eights(values, zero[:, None], scale[:, None], DTYPE)
+            acc = tl.dot(x_first, tl.trans(w), acc)
+        else:
+            w = floats(values, scale[:, None], DTYPE, FP8_UNIT)
+            acc = tl.dot(x_first, tl.trans(w), acc)
+    out += tl.program_id(2).to(tl.int64) * M * N
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_m & (n < N)[None, :])
+
+
+@triton.jit
+def _scale(scales, group, n, N, rows, KIND: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr):
+    """The scales of some output channels, in their own dtype."""
+    if KIND == "fp8":
+        at = group * tl.cdiv(N, rows) + n // rows
+        return tl.load(scales + at, mask=n < N, other=0.0)
+    elif WORDS:
+        return _parts(scales, group * N, n, N, 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    else:
+        return tl.load(scales + group * N + n, mask=n < N, other=0.0)
+
+
+@triton.jit
+def _zero(zeros, group, n, N, KIND: tl.constexpr, ZEROS: tl.constexpr, WORDS: tl.constexpr):
+    """Likewise the zero points, in float32."""
+    if not ZEROS:
+        return tl.full(n.shape, 8.0 if KIND == "int4" else 128.0, tl.float32)
+    elif WORDS:
+        return _parts(zeros, group * N, n, N, 8).to(tl.uint8).to(tl.float32)
+    else:
+        return tl.load(zeros + group * N + n, mask=n < N, other=0).to(tl.float32)
+
+
+@triton.jit
+def _parts(data, first, n, N, BITS: tl.constexpr):
+    """Elements `n` of fewer than 32 bits, as their low bits, where an asynchronous copy takes 32 at least.
+
+    Each element has the word that it is in, in one of as many tensors as it could be in places; the others have 0. A shift by
+    the place would be in the way of the layout in which tensor cores want the weights.
+    """
+    words = data.to(tl.pointer_type(tl.uint32)) + (first + n) // (32 // BITS)
+    found = tl.zeros(n.shape, tl.uint32)
+    for place in tl.static_range(32 // BITS):
+        here = (n < N) & (n % (32 // BITS) == place)
+        word = tl.load(words, mask=here, other=0)
+        found |= (word >> (BITS * place)) & ((1 << BITS) - 1)
+    return found
+
+
+@triton.jit(do_not_specialize=["S"])
+def _join(sums, out, size, S, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up the shares' sums [S, size], in a fixed order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    share = tl.arange(0, MOST)
+    there = (share < S)[:, None] & (at < size)[None, :]
+    place = share.to(tl.int64)[:, None] * size + at[None, :]
+    found = tl.sum(tl.load(sums + place, mask=there, other=0.0), 0)
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["first", "end", "per_group", "rows"])
+def _write(
+    weight, scales, zeros, out, first, end, N, K, row_bytes, per_group, rows,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, ONE_GROUP: tl.constexpr, FP8_UNIT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A tile of the weight's rows `first` to `end`, in the dtype of `out`."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    BYTES: tl.constexpr = BK // 2 if KIND == "int4" else BK
+    turn = tl.program_id(0)
+    n = first + tl.program_id(1) * BN + tl.arange(0, BN)
+    byte = tl.arange(0, BYTES)
+    in_n = n < end
+    inside = in_n[:, None] & (turn * BYTES + byte < row_bytes)[None, :]
+    row = n.to(tl.int64)[:, None]
+    values = tl.load(
+        weight + row * row_bytes + (turn * BYTES + byte)[None, :], mask=inside, other=0
+    )
+    group = 0 if ONE_GROUP else turn // per_group
+    scale = _scale(scales, group, n, N, rows, KIND, False, DTYPE)[:, None]
+    zero = _zero(zeros, group, n, N, KIND, ZEROS, False)[:, None]
+    out += (row - first) * K + (turn * BK + byte)[None, :]
+    if KIND == "int4":
+        low, high = fours(values, zero, scale, DTYPE)
+        tl.store(out, low, mask=inside)
+        tl.store(out + BYTES, high, mask=inside)
+    elif KIND == "int8":
+        tl.store(out, eights(values, zero, scale, DTYPE), mask=inside)
+    else:
+        tl.store(out, floats(values, scale, DTYPE, FP8_UNIT), mask=inside)
