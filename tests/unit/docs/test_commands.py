@@ -130,4 +130,4 @@ def problem(words: tuple[str, ...]) -> str | None:
 
 def example(word: str) -> str:
     """Of what a word in capitals stands for."""
-    return {"SECONDS": "1", "N": "1", "SHAPE": "tiny"}.get(word, word)
+    return {"SECONDS": "1", "N": "1", "SHAPE": "tiny", "RECIPE": "gptq-4-128"}.get(word, word)

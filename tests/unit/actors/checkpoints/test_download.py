@@ -196,8 +196,8 @@ def test_checkpoint_without_index_needs_one_safetensors_file(tmp_path: Path) -> 
     [
         (
             "config.json",
-            '{"quantization_config": {"quant_method": "fp8"}}',
-            "quantised (fp8, by config",
+            '{"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}',
+            "quantised (fp8, by config.json): not supported: FP8 in e5m2",
         ),
         (
             "config.json",
@@ -209,7 +209,7 @@ def test_checkpoint_without_index_needs_one_safetensors_file(tmp_path: Path) -> 
         ("config.json", '{"quantization_config": "awq"}', "(method not named, by"),
         (
             "quantize_config.json",
-            '{"bits": 4, "group_size": 128}',
+            '{"bits": 3, "group_size": 128}',
             "(gptq, by quantize_config.json)",
         ),
         ("quantize_config.json", '{"quant_method": "marlin"}', "(marlin, by quantize_config.json)"),
