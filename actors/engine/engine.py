@@ -67,8 +67,18 @@ class Engine(Protocol):
 
     def resume(self) -> None: ...
 
-    def drop_kv(self) -> None:
+    def drop_kv(self, *, saves: bool = False) -> None:
         """Forget what the KV cache holds; running sequences start over from their tokens so far.
+
+        Only while paused.
+
+        Args:
+            saves: keep in host memory what of it is worth that, until these sequences go on or end; without it,
+                what an earlier call has kept is forgotten, too.
+        """
+
+    def reserve_host(self) -> bool:
+        """Take or give back some host memory, towards what the last `drop_kv` would have kept; whether to go on.
 
         Only while paused.
         """
@@ -227,10 +237,14 @@ class TransformersEngine:
             workspaces.begin_use()
         self._loop.resume()
 
-    def drop_kv(self) -> None:
+    def drop_kv(self, *, saves: bool = False) -> None:
         assert self.paused, "not paused"
-        self._loop.start_over()
+        self._loop.start_over(saves=saves)
         self._sampler.free()
+
+    def reserve_host(self) -> bool:
+        assert self.paused, "not paused"
+        return self._loop.cache.saved.reserve()
 
     def prepare_wake(self) -> None:
         assert self.paused, "not paused"
@@ -288,6 +302,7 @@ class TransformersEngine:
         if self.paused:
             self.resume()
         self._loop.stop(_STOP_TIMEOUT_S)
+        self._loop.cache.saved.clear()
         if self._runner is not None:
             workspaces.end_use()
 

@@ -160,6 +160,14 @@ class DeviceArena:
         start = self.spans[segment].offset + offset
         return self._bytes[start : start + size].view(dtype).view(torch.Size(shape))
 
+    def take_host(self, size: int) -> torch.Tensor:
+        """See MemoryDriver."""
+        return self._driver.take_host(size)
+
+    def give_host(self, memory: torch.Tensor) -> None:
+        """See MemoryDriver."""
+        self._driver.give_host(memory)
+
     def release(self) -> None:
         """Unmap everything and end the reservation. Tensors made from it must be gone."""
         self.unmap()

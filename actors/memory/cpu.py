@@ -116,6 +116,12 @@ class CpuDriver:
     def open_link(self, buffers: Sequence[memoryview]) -> CpuLink:
         return CpuLink(self._copy)
 
+    def take_host(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give_host(self, memory: torch.Tensor) -> None:
+        """Nothing to do: it goes with the last tensor on it."""
+
     def make_pool(self) -> None:
         """There are no graphs here."""
 

@@ -4,6 +4,7 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
 import logging
+import mmap
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -148,6 +149,17 @@ class CudaDriver:
             DeviceMemoryError: no stream, or no staging memory.
         """
         return CudaLink(self, buffers)
+
+    def take_host(self, size: int) -> torch.Tensor:
+        """See MemoryDriver. Not by torch, whose allocator would keep the pages pinned for its next caller."""
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        flags = cu.CU_MEMHOSTREGISTER_PORTABLE
+        self._call(cu.cuMemHostRegister, memory.data_ptr(), size, flags, size=size)
+        return memory
+
+    def give_host(self, memory: torch.Tensor) -> None:
+        self.unregister(HostRange(memory.data_ptr(), memory.nbytes))
 
     def make_pool(self) -> CudaPool:
         return CudaPool(self)

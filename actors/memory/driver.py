@@ -193,6 +193,16 @@ class MemoryDriver(Protocol):
     def open_link(self, buffers: Sequence[memoryview]) -> HostLink:
         """Prepare host buffers to be copied many times; close it before they go."""
 
+    def take_host(self, size: int) -> torch.Tensor:
+        """Host memory as a flat uint8 tensor, which the device copies to and from at the link's full rate.
+
+        Raises:
+            DeviceMemoryError: refused.
+        """
+
+    def give_host(self, memory: torch.Tensor) -> None:
+        """Give it back. Nothing on the device may still use it."""
+
     def make_pool(self) -> AllocatorPool | None:
         """A pool of its own for what captures graphs; None where nothing does."""
 

@@ -143,13 +143,16 @@ class Residency:
             return self._memory.suspend()
 
     def sleep(self, level: int) -> MemoryChange:
-        """Unmap what `level` unmaps. Running sequences start over with the next wake."""
+        """Unmap what `level` unmaps. Running sequences start over with the next wake.
+
+        Level 1 may keep keys and values of theirs in host memory; who asks for more wants that free.
+        """
         if self._memory.suspended:
             return MemoryChange(0, 0, 0, deep=True)
         awake = not self._engine.paused
         if awake:
             self._pause()
-        self._engine.drop_kv()
+        self._engine.drop_kv(saves=level == 1)
         if awake and self._has_uncaptured and not self._memory.wake_bytes:
             self._capture_compiled()
         with self._watchdog.unmap:
@@ -227,11 +230,25 @@ class Residency:
                 self._memory.collect_cleared()
         except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
             self._fail(exc, "a sleep")
+        else:
+            self._reserve_host()
 
     def close(self) -> None:
         """Begin nothing of its own any more. Any thread may call."""
         self._cleared.cancel()
         self._growth.close()
+
+    def _reserve_host(self) -> None:
+        """Behind a sleep, for the next one; what else was submitted meanwhile, as a wake, goes in between."""
+        if not self._engine.paused or self._memory.suspended:
+            return
+        try:
+            goes_on = self._engine.reserve_host()
+        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
+            self._fail(exc, "a sleep")
+            return
+        if goes_on:
+            submit_unless_closed(self._control, self._reserve_host, "host memory was pinned")
 
     def _pause(self) -> None:
         with self._watchdog.pause:

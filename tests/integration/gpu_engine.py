@@ -122,6 +122,12 @@ class PoisonedDriver:
         )
         return memory[address - start :][:size]
 
+    def take_host(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def give_host(self, memory: torch.Tensor) -> None:
+        """Torch takes it back with the last tensor on it."""
+
 
 @dataclass
 class Harness:
@@ -213,10 +219,12 @@ class Harness:
         self.engine.prepare_wake()
         self.engine.resume()
 
-    def lose_and_restore(self) -> None:
+    def lose_and_restore(self, *, saves: bool = False) -> None:
         """What a sleep does: everything on the device is gone, then the weights are there again."""
         self.engine.pause()
-        self.engine.drop_kv()
+        self.engine.drop_kv(saves=saves)
+        while saves and self.engine.reserve_host():
+            pass
         kept = [parameter.detach().cpu() for parameter in self.model.parameters()]
         with torch.no_grad():
             for parameter in self.model.parameters():

@@ -1,6 +1,7 @@
 """The engine on CUDA: kernels, graphs, sleep in between; against a plain forward in float32."""
 
 import gc
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 
 from actors.engine.batching import graphs
 from actors.engine.batching.inputs import StepSize
-from actors.engine.batching.scheduling import Step
+from actors.engine.batching.scheduling import Scheduler, Step
 from actors.engine.config import EngineConfig
 from actors.engine.outputs import EngineOutput
 from actors.engine.sampling import kernels as sampling_kernels
@@ -213,6 +214,30 @@ def test_sequences_and_graphs_survive_losing_everything(use_async: bool) -> None
         before = replays[0]
         h.finish()
         assert replays[0] > before
+        assert all(len(tokens) == 80 for tokens in h.tokens.values())
+        h.check_greedy()
+
+
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_saved_blocks_come_back_before_anything_reads_them(
+    use_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step behind a wake by a kernel, in later ones by the copy engine."""
+    monkeypatch.setattr(Scheduler, "_again_s", lambda *_: math.inf)
+    limits = LIMITS.model_copy(
+        update={"use_async_batching": use_async, "min_shared_prefix_tokens": LIMITS.page_size}
+    )
+    with running(MODELS["llama, 7 x 128"](), limits) as h:
+        cache = h.engine._loop.cache
+        for prompt in prompts(0):
+            h.submit(prompt, 80)
+        for number in range(5):
+            for _ in range(37):
+                h.step()
+            h.lose_and_restore(saves=True)
+            assert bool(cache.saved.room) or not number, "pinned behind the first"
+        h.finish()
+        assert cache.saved.blocks == 0
         assert all(len(tokens) == 80 for tokens in h.tokens.values())
         h.check_greedy()
 

@@ -441,7 +441,7 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
 ) -> None:
     released, may_compile = threading.Event(), threading.Event()
 
-    def hang(*args: object) -> None:
+    def hang(*args: object, **keywords: object) -> None:
         assert released.wait(30)
 
     if where in ("compile", "capture", "resume after capture"):

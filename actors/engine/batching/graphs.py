@@ -94,8 +94,9 @@ class GraphRunner(Runner):
 
     # --- steps ---
 
-    def _upload(self, slot: int) -> None:
-        self.inputs.upload(slot, by_kernel=self._is_gated)  # the weights' copies are under way
+    def _upload(self, slot: int, *, by_kernel: bool = False) -> None:
+        # The weights' copies are under way.
+        super()._upload(slot, by_kernel=by_kernel or self._is_gated)
 
     def _logits(self, step: Step, size: StepSize) -> Tensor:
         graph = None if self._is_gated else self._graphs.get(size)

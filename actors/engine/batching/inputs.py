@@ -229,8 +229,7 @@ class StepInputs:
         self._early.clear()
         host = self._hosts[slot]
         if by_kernel:
-            # A plain copy between two tensors of one device would be made by the copy engine.
-            torch.bitwise_or(_seen_by_device(host, self._device), 0, out=self._block)
+            read_by_kernel(host, self._block)
         else:
             self._block.copy_(host, non_blocking=True)
 
@@ -273,6 +272,11 @@ class StepInputs:
             tile=M,
             has_prompts=size.has_prompts,
         )
+
+
+def read_by_kernel(pinned: Tensor, target: Tensor) -> None:
+    """Copy pinned integers to a device; a plain copy, also between two tensors there, takes the copy engine."""
+    torch.bitwise_or(_seen_by_device(pinned, target.device), 0, out=target)
 
 
 def _seen_by_device(pinned: Tensor, device: torch.device) -> Tensor:

@@ -1,17 +1,21 @@
 """The KV cache: which blocks each sequence has, and the memory of an arena that they are in."""
 
+import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
 
 from actors.engine.batching.blocks import BlockPool, SectorPool
 from actors.engine.batching.prefixes import Prefixes
+from actors.engine.batching.saved_kv import FrozenBlocks, SavedKv
 from actors.engine.batching.sequence import LoopSequence
 from actors.engine.cache_shape import PADDING_SECTORS, CacheShape
 from actors.engine.model.paged_step import LayerPages
 from actors.memory.arena import DeviceArena
+
+logger = logging.getLogger(__name__)
 
 
 class KvCache:
@@ -21,6 +25,9 @@ class KvCache:
         arena: where its bytes are, once it was moved there.
         layers: keys and values of each layer, by its number; likewise.
         written: (place, number, block) of blocks that sequences got, until somebody takes the list.
+        returning: (its bytes, those in host memory) of each block that a sequence got and that was saved;
+            likewise, and copied before anything reads them.
+        saved: what sequences that were frozen had.
     """
 
     arena: DeviceArena
@@ -43,6 +50,8 @@ class KvCache:
         )
         self.longest_sequence = shape.longest_sequence(num_blocks)
         self.written: list[tuple[int, int, int]] = []
+        self.returning: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.saved = SavedKv(shape.bytes_per_block)
         self._num_sectors = shape.sectors(num_blocks)
         self._sectors = SectorPool(self._num_sectors)
         self._pools = [
@@ -73,6 +82,10 @@ class KvCache:
         assert count == (self._num_sectors + PADDING_SECTORS) * shape.bytes_per_sector, "of another"
         self.arena = make_arena(parts)
         memory = self.arena.first_bytes(count)
+        self.saved.source = self.arena
+        if self._prefixes is not None:  # one group, so a block is in one piece
+            self._block_bytes = memory[: count // shape.bytes_per_block * shape.bytes_per_block]
+            self._block_bytes = self._block_bytes.view(-1, shape.bytes_per_block)
         ends = accumulate(span.size for span in self.arena.spans)
         self._part_ends = [self._sectors_in(end) for end in ends]
         self._used_in = [0] * len(parts)
@@ -148,11 +161,13 @@ class KvCache:
         """
         assert sequence.place is None, "has blocks"
         found: list[int] = []
+        saved: list[torch.Tensor] = []
         digest = b""
         if self._prefixes is not None and len(sequence.tokens) > self._least:
             found, digest = self._prefixes.match(sequence.tokens)
-            if len(found) * self.page_size < max(1, self._least):
-                found, digest = [], b""
+            saved = self._saved_behind(digest, len(found), sequence)
+            if (len(found) + len(saved)) * self.page_size < max(1, self._least):
+                found, saved, digest = [], [], b""
         for block in found:  # first, so that nobody gives them up
             self._join(block)
         sequence.blocks = [list(found) if group == 0 else [] for group in range(len(self._pools))]
@@ -161,12 +176,18 @@ class KvCache:
             sequence.blocks = []
             return False
         sequence.place = self._places.pop()
-        sequence.computed = len(found) * self.page_size
+        sequence.computed = (len(found) + len(saved)) * self.page_size
         sequence.remembered, sequence.digest = len(found), digest
         if self._prefixes is not None:
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = len(found) * self.page_size  # what was saved is its own
         self.written += ((sequence.place, i, block) for i, block in enumerate(found))
         self._give(sequence, len(sequence.tokens))
+        for number, host in enumerate(saved, len(found)):
+            self.returning.append((self._block_bytes[sequence.blocks[0][number]], host))
+        if saved:
+            logger.info("%d saved blocks return, to %s", len(saved), sequence.name)
+        self.remember(sequence)
+        self.saved.forget(sequence.name)
         return True
 
     def extend(self, sequence: LoopSequence, tokens: int) -> bool:
@@ -202,6 +223,29 @@ class KvCache:
             self._prefixes.add(sequence.blocks[0][number], digest)
             sequence.digest = digest
 
+    def save(
+        self, sequences: Iterable[LoopSequence], again_s: Callable[[Sequence[int]], float]
+    ) -> None:
+        """Before a `reset`: copy to host memory what is full of their blocks, if that pays.
+
+        Those stay as they are that would not take so little from the cache either (`min_shared_tokens`).
+
+        Args:
+            again_s: seconds to compute so many tokens of each of some sequences.
+        """
+        least = max(1, -(-self._least // self.page_size))
+        long = [each for each in sequences if each.remembered >= least]
+        counts = [each.remembered for each in long]
+        if self.saved.copying_s(sum(counts)) > again_s([n * self.page_size for n in counts]):
+            long = []
+        if self._prefixes is not None:
+            digests = self._prefixes.digests
+            frozen = [
+                FrozenBlocks(each.name, each.blocks[0][:n], digests(b"", each.tokens, 0, n))
+                for each, n in ((each, each.remembered) for each in long)
+            ]
+            self.saved.save(frozen, self._block_bytes)
+
     def reset(self) -> None:
         """Nobody has blocks, and nothing is remembered; sequences must have been told."""
         for pool in self._pools:
@@ -212,6 +256,7 @@ class KvCache:
             self._prefixes.reset()
         self._places = list(reversed(range(self._num_places)))
         self.written.clear()
+        self.returning.clear()
 
     def rows_of(self, group: int, sequence: LoopSequence, positions: range) -> torch.Tensor:
         """Where tokens are in the rows of a group's layers (`LayerPages`), int64; 0 is of nobody.
@@ -229,6 +274,22 @@ class KvCache:
     def windows(self) -> list[int | None]:
         """Tokens that each group of layers keeps; None for all."""
         return self._windows
+
+    def _saved_behind(
+        self, digest: bytes, first: int, sequence: LoopSequence
+    ) -> list[torch.Tensor]:
+        """The bytes of blocks `first` and following, as far as they are saved; never all of its tokens."""
+        assert self._prefixes is not None
+        found: list[torch.Tensor] = []
+        if not self.saved.blocks:
+            return found
+        end = (len(sequence.tokens) - 1) // self.page_size
+        for ahead in self._prefixes.digests(digest, sequence.tokens, first, end):
+            host = self.saved.find(ahead)
+            if host is None:
+                break
+            found.append(host)
+        return found
 
     def _missing(self, sequence: LoopSequence, tokens: int) -> list[int]:
         """Blocks of each group that a sequence lacks for so many tokens."""

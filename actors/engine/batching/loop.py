@@ -139,6 +139,7 @@ class GenerationLoop:
 
     def cancel(self, sequence_id: str) -> None:
         """Forget a sequence, if it is still there. No output follows, but for those of a step being read."""
+        self.cache.saved.forget(sequence_id)  # at once: a loop that is paused takes nothing in
         self._inbox.append(sequence_id)
         self._came.set()
 
@@ -216,8 +217,16 @@ class GenerationLoop:
             self._pauses = False
             self._state.notify_all()
 
-    def start_over(self) -> None:
-        """Forget what the KV cache holds; running sequences begin again from their tokens so far. While paused."""
+    def start_over(self, *, saves: bool) -> None:
+        """Forget what the KV cache holds; running sequences begin again from their tokens so far. While paused.
+
+        Args:
+            saves: first of all to host memory, what is worth it; else what was saved before is forgotten, too.
+        """
+        if saves:
+            self._scheduler.save()
+        else:
+            self.cache.saved.clear()
         self._scheduler.start_over()
 
     def fail(self, error: Exception) -> None:

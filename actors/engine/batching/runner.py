@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.engine.batching.costs import StepCosts
-from actors.engine.batching.inputs import StepInputs, StepSize
+from actors.engine.batching.inputs import StepInputs, StepSize, read_by_kernel
 from actors.engine.batching.kv_cache import KvCache
 from actors.engine.batching.launch_timer import LaunchTimer
 from actors.engine.batching.scheduling import Step
@@ -171,8 +171,14 @@ class Runner:
 
     # --- steps ---
 
-    def _upload(self, slot: int) -> None:
-        self.inputs.upload(slot, by_kernel=False)
+    def _upload(self, slot: int, *, by_kernel: bool = False) -> None:
+        for block, saved in self.cache.returning:
+            if by_kernel:
+                read_by_kernel(saved.view(torch.int64), block.view(torch.int64))
+            else:
+                block.copy_(saved, non_blocking=True)
+        self.cache.returning.clear()
+        self.inputs.upload(slot, by_kernel=by_kernel)
 
     def _logits(self, step: Step, size: StepSize) -> Tensor:
         """Of the last token of each row [at least R, V]."""

@@ -1,6 +1,8 @@
 """Which sequences share a step: all that decode, and as much of the prompts as the others can wait for."""
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.engine.batching.costs import StepCosts
@@ -101,6 +103,11 @@ class Scheduler:
             self._cache.release(sequence)
             sequence.epoch += 1
             self.is_full = False
+        self._cache.saved.forget(name)
+
+    def save(self) -> None:
+        """Before a `start_over`: have the cache keep what those that run have, if that is cheaper."""
+        self._cache.save(self.running.values(), self._again_s)
 
     def start_over(self) -> None:
         """All that run wait again, in front; nobody has blocks, and nothing is remembered."""
@@ -135,6 +142,19 @@ class Scheduler:
             sequence.pending += row.gives_token
             sequence.row = number
         return Step(tuple(rows), num_decoding) if rows else None
+
+    def _again_s(self, counts: Sequence[int]) -> float:
+        """Seconds to compute so many tokens of each of some sequences, behind a wake.
+
+        What fits in its first step takes none: that computes while the weights arrive. Where steps are not
+        measured computing is slow.
+        """
+        total = sum(counts)
+        behind = total - self._max_tokens
+        if behind <= 0:
+            return 0.0
+        each = [self._costs.predict(0, count, 0) if self._costs else None for count in counts]
+        return sum(math.inf if s is None else s for s in each) * behind / total
 
     def _with_room(self) -> list[LoopSequence]:
         """Those that decode, each with room for a token more; the newest sequences give up theirs for that."""

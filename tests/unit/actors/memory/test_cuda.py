@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from actors.engine.batching.inputs import read_by_kernel
 from actors.errors import DeviceMemoryError, DeviceMemoryShort
 from actors.memory import workspaces
 from actors.memory.arena import DeviceArena
@@ -413,6 +414,23 @@ def test_refused_pinning_stages_the_same_bytes_and_says_so(
         arena.unmap()
     print(f"staged: {stats.gb_per_s:.1f} GB/s")
     link.close()
+
+
+def test_host_memory_is_written_and_read_by_the_device_and_goes_for_good(
+    driver: CudaDriver,
+) -> None:
+    for _ in range(3):
+        host = driver.take_host(2**25)
+        assert host.is_pinned()
+        there = torch.randint(0, 256, (2**25,), dtype=torch.uint8, device=driver.device)
+        host.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(host, there.cpu())
+        again = torch.empty_like(there)
+        read_by_kernel(host.view(torch.int64), again.view(torch.int64))
+        assert torch.equal(again, there)
+        driver.give_host(host)
+        assert not host.is_pinned()
 
 
 def test_pages_can_be_pinned_again_after_close(

@@ -115,7 +115,7 @@ def test_nothing_runs_in_a_pause_and_tokens_go_on_behind_it() -> None:
         count = len(outputs)
         time.sleep(0.02)
         assert len(outputs) == count
-        loop.start_over()
+        loop.start_over(saves=False)
         assert (loop.running, loop.waiting) == (0, 1)
         loop.resume()
         until(lambda: ended(outputs) == ["a"])
@@ -181,7 +181,7 @@ def test_pauses_and_submissions_of_several_threads_lose_nothing() -> None:
             thread.start()
         for _ in range(10):
             loop.pause()
-            loop.start_over()
+            loop.start_over(saves=False)
             loop.resume()
         for thread in threads:
             thread.join()
