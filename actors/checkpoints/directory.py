@@ -91,7 +91,7 @@ def unsupported_weights(directory: Path) -> str | None:
     transformers unpickles a file that an index names, whatever `use_safetensors` says (5.23).
     """
     try:
-        config = _config(directory)
+        config = config_of(directory)
     except (ValueError, TypeError, RecursionError) as error:
         return f"{CONFIG_NAME} is unreadable ({type(error).__name__}: {error})"
     if (index := directory / INDEX_NAME).is_file():
@@ -120,7 +120,7 @@ def quantization_of(directory: Path) -> Format | None:
     Raises:
         Unserved: it is not served right.
     """
-    return format_of(directory, _config(directory))
+    return format_of(directory, config_of(directory))
 
 
 def quantized(directory: Path) -> QuantizedCheckpoint | None:
@@ -136,8 +136,8 @@ def quantized(directory: Path) -> QuantizedCheckpoint | None:
     return quantized_checkpoint(found, [directory / file for file in files])
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    """Raises ValueError, TypeError or RecursionError for what is no object."""
+def config_of(directory: Path) -> dict[str, Any]:
+    """The `config.json`; raises ValueError, TypeError or RecursionError for what is no object."""
     config = json.loads((directory / CONFIG_NAME).read_bytes())
     if not isinstance(config, dict):
         raise TypeError("it is no object")

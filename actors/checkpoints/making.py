@@ -7,8 +7,6 @@ of its position, computed in integers, so that CPU and CUDA agree.
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,13 +18,14 @@ from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from actors.checkpoints.chatml import SPECIAL_TOKENS, byte_level, for_transformers
+from actors.checkpoints.quantizing import quantised, write_index
+from actors.checkpoints.writing import RECIPE_FILE, whole_directory
 from actors.quantization.making import QuantizeName, Quantizer, is_quantized, quantizer
 
 ShapeName = Literal["demo", "tiny", "deepseek-r1-distill-qwen-1.5b", "deepseek-r1-distill-qwen-7b"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
-RECIPE_FILE = "sleepserve_recipe.json"  # written last; what this directory was made from
 RECIPE_VERSION = 1  # counts changes of the bytes that a recipe gives
 
 _BASE_VOCAB_SIZE = 1024  # 256 bytes, the merges, the special tokens
@@ -137,9 +136,7 @@ def write_checkpoint(
         if _is_foreign(directory):
             raise ValueError(f"{directory} has files that are not ours; --force replaces them")
 
-    partial = directory.parent / f".{directory.name}.{os.getpid()}.partial"
-    partial.mkdir(parents=True)
-    try:
+    with whole_directory(directory) as partial:
         _write_tokenizer(partial, config.vocab_size)
         config.save_pretrained(partial)
         if quantizing is not None:
@@ -147,9 +144,6 @@ def write_checkpoint(
         _generation_config(config).save_pretrained(partial)
         _write_weights(partial, tensors, recipe, quantizing, on_progress)
         _write_recipe(partial, recipe)
-        _replace(directory, partial)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return directory
 
 
@@ -223,14 +217,6 @@ def _write_recipe(directory: Path, recipe: Recipe) -> None:
     (directory / RECIPE_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _replace(directory: Path, complete: Path) -> None:
-    old = complete.with_suffix(".old")
-    if directory.exists():
-        directory.rename(old)
-    complete.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 # --- tokenizer ---
 
 
@@ -297,7 +283,7 @@ def _write_weights(
             tensor = _random_tensor(name, tensors[name], recipe)
             done += tensor.nbytes
             if quantizing is not None and is_quantized(name):
-                shard.update(_quantized(name.removesuffix(".weight"), tensor, quantizing))
+                shard.update(quantised(name.removesuffix(".weight"), tensor, quantizing))
             else:
                 shard[name] = tensor
             on_progress(done, total)
@@ -305,15 +291,7 @@ def _write_weights(
         stored += sum(tensor.nbytes for tensor in shard.values())
         weight_map.update(dict.fromkeys(shard, file))
     if len(shards) > 1:
-        index: dict[str, Any] = {"metadata": {"total_size": stored}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _quantized(name: str, weight: torch.Tensor, how: Quantizer) -> dict[str, torch.Tensor]:
-    """By the names in a file; computed where random numbers are."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    stored = how.quantize(name, weight.to(device).float())
-    return {f"{name}.{leaf}": tensor.cpu() for leaf, tensor in stored.items()}
+        write_index(directory, weight_map, stored)
 
 
 def _split(tensors: dict[str, torch.Size], shards: int) -> Iterator[list[str]]:

@@ -106,8 +106,6 @@ class Format:
                 if any(leaf in parts for leaf in ("qweight", "weight_packed", "weight_scale_inv")):
                     raise Unserved(f"{module} has tensors of another format")
                 continue
-            if ".experts." in f".{module}.":
-                raise Unserved(f"quantised experts ({module}) are not supported")
             found[module] = self.describe(module, parts)
         if not found:
             raise Unserved("no weight of the files is, in that format")
@@ -367,9 +365,7 @@ def _ct_plain(name: str, parts: Mapping[str, StoredTensor], group: _CtGroup) -> 
         return _blocks(name, parts, "weight_scale", (group.rows, group.columns))
     if group.strategy == "tensor":
         _part(name, parts, "weight_scale", _SCALE_TYPES, ((), (1,), (1, 1)))
-        scheme = Scheme(
-            group.kind, K, rows=N if group.kind == "fp8" else 1, zeros=not group.symmetric
-        )
+        scheme = Scheme(group.kind, K, zeros=not group.symmetric)
     else:
         size = _group(name, K, group.size if group.strategy == "group" else -1)
         _part(name, parts, "weight_scale", _SCALE_TYPES, (N, K // size))
@@ -394,12 +390,8 @@ def _fp8(config: dict[str, Any]) -> Format:
             return _blocks(name, parts, scale, (int(block[0]), int(block[1])))
         weight = _part(name, parts, "weight", "F8_E4M3", 2)
         N, K = weight.shape
-        if scale in parts and parts[scale].shape in ((N,), (N, 1)) and N > 1:
-            scheme = Scheme("fp8", K)
-        else:
-            _part(name, parts, scale, _SCALE_TYPES, ((), (1,), (1, 1)))
-            scheme = Scheme("fp8", K, rows=N)
-        return Projection(name, K, N, scheme, "plain", ("weight", scale))
+        _part(name, parts, scale, _SCALE_TYPES, ((), (1,), (1, 1), (N,), (N, 1)))
+        return Projection(name, K, N, Scheme("fp8", K), "plain", ("weight", scale))
 
     text = "tensor" if block is None else f"block-{block[0]}x{block[1]}"
     return Format("fp8", f"fp8-{text}", ("weight",), describe)

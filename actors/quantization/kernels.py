@@ -26,10 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from actors.quantization.routing import most_tiles, tile_rows
 from actors.quantization.scheme import Kind, Scheme
 from actors.quantization.unpacking import eights, floats, fours
 
-_MIN_DOT = 16  # the smallest side of a tl.dot
 _MAX_CHANNELS = 128
 _MAX_SHARES = 16
 _MIN_TURNS = 2  # of a share; fewer are not worth the sum
@@ -127,8 +127,8 @@ def _(
 
 def variant(M: int, K: int, dtype: torch.dtype, scheme: Scheme) -> Tile | None:
     """How `matmul` computes so many rows: `fused` with a tile, or, when None, `dequantised`."""
-    if dtype == torch.float32 or _channels(K, scheme, _MAX_CHANNELS) < _MIN_DOT:
-        return None  # tensor cores take neither
+    if dtype == torch.float32 or not scheme.fits_tensor_cores(K):
+        return None
     return next((tile for most, tile in TILES[scheme.kind] if most >= M), None)
 
 
@@ -138,7 +138,7 @@ def fused(
     """See `matmul`; of 16-bit dtypes, and of 16 input channels in a group at least."""
     x = x.contiguous()
     (M, K), N = x.shape, len(weight)
-    BK = _channels(K, scheme, tile.channels)
+    BK = scheme.channels(K, tile.channels)
     turns = K // BK
     places = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
     wanted = tile.programs * _multiprocessors(x.device) // places
@@ -146,20 +146,105 @@ def fused(
     S = triton.cdiv(turns, share)
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
     sums = out if S == 1 else torch.empty((S, M, N), dtype=torch.float32, device=x.device)
-    _fused[(triton.cdiv(M, tile.rows), triton.cdiv(N, tile.columns), S)](
+    grid = triton.cdiv(M, tile.rows), triton.cdiv(N, tile.columns), S
+    _launch(grid, x, None, weight, scales, zeros, sums, share, scheme, tile)
+    if S > 1:
+        _join[(triton.cdiv(M * N, _JOINED),)](
+            sums, out, M * N, S, MOST=_MAX_SHARES, BLOCK=_JOINED, num_warps=4
+        )
+    return out
+
+
+def matmul_of_experts(
+    x: Tensor,
+    tiles: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    scheme: Scheme,
+) -> Tensor:
+    """Each of the rows `x` [P, K] times the weight of its expert: [P, N], in the dtype of `x`.
+
+    Args:
+        x: of 16-bit dtypes; channels as in `matmul`.
+        tiles: of a `Routing`.
+        weight: as in `matmul`, with experts as a first dimension; `scales` and `zeros` likewise. For each the scheme
+            `fits_tensor_cores`.
+    """
+    product: Tensor = torch.ops.sleepserve.quantized_matmul_of_experts(
+        x, tiles, weight, scales, zeros, scheme.kind, scheme.group, scheme.rows
+    )
+    return product
+
+
+@torch.library.custom_op("sleepserve::quantized_matmul_of_experts", mutates_args=())
+def _matmul_of_experts(
+    x: Tensor,
+    tiles: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    kind: str,
+    group: int,
+    rows: int,
+) -> Tensor:
+    scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
+    x = x.contiguous()
+    (P, K), (E, N) = x.shape, weight.shape[:2]
+    height = tile_rows(P, E)
+    tile = next(tile for _, tile in TILES[scheme.kind] if tile.rows == height)
+    out = torch.empty((P, N), dtype=x.dtype, device=x.device)
+    share = K // scheme.channels(K, tile.channels)  # all of them
+    grid = most_tiles(P, E), triton.cdiv(N, tile.columns), 1
+    _launch(grid, x, tiles, weight, scales, zeros, out, share, scheme, tile)
+    return out
+
+
+@_matmul_of_experts.register_fake
+def _(
+    x: Tensor,
+    tiles: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    kind: str,
+    group: int,
+    rows: int,
+) -> Tensor:
+    return x.new_empty((x.size(0), weight.size(1)))
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    x: Tensor,
+    tiles: Tensor | None,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    out: Tensor,
+    share: int,
+    scheme: Scheme,
+    tile: Tile,
+) -> None:
+    (M, K), N = x.shape, weight.size(-2)
+    BK = scheme.channels(K, tile.channels)
+    _fused[grid](
         x,
         weight.view(torch.uint8),
         scales,
         scales if zeros is None else zeros,
-        sums,
+        out,
+        x if tiles is None else tiles,
         M,
         N,
         K,
-        weight.size(1),
+        weight.size(-1),
+        scales.size(-2) * scales.size(-1),
         share,
         max(1, scheme.group // BK),
         scheme.rows,
         KIND=scheme.kind,
+        EXPERTS=tiles is not None,
         ZEROS=zeros is not None,
         ONE_GROUP=scheme.group >= K,
         WORDS=N % 4 == 0,
@@ -170,11 +255,6 @@ def fused(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if S > 1:
-        _join[(triton.cdiv(M * N, _JOINED),)](
-            sums, out, M * N, S, MOST=_MAX_SHARES, BLOCK=_JOINED, num_warps=4
-        )
-    return out
 
 
 def dequantised(
@@ -207,7 +287,7 @@ def _written(
     """Those rows of the weight in the dtype, [end - first, K]."""
     one_group = scheme.group >= K
     if scheme.kind == "int4":
-        BK = _channels(K, scheme, _MAX_CHANNELS)
+        BK = scheme.channels(K, _MAX_CHANNELS)
     else:  # the last block may be cut short
         BK = _MAX_CHANNELS if one_group else math.gcd(_MAX_CHANNELS, scheme.group)
     BN = _WRITTEN_TILE // BK
@@ -235,13 +315,6 @@ def _written(
     return out
 
 
-def _channels(K: int, scheme: Scheme, most: int) -> int:
-    """The input channels of a turn: a power of 2, all of one group."""
-    if scheme.kind == "int4":
-        most = _MAX_CHANNELS  # a block of the layout
-    return math.gcd(most, K, scheme.group)
-
-
 @cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
@@ -257,18 +330,31 @@ def _has_fp8(device: torch.device) -> bool:
 
 @triton.jit(do_not_specialize=["M", "share", "per_group", "rows"])
 def _fused(
-    x, weight, scales, zeros, out, M, N, K, row_bytes, share, per_group, rows,
-    KIND: tl.constexpr, ZEROS: tl.constexpr, ONE_GROUP: tl.constexpr, WORDS: tl.constexpr,
-    FP8_UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, weight, scales, zeros, out, tiles, M, N, K, row_bytes, scales_of_expert, share, per_group, rows,
+    KIND: tl.constexpr, EXPERTS: tl.constexpr, ZEROS: tl.constexpr, ONE_GROUP: tl.constexpr,
+    WORDS: tl.constexpr, FP8_UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A tile of one share's sums: of the output, or of [S, M, N] in float32.
 
     `out` takes its own dtype; a turn is BK channels, a group `per_group` turns. `row_bytes` is an argument of its own:
-    from K / 2 the compiler would not see that rows are aligned for copies of 16 bytes.
+    from K / 2 the compiler would not see that rows are aligned for copies of 16 bytes. Of experts, `tiles` says which
+    rows and whose weights.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     BYTES: tl.constexpr = BK // 2 if KIND == "int4" else BK
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    if EXPERTS:
+        tile = tiles + tl.program_id(0) * 3
+        expert = tl.load(tile).to(tl.int64)
+        begin = tl.load(tile + 1)
+        M = tl.load(tile + 2)
+        if begin >= M:
+            return
+        m = begin.to(tl.int64) + tl.arange(0, BM)
+        weight += expert * N * row_bytes
+        scales += expert * scales_of_expert
+        zeros += expert * scales_of_expert
+    else:
+        m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     first = tl.program_id(2) * share
     byte = tl.arange(0, BYTES)

@@ -1,4 +1,4 @@
-"""QuantizedLinear: a projection whose weights stay quantised in memory."""
+"""QuantizedLinear: projections whose weights stay quantised in memory."""
 
 import torch
 from torch import Tensor, nn
@@ -10,32 +10,63 @@ from actors.quantization.scheme import Scheme
 _STORED = {"int4": torch.uint8, "int8": torch.uint8, "fp8": torch.float8_e4m3fn}
 
 
-class QuantizedLinear(nn.Module):
-    """Computes what `nn.Linear` would with the weights that its values stand for; `scheme.py` has the layout."""
+class QuantizedWeight(nn.Module):
+    """The tensors of a quantised weight; `scheme.py` has the layout."""
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        count: int | None = None,
     ) -> None:
         """Make one; its tensors are empty, on torch's default device.
 
         Args:
             dtype: of inputs and outputs.
+            count: of weights, where each tensor has a first dimension of so many.
         """
         super().__init__()
         K, N = in_features, out_features
         self.in_features, self.out_features = K, N
         self.scheme = scheme
         self.dtype = dtype
-        scales = scheme.scales_shape(K, N)
-        self.weight = _empty(scheme.weight_shape(K, N), _STORED[scheme.kind])
+        first = () if count is None else (count,)
+        scales = (*first, *scheme.scales_shape(K, N))
+        self.weight = _empty((*first, *scheme.weight_shape(K, N)), _STORED[scheme.kind])
         self.scales = _empty(scales, torch.float32 if scheme.kind == "fp8" else dtype)
         self.zeros = _empty(scales, torch.uint8) if scheme.zeros else None
-        self.order = _empty((K,), torch.int32) if scheme.permuted else None
-        self.bias = _empty((N,), dtype) if bias else None
+        self.order = _empty((*first, K), torch.int32) if scheme.permuted else None
+
+    def dequantized(self, index: int | None = None) -> Tensor:
+        """The weights [N, K] that the values stand for: computed in float32, rounded once to the dtype.
+
+        Args:
+            index: of several weights, which.
+        """
+        parts = (self.weight, self.scales, self.zeros, self.order)
+        if index is not None:
+            parts = tuple(None if part is None else part[index] for part in parts)  # type: ignore[assignment]
+        return dequantized(*parts, self.scheme, self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
+
+
+class QuantizedLinear(QuantizedWeight):
+    """Computes what `nn.Linear` would with the weights that its values stand for."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype
+    ) -> None:
+        """Make one; its tensors are empty, on torch's default device."""
+        super().__init__(in_features, out_features, scheme, dtype)
+        self.bias = _empty((out_features,), dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            return linear(x, dequantize(self), self.bias)
+            return linear(x, self.dequantized(), self.bias)
         from actors.quantization.kernels import matmul  # Triton is there where a GPU is
 
         rows = x.reshape(-1, self.in_features)
@@ -45,16 +76,6 @@ class QuantizedLinear(nn.Module):
         if self.bias is not None:
             out = out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
-
-
-def dequantize(module: QuantizedLinear) -> Tensor:
-    """The weights [N, K] that its values stand for: computed in float32, rounded once to its dtype."""
-    return dequantized(
-        module.weight, module.scales, module.zeros, module.order, module.scheme, module.dtype
-    )
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -63,8 +63,8 @@ def quantizer(name: QuantizeName) -> Quantizer:
 
 
 def is_quantized(name: str) -> bool:
-    """Whether the parameter of that name is: the weights of projections in decoder layers."""
-    return name.endswith("_proj.weight")
+    """Whether the parameter of that name is: the weights of projections in decoder layers, Mixtral's experts too."""
+    return name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
 
 
 # --- values ---

@@ -162,7 +162,7 @@ def _from_int8(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
 
 def _from_fp8(found: Projection, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     scale = next(name for name in stored if name.startswith("weight_scale"))
-    scales_GN = _columns(stored[scale].float())
+    scales_GN = _columns(stored[scale].float()).expand(found.scheme.scales_shape(found.K, found.N))
     return {"weight": stored["weight"].contiguous(), "scales": scales_GN.contiguous()}
 
 

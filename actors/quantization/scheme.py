@@ -15,16 +15,17 @@ A projection of K input and N output channels has these tensors, all contiguous:
 W[n, k] = (q - zero) * scale, in float32, rounded once to the model's dtype.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["int4", "int8", "fp8"]
 
-LAYOUT_VERSION = (
-    1  # part of the image key: raise it when the bytes of a quantised image would differ
-)
+# Part of the image key: raise it when the bytes of a quantised image would differ.
+LAYOUT_VERSION = 2
 
 _BLOCKS = (128, 64, 32)
+_MIN_DOT = 16  # input channels of a product on tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Scheme:
     Attributes:
         kind: of the stored values.
         group: input channels that share a scale; K: all.
-        rows: output channels that share one; 128 in FP8's blocks, N: all.
+        rows: output channels that share one; 128 in FP8's blocks.
         zeros: whether there are zero points; never for fp8.
         permuted: whether input channels are stored in another order, in which those of a group are neighbours.
     """
@@ -65,3 +66,10 @@ class Scheme:
             if K % block == 0 and self.group % block == 0:
                 return block
         raise ValueError(f"{K} input channels in groups of {self.group}: not a multiple of 32")
+
+    def channels(self, K: int, most: int) -> int:
+        """Input channels that a kernel takes a turn: a power of 2, all of one group; of int4, whole blocks."""
+        return math.gcd(_BLOCKS[0] if self.kind == "int4" else most, K, self.group)
+
+    def fits_tensor_cores(self, K: int) -> bool:
+        return self.channels(K, _BLOCKS[0]) >= _MIN_DOT

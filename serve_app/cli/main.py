@@ -111,6 +111,13 @@ def make_checkpoint(
             help="In the place of a shape: a checkpoint whose files to share, with weights rotated by --seed.",
         ),
     ] = None,
+    weights_of: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="In the place of a shape: a checkpoint to --quantize the weights of.",
+        ),
+    ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Type of the weights; the shape's own when absent.")
     ] = None,
@@ -130,7 +137,7 @@ def make_checkpoint(
         bool, typer.Option("--force", help="Write in any case, also over other files.")
     ] = False,
 ) -> None:
-    """Write a checkpoint with random weights in Hugging Face's layout and print its directory.
+    """Write a checkpoint in Hugging Face's layout, with random weights or another's, and print its directory.
 
     A directory that holds the same checkpoint already is left alone.
     """
@@ -142,13 +149,24 @@ def make_checkpoint(
         with errors_in_one_line():
             print(write_variant(directory, variant_of, seed))
         return
+    quantize_name: QuantizeName | None = quantize.value if quantize else None
+    if weights_of is not None:
+        from actors.checkpoints.quantizing import quantize_checkpoint
+
+        if shape is not None or quantize_name is None:
+            raise typer.BadParameter("--weights-of takes --quantize and no --shape")
+        with errors_in_one_line(), _bar(str(directory)) as on_progress:
+            quantize_checkpoint(
+                directory, weights_of, quantize_name, force=force, on_progress=on_progress
+            )
+        print(directory)
+        return
     if shape is None:
-        raise typer.BadParameter("give --shape or --variant-of")
+        raise typer.BadParameter("give --shape, --weights-of or --variant-of")
     from actors.checkpoints.making import write_checkpoint
 
     shape_name: ShapeName = shape.value
     dtype_name: DtypeName | None = dtype.value if dtype else None
-    quantize_name: QuantizeName | None = quantize.value if quantize else None
     with errors_in_one_line(), _bar(str(directory)) as on_progress:
         write_checkpoint(
             directory,

@@ -1,22 +1,27 @@
 """Quantised checkpoints: read, slept, woken and shared as others are, with the tokens of the dequantised model."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import transformers as tf
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from actors.checkpoints.making import write_checkpoint
+from actors.checkpoints.quantizing import quantize_checkpoint
 from actors.errors import WeightsCorrupted
 from actors.image.attach import build_on_meta
 from actors.image.image import WeightImage, private_buffers
 from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
+from actors.quantization.experts import QuantizedExperts
 from actors.quantization.making import QUANTIZE_NAMES, QuantizeName
 from actors.worker.model_memory import ModelMemory
 from serve_app import LLM, SamplingParams
@@ -124,7 +129,8 @@ def dequantise(source: Path, target: Path) -> Path:
         plain[f"{module}.weight"] = found(parts).to(dtype).contiguous()
         if "bias" in parts:
             plain[f"{module}.bias"] = parts["bias"]
-    assert quantised == 7 * config["num_hidden_layers"]
+    assert quantised % config["num_hidden_layers"] == 0
+    assert quantised >= 7 * config["num_hidden_layers"]
     target.mkdir()
     for path in source.iterdir():
         if path.suffix == ".json" and path.name != "config.json":
@@ -143,6 +149,45 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Quantiz
     return lambda recipe: write_checkpoint(root / recipe, "tiny", quantize=recipe)
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 2,
+}
+MIXTURES: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(
+        **SIZES, head_dim=32, intermediate_size=256, num_experts=4, moe_intermediate_size=256
+    ),
+    "mixtral": lambda: tf.MixtralConfig(**SIZES, intermediate_size=256, num_local_experts=4),
+}
+
+
+@pytest.fixture(scope="module")
+def mixture_of(
+    checkpoint_of: Callable[[QuantizeName], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Mixture models of random weights, as transformers writes them."""
+    root = tmp_path_factory.mktemp("mixtures")
+
+    def make(name: str) -> Path:
+        directory = root / name
+        if not directory.exists():
+            torch.manual_seed(0)
+            model = tf.AutoModelForCausalLM.from_config(MIXTURES[name](), dtype=torch.float32)
+            for parameter in model.parameters():  # so that experts have their say
+                parameter.data.normal_(0 if parameter.dim() > 1 else 1, 0.1)
+            model.save_pretrained(directory)
+            for file in checkpoint_of("fp8-block").glob("*token*"):
+                shutil.copy(file, directory)
+        return directory
+
+    return make
+
+
 def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
     return [told(output) for output in llm.generate([list(p) for p in PROMPTS], GREEDY)]
 
@@ -159,7 +204,12 @@ def test_answers_are_those_of_the_dequantised_model_also_behind_a_sleep(
     recipe: QuantizeName, checkpoint_of: Callable[[QuantizeName], Path], tmp_path: Path
 ) -> None:
     checkpoint = checkpoint_of(recipe)
-    with LLM(dequantise(checkpoint, tmp_path / "plain"), engine=ENGINE) as plain:
+    check_answers(checkpoint, dequantise(checkpoint, tmp_path / "plain"))
+
+
+def check_answers(checkpoint: Path, dequantised: Path) -> None:
+    """Those of the dequantised model, and the same to the last bit behind sleeps at both levels."""
+    with LLM(dequantised, engine=ENGINE) as plain:
         expected = answers(plain)
     with LLM(checkpoint, engine=ENGINE) as llm:
         first = answers(llm)
@@ -171,6 +221,36 @@ def test_answers_are_those_of_the_dequantised_model_also_behind_a_sleep(
             assert llm.is_sleeping
             llm.wake_up()
             assert answers(llm) == first  # to the last bit
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    "recipe", ["gptq-4-128", "gptq-4-128-order", "awq-4-128", "ct-int8", "fp8-block", "fp8-tensor"]
+)
+def test_experts_are_quantised_too(
+    name: str, recipe: QuantizeName, mixture_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    checkpoint = quantize_checkpoint(tmp_path / "quantised", mixture_of(name), recipe)
+    check_answers(checkpoint, dequantise(checkpoint, tmp_path / "plain"))
+    model = build_on_meta(checkpoint, checkpoint_dtype(checkpoint, "auto"))
+    experts = [each for each in model.modules() if isinstance(each, QuantizedExperts)]
+    assert len(experts) == SIZES["num_hidden_layers"]
+    stacks = 2 if recipe.endswith("order") else 1  # each of gate and up has an order of its own
+    assert {len(each.gate_up_proj) for each in experts} == {stacks}
+
+
+def test_experts_that_are_quantised_in_part_are_refused(
+    mixture_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    checkpoint = quantize_checkpoint(tmp_path / "quantised", mixture_of("qwen3_moe"), "ct-int8")
+    file = checkpoint / "model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    one = "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors[one] = tensors[one].float() * tensors.pop(f"{one}_scale").float()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts of Qwen3MoeForCausalLM has"):
+        build_on_meta(checkpoint, torch.bfloat16)
 
 
 @pytest.mark.parametrize("recipe", ["gptq-4-128", "awq-4-128", "ct-int8", "fp8-block"])
@@ -214,16 +294,18 @@ def test_a_quantised_image_is_smaller_and_no_other_s(
 ) -> None:
     checkpoint = checkpoint_of("gptq-4-128")
     key = image_key(checkpoint, torch.float16)
-    assert "gptq-int4-128:v1" in str(key)
+    assert "gptq-int4-128:v2" in str(key)
     layout = load_from_disk(checkpoint, key).layout
-    kinds = {slot.dtype for slot in layout.tensors if slot.name.endswith("_proj.weight")}
-    assert kinds == {"uint8"}
+    names = {slot.name.removeprefix("model.layers.0."): slot.dtype for slot in layout.tensors}
+    for name in ("self_attn.q_proj.product", "self_attn.o_proj", "mlp.gate_proj.product"):
+        assert names[f"{name}.weight"] == "uint8"
+    assert "self_attn.k_proj.weight" not in names  # computed with the queries
     stored = sum(slot.size for slot in layout.stored() if "_proj." in slot.name)
     shape = next(s.shape for s in layout.tensors if s.name.endswith("down_proj.weight"))
     assert shape == (128, 256 // 2)
     plain = sum(
         2 * 2 * slot.shape[0] * slot.shape[1]
         for slot in layout.tensors
-        if slot.name.endswith("_proj.weight")
+        if slot.name.endswith(("_proj.weight", "_proj.product.weight"))
     )
     assert stored < 0.3 * plain

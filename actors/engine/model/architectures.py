@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from actors.engine.model.layer_groups import FULL_ATTENTION, SLIDING_ATTENTION, layer_groups
 from actors.image.decoder_layers import decoder_layers
+from actors.quantization.experts import QuantizedExperts
 
 # By `model_type`, what transformers 5.23 serves with wrong tokens (the first), ends each request of, or cannot
 # start, though nothing below tells. tests/integration/test_all_architectures.py tries all that there are.
@@ -83,6 +84,8 @@ def experts_need_host(model: PreTrainedModel) -> str | None:
     """
     modules = [module for _, layer in decoder_layers(model) for module in layer.modules()]
     for module in modules:
+        if isinstance(module, QuantizedExperts) and module.needs_host:
+            return "tensor cores do not take its quantised experts"
         weights = getattr(module, "down_proj", None)
         if (
             isinstance(weights, nn.Parameter)

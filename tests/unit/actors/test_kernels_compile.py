@@ -12,6 +12,16 @@ import pytest
 pytest.importorskip("triton")
 
 CAPABILITIES = (80, 90)
+# Kind, dtype, whether of experts; and of weights that are written out.
+PRODUCTS = (
+    ("int4", "bf16", False),
+    ("int4", "fp16", True),
+    ("int8", "fp16", False),
+    ("int8", "bf16", True),
+    ("fp8", "bf16", False),
+    ("fp8", "bf16", True),
+)
+WRITTEN = (("int4", "fp32"), ("fp8", "bf16"))
 _DIVISIBLE = [["tt.divisibility", 16]]  # as launches say of aligned addresses
 
 
@@ -29,17 +39,23 @@ def test_kernels_compile_for_cards_that_are_not_here(project: Path) -> None:
         check=False,
     )
     assert found.returncode == 0, found.stderr[-3000:]
-    assert found.stdout.count("compiled") == 2 * len(CAPABILITIES)
+    expected = 2 + len(PRODUCTS) + len(WRITTEN)
+    assert found.stdout.count("compiled") == expected * len(CAPABILITIES)
 
 
 def compiled(
-    kernel: Any, capability: int, types: Mapping[str, str], constants: Mapping[str, Any]
+    kernel: Any,
+    capability: int,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: Mapping[str, int] | None = None,
 ) -> str:
     """The assembly.
 
     Args:
         types: of its arguments, as Triton writes them; addresses are multiples of 16.
         constants: of its other arguments.
+        options: warps and stages; those of decompression when absent.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -54,21 +70,56 @@ def compiled(
         attrs={(kernel.arg_names.index(name),): _DIVISIBLE for name in divisible},
     )
     target = GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 4})
+    how = {"num_warps": 4, "num_stages": 4} if options is None else dict(options)
+    made = triton.compile(source, target=target, options=how)
     print("compiled", kernel.__name__, capability, dict(constants))
     return str(made.asm["ptx"])
 
 
 def main() -> None:
+    for capability in CAPABILITIES:
+        compile_cascade(capability)
+        compile_products(capability)
+
+
+def compile_cascade(capability: int) -> None:
     from actors.image import cascade, cascade_kernel
 
     kernel = cascade_kernel._decode
-    for capability in CAPABILITIES:
-        for half in (False, True):
-            constants = {"HALF": half, "PIECE_BYTES": cascade.PIECE_BYTES}
-            constants |= {"BLOCK": cascade.BLOCK, "ROW": cascade.ROW}
-            types = dict.fromkeys((n for n in kernel.arg_names if n not in constants), "i32")
-            compiled(kernel, capability, types | {"data": "*u8", "out": "*i16"}, constants)
+    for half in (False, True):
+        constants = {"HALF": half, "PIECE_BYTES": cascade.PIECE_BYTES}
+        constants |= {"BLOCK": cascade.BLOCK, "ROW": cascade.ROW}
+        types = types_of(kernel, constants, {"data": "*u8", "out": "*i16"})
+        compiled(kernel, capability, types, constants)
+
+
+def compile_products(capability: int) -> None:
+    """With the tile of most rows, which takes the most registers and shared memory."""
+    from actors.quantization import kernels
+
+    for kind, dtype, of_experts in PRODUCTS:
+        *_, (_, tile) = kernels.TILES[kind]
+        constants = {"KIND": kind, "EXPERTS": of_experts, "ZEROS": kind != "fp8"}
+        constants |= {"ONE_GROUP": False, "WORDS": True, "FP8_UNIT": capability >= 89}
+        constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.channels}
+        pointers = {"x": f"*{dtype}", "out": f"*{dtype}", "weight": "*u8", "zeros": "*u8"}
+        pointers |= {"tiles": "*i32", "scales": "*fp32" if kind == "fp8" else f"*{dtype}"}
+        types = types_of(kernels._fused, constants, pointers)
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        compiled(kernels._fused, capability, types, constants, options)
+    for kind, dtype in WRITTEN:
+        constants = {"KIND": kind, "ZEROS": False, "ONE_GROUP": False}
+        constants |= {"FP8_UNIT": capability >= 89, "BN": 64, "BK": 128}
+        pointers = {"weight": "*u8", "zeros": "*u8", "out": f"*{dtype}"}
+        pointers |= {"scales": "*fp32" if kind == "fp8" else f"*{dtype}"}
+        types = types_of(kernels._write, constants, pointers)
+        compiled(kernels._write, capability, types, constants)
+
+
+def types_of(
+    kernel: Any, constants: Mapping[str, Any], pointers: Mapping[str, str]
+) -> dict[str, str]:
+    return {n: pointers.get(n, "i32") for n in kernel.arg_names if n not in constants}
 
 
 if __name__ == "__main__":

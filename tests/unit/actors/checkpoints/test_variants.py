@@ -84,4 +84,4 @@ def test_the_command_makes_one_or_says_what_it_needs(tiny_checkpoint: Path, tmp_
     assert "leave --shape out" in both.output
     neither = CliRunner().invoke(app, ["make-checkpoint", str(tmp_path / "w")])
     assert neither.exit_code == 2
-    assert "--shape or --variant-of" in neither.output
+    assert "--shape, --weights-of or --variant-of" in neither.output

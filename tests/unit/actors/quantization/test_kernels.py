@@ -1,19 +1,25 @@
 """Products with quantised weights: on a card, or interpreted where Triton is installed (TRITON_INTERPRET=1)."""
 
-import itertools
 import os
 import re
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from actors.quantization.scheme import Scheme
-from tests.conftest import cuda_available
+from tests.unit.actors.quantization.cases import (
+    CARD,
+    DEVICE,
+    DTYPES,
+    check,
+    inputs,
+    make_case,
+    on_device,
+    schemes,
+)
 
 pytest.importorskip("triton")
-CARD = cuda_available()
 pytestmark = [
     pytest.mark.skipif(
         not CARD and os.environ.get("TRITON_INTERPRET") != "1",
@@ -21,97 +27,7 @@ pytestmark = [
     ),
     *([pytest.mark.gpu] if CARD else []),
 ]
-DEVICE = "cuda" if CARD else "cpu"
-# The interpreter keeps bfloat16 as integers: it neither rounds to it nor multiplies it.
-DTYPES = (torch.float16, torch.bfloat16) if CARD else (torch.float16,)
 ROWS = (1, 3, 16, 17, 64, 65, 200)
-
-
-@dataclass(frozen=True)
-class Case:
-    scheme: Scheme
-    weight: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    dequantised: Tensor  # [N, K], by the words of `actors.quantization.scheme`
-
-    def of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Scheme]:
-        """What `matmul` and its variants are called with."""
-        return x, self.weight, self.scales, self.zeros, self.scheme
-
-
-def make_case(scheme: Scheme, K: int, N: int, dtype: torch.dtype, seed: int = 0) -> Case:
-    """Values of all kinds; scales near one another, some of them negative."""
-    random = torch.Generator().manual_seed(seed)
-    groups = scheme.groups(K)
-    if scheme.kind == "fp8":
-        values = torch.randint(0, 256, (N, K), generator=random, dtype=torch.uint8)
-        values[values & 0x7F == 0x7F] = 0x01  # not NaN, but the least there is
-        weight = values.view(torch.float8_e4m3fn)
-        scales = torch.rand(scheme.scales_shape(K, N), generator=random) * 0.01 + 0.001
-        whole = scales.repeat_interleave(min(scheme.rows, N), 1)[:, :N]
-        factors = whole.repeat_interleave(scheme.group, 0)[:K].T
-        found = weight.float() * factors
-        return _on_device(scheme, weight, scales, None, found.to(dtype))
-    bits = 4 if scheme.kind == "int4" else 8
-    values = torch.randint(0, 1 << bits, (N, K), generator=random, dtype=torch.uint8)
-    scales = (torch.randn((groups, N), generator=random) * 0.02).to(dtype)
-    zeros = None
-    zero = torch.full((groups, N), 1 << (bits - 1), dtype=torch.uint8)
-    if scheme.zeros:
-        zeros = zero = torch.randint(0, 1 << bits, (groups, N), generator=random, dtype=torch.uint8)
-    factors, offsets = (t.float().repeat_interleave(scheme.group, 0)[:K].T for t in (scales, zero))
-    found = ((values.float() - offsets) * factors).to(dtype)
-    if scheme.kind == "int4":
-        block = scheme.block(K)
-        low, high = values.view(N, K // block, 2, block // 2).unbind(2)
-        values = (low | high << 4).reshape(N, K // 2)
-    return _on_device(scheme, values, scales, zeros, found)
-
-
-def _on_device(
-    scheme: Scheme, weight: Tensor, scales: Tensor, zeros: Tensor | None, dequantised: Tensor
-) -> Case:
-    return Case(
-        scheme,
-        weight.to(DEVICE),
-        scales.to(DEVICE).contiguous(),
-        None if zeros is None else zeros.to(DEVICE),
-        dequantised.to(DEVICE).contiguous(),
-    )
-
-
-def inputs(M: int, K: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn((M, K), generator=random).to(dtype).to(DEVICE)
-
-
-def check(y: Tensor, x: Tensor, case: Case) -> None:
-    """Equals the product of the rounded weights, but for the order of sums in float32 and one rounding at the end."""
-    K = x.size(1)
-    exact = x.double() @ case.dequantised.double().T
-    sums = x.double().abs() @ case.dequantised.double().abs().T
-    # Each of K additions, and of a few more over shares, is off by 2**-23 of the sum of sizes at most: tensor cores cut
-    # off rather than round. The output is off by half of its last bit, which is that of the least normal number or more.
-    finfo = torch.finfo(y.dtype)
-    order = (K + 16) * 2.0**-23 * sums
-    bound = order + (exact.abs() + order) * (finfo.eps / 2) + finfo.tiny * finfo.eps
-    assert y.dtype == x.dtype
-    assert bool(((y.double() - exact).abs() <= bound).all())
-
-
-def schemes(K: int) -> list[Scheme]:
-    return [
-        *(
-            Scheme(kind, group, zeros=zeros)
-            for kind, group, zeros in itertools.product(
-                ("int4", "int8"), (32, 64, 128, K), (False, True)
-            )
-        ),
-        Scheme("fp8", 128, 128),
-        Scheme("fp8", K),
-        Scheme("fp8", K, 1 << 20),  # per tensor: as many rows as there are, and more
-    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -169,7 +85,7 @@ def test_every_code_of_fp8(way: str, dtype: torch.dtype) -> None:
     scales = torch.linspace(0.0007, 0.11, 256)[None, :]
     weight = codes.view(torch.float8_e4m3fn)
     expected = (weight.float() * scales.T).to(dtype)
-    case = _on_device(Scheme("fp8", 32), weight, scales, None, expected)
+    case = on_device(Scheme("fp8", 32), weight, scales, None, expected)
     x = torch.zeros((1, 32), dtype=dtype, device=DEVICE)
     x[0, 5] = 1
     arguments = case.of(x)

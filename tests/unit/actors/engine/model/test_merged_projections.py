@@ -5,8 +5,9 @@ import torch
 import transformers as tf
 from torch import nn
 
-from actors.engine.model.merged_projections import MergedLinear, merge_projections
+from actors.engine.model.merged_projections import merge_projections
 from actors.image.decoder_layers import decoder_layers
+from actors.merging import MergedProjections
 from tests.unit.actors.engine.small_models import SMALL, build, lay_side_by_side, randomise
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -45,7 +46,7 @@ def test_one_product_gives_what_each_gave(config: tf.PreTrainedConfig, groups: i
     assert merge_projections(model) == groups
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-5)
     assert {p.data_ptr() for p in model.parameters()} <= addresses, "something was copied"
-    kept = [m.outputs for m in model.modules() if isinstance(m, MergedLinear)]
+    kept = [m.outputs for m in model.modules() if isinstance(m, MergedProjections)]
     assert kept == [None] * groups, "a forward left its activations behind"
 
 
