@@ -12,6 +12,8 @@
 #   others   others, kept                                  6 min: 4:10, 1:50
 #   many     many: 16 models of 1.5B, VARIANTS one by one  8 min for each of VARIANTS (shared)
 #   many7    5 models of 7B, likewise
+#   recipes  quantised checkpoints beside plain weights    8 min: 2:30 for each of RECIPES (plain gptq-4-128 fp8-block)
+#   products products with quantised weights, by tiles     3 min
 #
 # pages goes first: what it says of the default page size holds for all others. The README's table is made of
 # wake, serve and soak.
@@ -123,8 +125,21 @@ many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models with weights of 
         --time-scale "${TIME_SCALE:-1}" --duration "${DURATION_S:-300}" --json "$work/$name.json"
 }
 
+quantised() {  # RECIPE, or plain: its wake, and its engine
+    local from=$checkpoint
+    if [ "$1" != plain ]; then
+        from=$checkpoint-$1
+        run "$1_checkpoint" 120 make-checkpoint "$from" --shape "$shape" --quantize "$1"
+    fi
+    module=docs.results.throughput run "throughput_$1" 100 "$from" --engine "$blocks" max_events_per_s=1000 --concurrency 1 64 256 --json "$work/throughput_$1.json"
+    run "wake_$1" 100 bench wake "$from" --variants pipelined --prompt-tokens 7 2048 --cycles 8 --limit-s 20 --requests 4 --engine "$blocks" --json "$work/wake_$1.json"
+    [ "$1" = plain ] || rm -rf "$from"
+}
+
 step() {
     case $1 in
+    products) module=docs.results.quantized_matmul run products 200 --limit-s 150 --json "$work/products.json" ;;
+    recipes) for recipe in ${RECIPES:-plain gptq-4-128 fp8-block}; do quantised "$recipe"; done ;;
     wake) run wake 240 bench wake "$checkpoint" --variants pipelined,serial,unpinned,kept-sweep \
         --cycles 20 --limit-s 110 --assert goals --engine "$blocks" --json "$work/wake.json" ;;
     timeline) module=docs.results.timeline run timeline 90 "$checkpoint" --engine "$blocks" --json "$work/timeline.json" ;;
@@ -162,7 +177,7 @@ part() {  # NAME
     archive=$out/$1.tar.gz
     ends=$((SECONDS + ${LIMIT_S:-530}))
     rm -rf "${work:?}"/*
-    [[ $1 == many* || -e $checkpoint/config.json ]] || run checkpoint 180 make-checkpoint "$checkpoint" --shape "$shape"
+    [[ $1 == many* || $1 == products || -e $checkpoint/config.json ]] || run checkpoint 180 make-checkpoint "$checkpoint" --shape "$shape"
     for each in $steps; do step "$each"; done
     pack  # also what the server said that ran beside the last step
 }

@@ -1,0 +1,162 @@
+"""What products with quantised weights take beside bfloat16's, by rows: `python -m docs.results.quantized_matmul`.
+
+For each kind, and each projection of the 7B shape as it is merged there: torch's product of plain weights, `fused`
+with each of some tiles, and `dequantised`. The last table says what `matmul` would choose at best, and what the
+projections of all layers take then: what TILES in actors/quantization/kernels.py is made from.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton.testing
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from actors.quantization.kernels import TILES, Tile, dequantised, fused
+from actors.quantization.scheme import Scheme
+
+LAYERS = 28
+# Output and input channels: queries, keys and values; output; gate and up; down.
+SHAPES = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944))
+SCHEMES = {
+    "int4": Scheme("int4", 128),
+    "fp8": Scheme("fp8", 128, 128),
+    "int8": Scheme("int8", 128),
+}
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
+_REPEAT_MS, _WARM_MS = 12, 4
+
+
+def candidates(kind: str) -> list[Tile]:
+    """Those in use, and others near them."""
+    channels = (128,) if kind == "int4" else (64, 128)
+    made = [
+        Tile(rows, columns, channel, warps, stages, programs)
+        for (rows, columns, warps, stages, programs), channel in itertools.product(
+            (
+                (16, 32, 4, 5, 6),
+                (16, 64, 4, 4, 4),
+                (16, 128, 4, 4, 3),
+                (32, 64, 4, 4, 3),
+                (64, 64, 4, 3, 2),
+                (64, 128, 4, 3, 2),
+                (64, 128, 8, 3, 2),
+                (128, 64, 4, 3, 2),
+                (128, 128, 8, 2, 2),
+                (128, 128, 8, 3, 1),
+            ),
+            channels,
+        )
+    ]
+    return list(dict.fromkeys([tile for _, tile in TILES[SCHEMES[kind].kind]] + made))
+
+
+def quantised(scheme: Scheme, K: int, N: int) -> tuple[Tensor, Tensor]:
+    """Any weight and scales."""
+    weight = torch.randint(0, 120, scheme.weight_shape(K, N), dtype=torch.uint8, device="cuda")
+    is_fp8 = scheme.kind == "fp8"
+    dtype = torch.float32 if is_fp8 else torch.bfloat16
+    scales = torch.full(scheme.scales_shape(K, N), 0.01, dtype=dtype, device="cuda")
+    return (weight.view(torch.float8_e4m3fn) if is_fp8 else weight), scales
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """The median, with a cold cache; infinite where a tile does not fit the card."""
+    try:
+        found = triton.testing.do_bench(work, warmup=_WARM_MS, rep=_REPEAT_MS, return_mode="median")
+    except triton.runtime.errors.OutOfResources:
+        return math.inf
+    return float(found)
+
+
+def measure(
+    kind: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int], end_s: float
+) -> list[dict[str, Any]]:
+    """One row for each number of rows and shape, until `end_s` of the monotonic clock."""
+    scheme = SCHEMES[kind]
+    found: list[dict[str, Any]] = []
+    tiles = candidates(kind)
+    for N, K in shapes:
+        plain = torch.randn((N, K), dtype=torch.bfloat16, device="cuda")
+        weight, scales = quantised(scheme, K, N)
+        for M in rows:
+            if time.monotonic() > end_s:
+                return found
+            x = torch.randn((M, K), dtype=torch.bfloat16, device="cuda")
+            fitting = [t for t in tiles if t.rows <= max(16, 2 * M) and 8 * t.rows >= M]
+            parts = (x, weight, scales, None, scheme)
+            found.append(
+                {
+                    "kind": kind,
+                    "N": N,
+                    "K": K,
+                    "M": M,
+                    "bf16_ms": milliseconds(partial(torch.mm, x, plain.T)),
+                    "dequantised_ms": milliseconds(partial(dequantised, *parts)),
+                    "fused_ms": {
+                        json.dumps(vars_of(tile)): milliseconds(partial(fused, *parts, tile))
+                        for tile in fitting
+                    },
+                }
+            )
+    return found
+
+
+def vars_of(tile: Tile) -> dict[str, int]:
+    return {name: getattr(tile, name) for name in Tile.__slots__}
+
+
+def show(found: Sequence[dict[str, Any]], console: Console) -> None:
+    """The best way of each, and the sums over the projections of all layers."""
+    table = Table("kind", "rows", "projection", "bf16 us", "written us", "best fused us", "tile")
+    for row in found:
+        best = min(row["fused_ms"], key=row["fused_ms"].get, default=None)
+        tile = "" if best is None else " ".join(map(str, json.loads(best).values()))
+        fused_us = "" if best is None else f"{1e3 * row['fused_ms'][best]:.1f}"
+        table.add_row(
+            row["kind"],
+            str(row["M"]),
+            f"{row['N']} x {row['K']}",
+            f"{1e3 * row['bf16_ms']:.1f}",
+            f"{1e3 * row['dequantised_ms']:.1f}",
+            fused_us,
+            tile,
+        )
+    console.print(table)
+    sums = Table("kind", "rows", f"bf16 ms, {LAYERS} layers", "quantised ms", "times as fast")
+    for kind, M in sorted({(row["kind"], row["M"]) for row in found}):
+        mine = [row for row in found if (row["kind"], row["M"]) == (kind, M)]
+        plain = LAYERS * sum(row["bf16_ms"] for row in mine)
+        best = LAYERS * sum(
+            min(row["dequantised_ms"], *row["fused_ms"].values(), math.inf) for row in mine
+        )
+        sums.add_row(kind, str(M), f"{plain:.2f}", f"{best:.2f}", f"{plain / best:.2f}")
+    console.print(sums)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", nargs="+", choices=list(SCHEMES), default=["int4", "fp8"])
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--limit-s", type=float, default=300.0)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    end_s = time.monotonic() + asked.limit_s
+    found = [row for kind in asked.kinds for row in measure(kind, SHAPES, asked.rows, end_s)]
+    show(found, Console(width=140))
+    if asked.json is not None:
+        facts = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}
+        asked.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

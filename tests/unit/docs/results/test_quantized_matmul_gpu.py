@@ -1,0 +1,22 @@
+"""The measuring script of quantised products runs, on a card."""
+
+import time
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+
+def test_small_shapes_are_measured_and_shown() -> None:
+    from docs.results.quantized_matmul import SCHEMES, measure, show
+
+    for kind in SCHEMES:
+        found = measure(kind, [(512, 512)], [1, 64], time.monotonic() + 60)
+        assert [row["M"] for row in found] == [1, 64]
+        assert all(row["bf16_ms"] > 0 and row["dequantised_ms"] > 0 for row in found)
+        assert all(row["fused_ms"] for row in found)
+    console = Console(width=140, record=True)
+    show(found, console)
+    assert "times as fast" in console.export_text()
