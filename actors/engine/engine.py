@@ -33,6 +33,7 @@ from actors.image.decoder_layers import decoder_layers
 from actors.memory import workspaces
 from actors.memory.arena import DeviceArena
 from actors.memory.driver import AllocatorPool
+from actors.quantization.summary import summary
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,8 @@ class TransformersEngine:
         choose_attention(model)
         merged = merge_projections(model)
         logger.info("%d groups of projections are computed as one", merged)
+        if (quantised := summary(model, next(model.parameters()).device.type)) is not None:
+            logger.info("%s", quantised)
         shape = cache_shape(model, config.page_size)
         limits = plan_limits(config, shape, card, weights_bytes, budget)
         logger.info("%s", limits.describe())

@@ -23,6 +23,7 @@ from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.quantization.experts import QuantizedExperts
 from actors.quantization.making import QUANTIZE_NAMES, QuantizeName
+from actors.quantization.summary import summary
 from actors.worker.model_memory import ModelMemory
 from serve_app import LLM, SamplingParams
 from serve_app.llm import RequestOutput
@@ -237,6 +238,22 @@ def test_experts_are_quantised_too(
     assert len(experts) == SIZES["num_hidden_layers"]
     stacks = 2 if recipe.endswith("order") else 1  # each of gate and up has an order of its own
     assert {len(each.gate_up_proj) for each in experts} == {stacks}
+
+
+def test_the_log_tells_how_weights_are_multiplied(
+    mixture_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    checkpoint = quantize_checkpoint(tmp_path / "q", mixture_of("qwen3_moe"), "gptq-4-32-asym")
+    model = build_on_meta(checkpoint, torch.float16)
+    kind = "int4 in groups of 32 with zero points"
+    assert summary(model, "cpu") == (
+        f"quantised weights: 4 of {kind}, 4 of {kind} for experts; written out for each product"
+    )
+    assert summary(torch.nn.Linear(1, 1), "cpu") is None
+    pytest.importorskip("triton")
+    on_a_card = summary(model, "cuda")
+    assert on_a_card is not None
+    assert on_a_card.endswith("fused products up to 256 rows (int4), written out for more")
 
 
 def test_experts_that_are_quantised_in_part_are_refused(

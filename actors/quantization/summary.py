@@ -1,0 +1,36 @@
+"""How the quantised weights of a model are multiplied, in a line for the log."""
+
+from collections import Counter
+
+from torch import nn
+
+from actors.quantization.experts import QuantizedStack
+from actors.quantization.linear import QuantizedWeight
+from actors.quantization.scheme import Scheme
+
+
+def summary(model: nn.Module, device_type: str) -> str | None:
+    """None: the model has no quantised weights."""
+    weights = [each for each in model.modules() if isinstance(each, QuantizedWeight)]
+    if not weights:
+        return None
+    kinds = Counter(_text(each.scheme, isinstance(each, QuantizedStack)) for each in weights)
+    text = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
+    if device_type == "cpu":
+        return f"quantised weights: {text}; written out for each product"
+    from actors.quantization.kernels import TILES  # Triton is there where a GPU is
+
+    most = {kind: TILES[kind][-1][0] for kind in sorted({each.scheme.kind for each in weights})}
+    bounds = ", ".join(f"{rows} rows ({kind})" for kind, rows in most.items())
+    return f"quantised weights: {text}; fused products up to {bounds}, written out for more"
+
+
+def _text(scheme: Scheme, is_stack: bool) -> str:
+    text = f"{scheme.kind} in groups of {scheme.group}"
+    if scheme.rows > 1:
+        text += f" x {scheme.rows}"
+    if scheme.zeros:
+        text += " with zero points"
+    if scheme.permuted:
+        text += ", in another order"
+    return text + " for experts" if is_stack else text
