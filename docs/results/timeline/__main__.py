@@ -33,6 +33,9 @@ def timeline(
     pause_s: Annotated[
         float, typer.Option("--pause-s", min=0, metavar="SECONDS", help="Asleep in each cycle.")
     ] = 0.5,
+    compressed: Annotated[
+        bool, typer.Option("--compressed", help="Also from a compressed image, part by part.")
+    ] = False,
     engine: Engine = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -43,7 +46,7 @@ def timeline(
         from docs.results.timeline.bench import Plan, TimelineBench, tables
 
         subject = small_subject(target, engine)
-        bench = TimelineBench(subject, Plan(prompt_tokens, pause_s))
+        bench = TimelineBench(subject, Plan(prompt_tokens, pause_s, compressed))
     raise typer.Exit(measure(bench, tables, ray_for(subject), json_file))
 
 

@@ -14,6 +14,7 @@ from serve_app.bench.local import (
     Progress,
     Subject,
     build_model,
+    compressed_image,
     context_bytes,
     load_of,
 )
@@ -23,6 +24,7 @@ from serve_app.bench.local import (
 class Plan:
     prompt_tokens: int = 7
     pause_s: float = 0.5
+    compressed: bool = False
 
 
 class TimelineBench(LocalBench[Plan]):
@@ -48,6 +50,13 @@ class TimelineBench(LocalBench[Plan]):
             await OurCycles(model, plan.pause_s).cycle(Way("pipelined"), prompt)
             progress("a wake", 0, 2)
             found["timeline"] = await watch_wake(model, prompt, plan.pause_s)
+            if plan.compressed:
+                progress("compressing", 0, 0)
+                image = await compressed_image(model)
+                try:
+                    found["compressed"] = await watch_wake(model, prompt, plan.pause_s, image)
+                finally:
+                    image.link.close()
             progress("memory", 1, 2)
             found["memory"] = await watch_memory(model, meter, prompt, plan.pause_s)
             self.complete = True

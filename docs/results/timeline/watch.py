@@ -17,7 +17,8 @@ from actors.memory.cpu import CpuMark
 from actors.memory.cuda_link import CudaMark
 from actors.memory.driver import HostLink, Mark, MemoryDriver
 from actors.memory.transfer import TransferStats
-from serve_app.bench.cycle import carried_by
+from actors.worker.model_memory import PreparedImage
+from serve_app.bench.cycle import carried_by, looking_at
 from serve_app.bench.local import LocalModel, Prompt
 
 _SAMPLE_EVERY_S = 0.003
@@ -26,14 +27,19 @@ _AWAKE_S = 0.2  # shown on either side of the sleep
 # --- a wake, segment by segment ---
 
 
-class _WatchedLink:
-    """HostLink over another; tells when its first copy began."""
+class WatchedLink:
+    """HostLink over another; tells when its first copy began, and of each compressed part.
+
+    Attributes:
+        parts: bytes, when the host had begun it, and marks behind its copy and its decompression.
+    """
 
     def __init__(self, link: HostLink) -> None:
         self._link = link
         self.in_place = link.in_place
         self.first: Mark | None = None
         self.first_at_s = 0.0  # by the host's clock: what is copied to first has been mapped
+        self.parts: list[tuple[int, float, Mark, Mark]] = []
 
     def copy(self, address: int, host: memoryview) -> None:
         self._link.copy(address, host)
@@ -41,7 +47,9 @@ class _WatchedLink:
     def expand(
         self, address: int, host: memoryview, free: Mark | None, run: Callable[[], None]
     ) -> Mark:
-        return self._link.expand(address, host, free, run)
+        expanded = self._link.expand(address, host, free, run)
+        self.parts.append((host.nbytes, time.perf_counter(), self._link.mark(), expanded))
+        return expanded
 
     def mark(self) -> Mark:
         mark = self._link.mark()
@@ -94,8 +102,13 @@ class ForwardWatch:
             self._ended[module] = self._mark()
 
 
-async def watch_wake(model: LocalModel, prompt: Prompt, pause_s: float) -> dict[str, Any]:
+async def watch_wake(
+    model: LocalModel, prompt: Prompt, pause_s: float, compressed: PreparedImage | None = None
+) -> dict[str, Any]:
     """Sleep, then wake for a request: seconds from its arrival. Begins and ends awake.
+
+    With a compressed image, its parts are told of, too: what is compressed lands in a few slots, and whatever holds
+    up one part holds up those behind it.
 
     Copies and forwards are timed by the device's clock, marks by the host's. The device's zero is a
     mark on the idle link that was waited for, so that the two agree to some 0.1 ms.
@@ -104,20 +117,21 @@ async def watch_wake(model: LocalModel, prompt: Prompt, pause_s: float) -> dict[
     memory.kept = frozenset()
     await runtime.sleep(1)
     await asyncio.sleep(pause_s)
-    assert memory._link is not None, "it has never been awake"
-    assert memory.image is not None
-    names = [segment.name for segment in memory.image.layout.segments]
-    link = _WatchedLink(memory._link)
-    watch = ForwardWatch(memory._gates.segments, marker(memory.device))
-    zero = memory._link.mark()
-    zero.wait()
-    with carried_by(memory, link), watch.installed():
-        started_s = time.perf_counter()
-        await runtime.wake()
-        woke_s = time.perf_counter() - started_s
-        answer = await model.ask(prompt, 1)
-        answered_s = time.perf_counter() - started_s
-    await model.settled()
+    with looking_at(memory, compressed):
+        assert memory._link is not None, "it has never been awake"
+        assert memory.image is not None
+        names = [segment.name for segment in memory.image.layout.segments]
+        link = WatchedLink(memory._link)
+        watch = ForwardWatch(memory._gates.segments, marker(memory.device))
+        zero = memory._link.mark()
+        zero.wait()
+        with carried_by(memory, link), watch.installed():
+            started_s = time.perf_counter()
+            await runtime.wake()
+            woke_s = time.perf_counter() - started_s
+            answer = await model.ask(prompt, 1)
+            answered_s = time.perf_counter() - started_s
+        await model.settled()
     stats = model.worker.last_transfer
     assert stats is not None
     assert link.first is not None
@@ -126,7 +140,7 @@ async def watch_wake(model: LocalModel, prompt: Prompt, pause_s: float) -> dict[
         end.wait()
         computed.append((segment, begin.seconds_since(zero), end.seconds_since(zero)))
     return {
-        "variant": "pipelined",
+        "variant": "pipelined" if compressed is None else "compressed",
         "prompt_tokens": len(prompt),
         "device": memory.device.type,
         "marks_s": {
@@ -135,6 +149,15 @@ async def watch_wake(model: LocalModel, prompt: Prompt, pause_s: float) -> dict[
             "first token": answered_s - (answer.seconds - answer.first_s),
         },
         "segments": segments_of(names, stats, link.first.seconds_since(zero), computed),
+        "parts": [
+            {
+                "bytes": size,
+                "begun_s": begun_s - started_s,
+                "copied_s": copied.seconds_since(zero),
+                "expanded_s": expanded.seconds_since(zero),
+            }
+            for size, begun_s, copied, expanded in link.parts
+        ],
     }
 
 
