@@ -390,6 +390,7 @@ class ReplicaStatus:
     schedule: ScheduleStatus | None = None  # None: it has none
     last_sleep: LastSleep | None = None  # None: it never slept
     deep: bool = False  # asleep, and its process has nothing of the device
+    kv_given_back_bytes: int = 0  # to neighbours on its card while it was awake, all together
 
 
 # Of an image: packed from the checkpoint on disk, read from a file that has it packed, or copied from another node's

@@ -25,6 +25,7 @@ from actors.worker.messages import (
     FinishCompiling,
     GiveBackKv,
     GrowKv,
+    KvResized,
     Logged,
     NewSequence,
     Obtained,
@@ -171,13 +172,11 @@ class WorkerClient:
         Raises:
             DeviceMemoryShort: the device has not that much.
         """
-        if parts := await self._call(GrowKv(granted)):
-            self._observer.kv_changed(KvChange.MAPPED, parts)
+        self._resized(KvChange.MAPPED, await self._call(GrowKv(granted)))
 
     async def give_back_kv(self, size: int) -> None:
         """Have the worker unmap so much of the KV cache, as far as no sequence has anything there."""
-        if parts := await self._call(GiveBackKv(size)):
-            self._observer.kv_changed(KvChange.GIVEN_BACK, parts)
+        self._resized(KvChange.GIVEN_BACK, await self._call(GiveBackKv(size)))
 
     async def stop(self) -> None:
         """Have the worker stop, and close the connection. Idempotent."""
@@ -198,6 +197,10 @@ class WorkerClient:
             self._beginning.cancel()
         self._listening.cancel()
         self._connection.close()
+
+    def _resized(self, change: KvChange, answer: KvResized) -> None:
+        if answer.parts:
+            self._observer.kv_changed(change, answer.parts, answer.size)
 
     async def _call(self, task: Task) -> Any:
         """What the worker answers.

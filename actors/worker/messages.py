@@ -136,6 +136,13 @@ class Woke(msgspec.Struct, frozen=True):
     map_s: float  # to map, to begin the copies and to resume
 
 
+class KvResized(msgspec.Struct, frozen=True):
+    """The answer to `GrowKv` and `GiveBackKv`: parts of the KV cache that came, or went, and their bytes."""
+
+    parts: int = 0
+    size: int = 0
+
+
 class WorkerFacts(msgspec.Struct, frozen=True):
     """What does not change while a worker lives."""
 
@@ -257,14 +264,14 @@ ToReplica: TypeAlias = (
 )
 Send: TypeAlias = Callable[[ToReplica], None]  # from any thread
 
-# What calls are answered with, those of the KV cache with a number of parts; None where nothing is listed.
+# What calls are answered with; None where nothing is listed.
 ANSWERS: dict[type, Any] = {
     Wake: Woke,
     Sleep: MemoryChange,
     Score: list[RawLogprob | None],
     ReadDevice: DeviceNow,
-    GrowKv: int,
-    GiveBackKv: int,
+    GrowKv: KvResized,
+    GiveBackKv: KvResized,
 }
 
 

@@ -234,6 +234,11 @@ KV_PARTS = _counter(
     "Parts of the KV cache that came while the model was awake on a shared card, and that went back.",
     change=tuple(KvChange),
 )
+KV_PARTS_BYTES = _counter(
+    "sleepserve_kv_parts_bytes_total",
+    "Bytes of these parts.",
+    change=tuple(KvChange),
+)
 CARD_WAITING = _gauge(
     "sleepserve_card_waiting",
     "1 while a replica waits for memory of a shared card; summed, who stands in the queues.",
@@ -311,6 +316,7 @@ OF_REPLICAS = (
         GRANT_SECONDS,
         GROWTH,
         KV_PARTS,
+        KV_PARTS_BYTES,
         CARD_WAITING,
         RESTORED_BYTES,
         RESTORE_RATE,
