@@ -64,7 +64,7 @@ class KvChange(StrEnum):
 class WakePhase(StrEnum):
     """Parts of a wake. The last two run beside the first requests."""
 
-    RESUME = "resume"  # having back what a deep sleep had given back
+    RESUME = "resume"  # having back what a deep sleep had given back, or another worker
     IMAGE = "image"  # getting the image again, after a sleep at level 2
     MAP = "map"  # device memory mapped and the copies begun; the engine runs from here on
     COPY = "copy"  # the bytes over the link, by the device's clock

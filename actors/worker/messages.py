@@ -154,7 +154,6 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kv_first_bytes: int = (
         0  # of these, what a wake maps where a card is shared; 0: all come with every wake
     )
-    can_suspend: bool = False  # its sleep can be deep
 
 
 class WorkerState(msgspec.Struct, frozen=True):
@@ -173,6 +172,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
     residue: int = 0  # of a card, by this process, beside what is mapped; at the last sleep
     suspended: bool = False  # the process has nothing of its device
+    can_suspend: bool = False  # the driver has not refused yet to take what the process has
     kv_mapped: int = 0  # of the KV cache
     kv_spare: int = 0  # of that, behind what sequences have and the first part
 

@@ -212,7 +212,6 @@ class ModelWorker:
             weights_bytes=self.memory.weights_bytes,
             kv_bytes=self.memory.kv_bytes,
             kv_first_bytes=self.memory.kv_first_bytes if self.memory.grows_by_grant else 0,
-            can_suspend=self.memory.can_suspend,
         )
 
     def state(self) -> WorkerState:
@@ -233,6 +232,7 @@ class ModelWorker:
             last_wake=memory.last_wake,
             residue=memory.residue_bytes,
             suspended=memory.suspended,
+            can_suspend=memory.can_suspend,
             kv_mapped=memory.kv_mapped_bytes,
             kv_spare=memory.kv_spare_bytes(engine.kv_parts_in_use),
         )

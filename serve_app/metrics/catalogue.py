@@ -197,7 +197,7 @@ WAKE_SECONDS = _histogram(
 )
 WAKE_PHASE_SECONDS = _histogram(
     "sleepserve_wake_phase_seconds",
-    "Parts of wakes: `resume` (after a deep sleep), `image` (got again after level 2), `map` (and copies begun), `copy` (the bytes on "
+    "Parts of wakes: `resume` (after a deep sleep: the process again as it was, or another one), `image` (got again after level 2), `map` (and copies begun), `copy` (the bytes on "
     "the link), `check` (checksums). The last two run beside the first requests.",
     _WAKE,
     phase=tuple(WakePhase),
