@@ -293,8 +293,9 @@ class WorkerClient:
             case Outputs():
                 self.outputs(message.outputs)
             case State():
-                self.state = message.state
-                self.changed()
+                if not self.failed.done():  # on its way when the worker failed, it is no news
+                    self.state = message.state
+                    self.changed()
             case Short():
                 self.short(message.size)
             case Answer():

@@ -490,7 +490,7 @@ def test_worker_that_failed_has_nothing_mapped_and_computes_nothing() -> None:
         peer.worker.send(Ready(FACTS, STATE))
         await peer.client.ready()
         assert peer.client.state.mapped_bytes == 5
-        peer.worker.send(Failed(DIED))
+        peer.send_at_once(Failed(DIED), State(STATE))
         await peer.client.failed
         state = peer.client.state
         assert (state.mapped_bytes, state.wake_bytes, state.image_origin) == (0, 11, "disk")

@@ -37,6 +37,7 @@ from actors.worker.messages import (
     FinishCompiling,
     GiveBackKv,
     GrowKv,
+    KvResized,
     Logged,
     NewSequence,
     Obtained,
@@ -123,8 +124,8 @@ VALUES: dict[type, list[Any]] = {
     Sleep: [CHANGE],
     Score: [[None, *LOGPROBS], []],
     ReadDevice: [DeviceNow("GPU-1", "card", 2**36, 60, 40)],
-    GrowKv: [0, 1],
-    GiveBackKv: [0, 17],
+    GrowKv: [KvResized(), KvResized(1, 2**30)],
+    GiveBackKv: [KvResized(), KvResized(3, 2**31)],
 }
 
 ERRORS = [
