@@ -382,6 +382,9 @@ def _ct_plain(name: str, parts: Mapping[str, StoredTensor], group: _CtGroup) -> 
 def _fp8(config: dict[str, Any]) -> Format:
     if (form := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise Unserved(f"not supported: FP8 in {form}; e4m3 is")
+    if (meaning := config.get("weight_scale_semantics")) is not None:
+        # gptqmodel divides by what others multiply with, under the same name.
+        raise Unserved(f"not supported: scales that divide (weight_scale_semantics {meaning})")
     block = config.get("weight_block_size")
 
     def describe(name: str, parts: Mapping[str, StoredTensor]) -> Projection:
