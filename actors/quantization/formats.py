@@ -83,12 +83,14 @@ class Format:
         name: in words, for an image's key and for logs: "gptq-int4-128".
         marks: the last part of the name of a projection's values, of which each has one.
         describe: what a projection of these tensors is, by the last parts of their names.
+        file: that says it.
     """
 
     method: str
     name: str
     marks: tuple[str, ...]
     describe: Callable[[str, Mapping[str, StoredTensor]], Projection]
+    file: str = "config.json"
 
     def projections(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Projection]:
         """The quantised projections among a checkpoint's tensors, by name.

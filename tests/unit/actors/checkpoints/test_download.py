@@ -201,11 +201,6 @@ def test_checkpoint_without_index_needs_one_safetensors_file(tmp_path: Path) -> 
         ),
         (
             "config.json",
-            '{"quantization_config": {"quant_method": "fp8", "weight_scale_semantics": "inverse"}}',
-            "quantised (fp8, by config.json): not supported: scales that divide",
-        ),
-        (
-            "config.json",
             '{"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}}',
             "quantised (gptq, by config.json)",
         ),
