@@ -64,7 +64,7 @@ class KvChange(StrEnum):
 class WakePhase(StrEnum):
     """Parts of a wake. The last two run beside the first requests."""
 
-    RESUME = "resume"  # having back what a deep sleep had given back
+    RESUME = "resume"  # having back what a deep sleep had given back, or another worker
     IMAGE = "image"  # getting the image again, after a sleep at level 2
     MAP = "map"  # device memory mapped and the copies begun; the engine runs from here on
     COPY = "copy"  # the bytes over the link, by the device's clock
@@ -153,8 +153,8 @@ class Observer:
     def growth_asked(self, outcome: GrowthOutcome) -> None:
         """The keeper of the card was asked for more KV cache of a model that is awake."""
 
-    def kv_changed(self, change: KvChange, parts: int) -> None:
-        """Parts of the KV cache of a model that is awake came, or went back."""
+    def kv_changed(self, change: KvChange, parts: int, size: int) -> None:
+        """Parts of the KV cache of a model that is awake came, or went back: so many bytes."""
 
 
 class GuardedObserver(Observer):
@@ -185,8 +185,8 @@ class GuardedObserver(Observer):
     def growth_asked(self, outcome: GrowthOutcome) -> None:
         self._tell(self._inner.growth_asked, outcome)
 
-    def kv_changed(self, change: KvChange, parts: int) -> None:
-        self._tell(self._inner.kv_changed, change, parts)
+    def kv_changed(self, change: KvChange, parts: int, size: int) -> None:
+        self._tell(self._inner.kv_changed, change, parts, size)
 
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         self._tell(self._inner.wake_phase, phase, seconds)

@@ -363,7 +363,7 @@ class ReplicaStatus:
     model_id: str
     replica_id: str
     process_id: int
-    worker_process_id: int  # of what computes for it
+    worker_process_id: int  # of what computes for it; 0 while a sleep has ended it
     worker_restarts: int  # workers that took the place of one that failed
     state: ReplicaState
     held: bool  # asleep because an operator said `hold`
@@ -389,7 +389,8 @@ class ReplicaStatus:
     idle_timeout_from: str = "idle_timeout_s"
     schedule: ScheduleStatus | None = None  # None: it has none
     last_sleep: LastSleep | None = None  # None: it never slept
-    deep: bool = False  # asleep, and its process has nothing of the device
+    deep: bool = False  # asleep, and its process has nothing of the device, or has ended
+    kv_given_back_bytes: int = 0  # to neighbours on its card while it was awake, all together
 
 
 # Of an image: packed from the checkpoint on disk, read from a file that has it packed, or copied from another node's

@@ -101,7 +101,7 @@ class FakeModel:
 
     async def sleep(self, command: SleepCommand) -> Sequence[ReplicaStatus]:
         self.orders.append(command)
-        return self._move(ReplicaState.ASLEEP)
+        return [replace(s, deep=command.deep) for s in self._move(ReplicaState.ASLEEP)]
 
     async def wake_up(self, tags: tuple[str, ...]) -> Sequence[ReplicaStatus]:
         self.orders.append(tags)

@@ -140,7 +140,6 @@ class CardLedger:
             held=account.held + granted,
             kept=account.kept if account.awake else account.held,
             residue=account.residue,
-            can_deepen=account.can_deepen,
             copies=account.copies,
             awake=account.awake or wakes,
             busy=account.busy,

@@ -24,7 +24,6 @@ class Account(msgspec.Struct, frozen=True, array_like=True):
     held: int = 0  # mapped, or granted and about to be
     kept: int = 0  # of it, what a sleep leaves
     residue: int = 0  # what the process has besides
-    can_deepen: bool = False  # asleep, it can give back the residue and what a sleep leaves
     copies: int = 1  # that a wake copies
     awake: bool = False
     busy: bool = False

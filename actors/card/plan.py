@@ -2,7 +2,8 @@
 
 Who asks gets what is free. Otherwise models that are awake give back what they do not use of their KV caches, idle
 ones first. Only where that is not enough, idle models sleep: of the lowest priority first, longest idle first,
-weighted by what their wake costs. Then sleepers sleep deep, which takes half a second each, and as long to wake from.
+weighted by what their wake costs. Then sleepers sleep deep, which takes half a second each, and as long to wake from; seconds where their
+process ends for it.
 Busy ones follow after a quarter of the time that the one who asks may wait.
 No pinned model sleeps for others, none before its `min_awake_s`, and none that the request that it
 was woken for has not reached yet. Nobody is asked for anything unless all that are asked make enough room.
@@ -34,7 +35,6 @@ class Tenant:
         held: mapped, or granted and about to be.
         kept: of `held`, what a sleep leaves mapped.
         residue: what its process has besides, awake or asleep.
-        can_deepen: asleep, it can give back its residue and what it keeps mapped.
         copies: what its wake copies.
         moving: between awake and asleep; it can make no room until it has settled.
         reached: by the request that it was woken for, if there was one.
@@ -54,7 +54,6 @@ class Tenant:
     held: int = 0
     kept: int = 0
     residue: int = 0
-    can_deepen: bool = False
     copies: int = 1
     awake: bool = False
     busy: bool = False
@@ -77,12 +76,12 @@ class Tenant:
         """Bytes that its sleep gives back, or a deep one if it sleeps."""
         if self.awake:
             return self.held - self.kept
-        return self.held + self.residue if self.can_deepen else 0
+        return self.held + self.residue
 
     @property
     def frees_at_last(self) -> int:
         """The same, if it is to sleep deep as soon as it sleeps."""
-        return self.held + self.residue if self.can_deepen else self.frees
+        return self.held + self.residue
 
     @property
     def comes_free(self) -> bool:
@@ -295,14 +294,11 @@ def _never(card: Card, ask: Ask, who: Tenant) -> str | None:
     """Why an ask would not fit if everybody made room who ever does; None if it would."""
     others = [t for t in card.tenants if t.name != who.name and not t.gone]
     pinned = [t for t in others if t.terms.pin and t.awake]
-    stays = sum(t.kept + t.residue for t in others if t in pinned or not t.can_deepen)
-    stays += sum(t.frees - t.grown for t in pinned)
+    stays = sum(t.held + t.residue - t.grown for t in pinned)
     room = card.budget - stays - who.held - who.residue
     if ask.size > room:
         beside = f" beside {', '.join(t.model for t in pinned)} (sharing.pin)" if pinned else ""
-        left = (
-            f", {in_words(max(0, room))} of which sleepers and pinned models leave" if stays else ""
-        )
+        left = f", {in_words(max(0, room))} of which these leave" if pinned else ""
         return (
             f"{who.model} takes {in_words(ask.size)}, which never fit{beside}: the card has "
             f"{in_words(card.budget)} for models (card.memory_budget){left}"

@@ -138,6 +138,8 @@ class CardClient:
         Raises:
             NeverFits, NoRoom: it may not.
         """
+        if self._account.awake and self._account.moving:
+            return  # it starts for a wake, which was granted and takes no less
         await self._acquire(size, waits=True, limit_s=ROOM_LIMIT_S)
 
     async def wake(self, size: int, waits: bool) -> bool:
@@ -218,7 +220,6 @@ class CardClient:
         self,
         held: int,
         residue: int = 0,
-        can_deepen: bool = False,
         copies: int = 1,
         awake: bool = False,
         reached: bool = True,
@@ -236,7 +237,6 @@ class CardClient:
             held=held,
             kept=kept,
             residue=residue,
-            can_deepen=can_deepen,
             copies=copies,
             awake=awake,
             moving=False,
@@ -261,7 +261,9 @@ class CardClient:
         self._change(busy=busy, reached=True, **({} if kv is None else _fields_of(kv)))
 
     def worker_ended(self) -> None:
-        """Nothing is left of the worker's process."""
+        """Nothing is left of the worker's process, if there was one. What a wake was granted for the next one stays."""
+        if not self._account.process_id:
+            return
         self._account = Account(
             read_ask=self._account.read_ask,
             answered_order=self._account.answered_order,

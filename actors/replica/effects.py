@@ -21,7 +21,7 @@ class Effects(Protocol):
         """Give memory back. Requests that are still running are frozen and go on after the wake.
 
         Args:
-            deep: as far as the driver can, also what the worker's process has of the device besides.
+            deep: also what the worker's process has of the device besides, by the driver or by the end of that process.
         """
 
     async def restart(self) -> None:

@@ -82,8 +82,9 @@ class OnCard:
                 change = await self._workers.wake(cause)
             except DeviceMemoryShort:
                 # By the driver's word, because there was no keeper; or others than its tenants have the rest.
-                device = await self.runtime.worker.read_device("")
-                self._tell_asleep(device.free, short=by_grant)
+                worker = self.runtime.worker
+                free = None if worker.has_retired else (await worker.read_device("")).free
+                self._tell_asleep(free, short=by_grant)
                 if asked_twice or not (by_grant or await self._card.until_there_is_a_keeper()):
                     raise
                 asked_twice = True
@@ -93,11 +94,10 @@ class OnCard:
             else:
                 break
         self._wake_s = self._now() - granted_s
-        worker = self.runtime.worker
+        worker = self._listen()
         self._card.settled(
             held=self._held,
             residue=worker.state.residue,
-            can_deepen=worker.facts.can_suspend,
             copies=worker.facts.weights_bytes,
             awake=True,
             reached=cause is not WakeCause.REQUEST,
@@ -151,11 +151,15 @@ class OnCard:
         return await self._card.look()
 
     def tell_ready(self) -> None:
-        """A worker is ready, asleep. What it says of its KV cache is heard from now on."""
+        """A worker is ready, asleep."""
+        self._tell_asleep(self._listen().state.device_free)
+
+    def _listen(self) -> WorkerClient:
+        """What the worker that there is now says of its KV cache is heard from now on."""
         worker = self.runtime.worker
         worker.short = self._begin_growing
         worker.changed = self._worker_changed
-        self._tell_asleep(self.runtime.worker.state.device_free)
+        return worker
 
     def _begin_growing(self, size: int) -> None:
         growing = asyncio.create_task(self._grow(self.runtime.worker, size))
@@ -220,11 +224,14 @@ class OnCard:
         return KvNow(state.kv_mapped, facts.kv_bytes, grown, min(spare, grown))
 
     def _tell_asleep(self, device_free: int | None, short: bool = False) -> None:
-        state = self.runtime.worker.state
+        worker = self.runtime.worker
+        state = worker.state
+        if worker.has_retired:
+            self._card.worker_ended()
+            device_free = None  # read before its process had ended
         self._card.settled(
             held=state.mapped_bytes,
             residue=state.residue,
-            can_deepen=self.runtime.worker.facts.can_suspend,
             copies=self.runtime.worker.facts.weights_bytes,
             device_free=device_free,
             short=short,

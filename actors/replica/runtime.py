@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from actors.errors import ServingError, Unavailable
+from actors.errors import ReplicaFailed, ServingError, Unavailable
 from actors.observer import EngineMeter, Observer, WakePhase
 from actors.protocol import (
     ChatPrompt,
@@ -70,6 +70,11 @@ class ModelRuntime:
         """Whether a request has come to its end here."""
         return self._streams.has_finished
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether the worker has sequences, running or frozen, that somebody waits for."""
+        return len(self._streams) > 0
+
     def check_health(self) -> None:
         """Raises ReplicaFailed if the worker can serve no more."""
         self.worker.check_alive()
@@ -113,12 +118,19 @@ class ModelRuntime:
     async def check_grammar(self, prepared: Prepared) -> None:
         """Have the worker compile a request's grammar, if it has one. Needs no weights.
 
+        Where a sleep has ended the worker, the next one does, with the request: then it wakes for a bad one, too.
+
         Raises:
             InvalidRequest: it is no valid one, or too much work; naming the field.
             Unavailable: too many are being compiled.
         """
-        if prepared.params.grammar is not None:
+        if prepared.params.grammar is None:
+            return
+        try:
             await self.worker.check_grammar(prepared.params.grammar)
+        except ReplicaFailed:
+            if not self.worker.has_retired:
+                raise
 
     async def generate(self, prepared: Prepared) -> AsyncIterator[TokenEvent]:
         """Events of all continuations, as they come; closing the iterator cancels the rest.
@@ -188,6 +200,10 @@ class ModelRuntime:
             self._observer.wake_phase(WakePhase.IMAGE, woke.image_s)
         self._observer.wake_phase(WakePhase.MAP, woke.map_s)
         return woke.change
+
+    def resumed(self, seconds: float) -> None:
+        """So long it took to have this worker, in the place of one that a sleep had ended."""
+        self._observer.wake_phase(WakePhase.RESUME, seconds)
 
     async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
         """See Effects."""

@@ -44,7 +44,14 @@ class SleepConfig(BaseModel):
         default=None,
         gt=0,
         description="Who has slept for this many seconds gives back what its process has of the card besides, context "
-        "and graphs (a deep sleep); the next wake takes about a second longer. Null: never.",
+        "and graphs (a deep sleep); the next wake takes about a second longer, or several where the driver cannot and the "
+        "process ends. Null: never.",
+    )
+    ends_worker: bool = Field(
+        default=False,
+        description="Every sleep ends the worker's process as well, unless requests are frozen in it, and the wake "
+        "starts another one, which takes seconds. Where the driver cannot have a deep sleep otherwise, that ends it "
+        "anyhow.",
     )
     keep_layers: int = Field(
         default=0,

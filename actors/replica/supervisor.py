@@ -4,11 +4,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Protocol
 
 from actors.errors import ReplicaFailed, ServingError
 from actors.observer import WakeCause
-from actors.protocol import MemoryChange
+from actors.protocol import MemoryChange, MemoryLeft
 from actors.replica.runtime import ModelRuntime
 from actors.replica.worker_client import WorkerClient
 
@@ -64,7 +65,7 @@ class ByRuntime:
 
 
 class WorkerSupervisor(ByRuntime):
-    """Effects of the lifecycle, by whichever worker there is.
+    """Effects of the lifecycle, by whichever worker there is; none while a sleep has ended it.
 
     Attributes:
         runtime: of the worker that there is, or was until a moment ago; from `start` on.
@@ -76,6 +77,8 @@ class WorkerSupervisor(ByRuntime):
         start_worker: Callable[[], Awaitable[Worker]],
         make_runtime: Callable[[WorkerClient], Awaitable[ModelRuntime]],
         failed: Callable[[ReplicaFailed], None],
+        release_image: Callable[[], Awaitable[None]],
+        ends_worker: bool = False,
         now: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -84,6 +87,8 @@ class WorkerSupervisor(ByRuntime):
         Args:
             start_worker: returns one that is ready.
             failed: told when a worker has failed; has to have `restart` called.
+            release_image: what a worker does in a sleep at level 2, for one that has ended.
+            ends_worker: every sleep does, not only those that are to be deep where the driver cannot.
             now: in seconds.
             pause: returns after so many of them.
         """
@@ -91,6 +96,8 @@ class WorkerSupervisor(ByRuntime):
         self._start_worker = start_worker
         self._make_runtime = make_runtime
         self._failed = failed
+        self._release_image = release_image
+        self._ends_worker = ends_worker
         self._worker: Worker | None = None
         self._beginning: asyncio.Task[None] | None = None
         self._now = now
@@ -107,6 +114,39 @@ class WorkerSupervisor(ByRuntime):
             CancelledError: closed meanwhile.
         """
         await self._until_closed(self._start())
+
+    async def wake(self, cause: WakeCause = WakeCause.COMMAND) -> MemoryChange:
+        """See Effects. Where a sleep has ended the worker, another one is started first, once.
+
+        Raises:
+            Exception: whatever keeps it from starting; `restart` tries again.
+        """
+        if self._worker is None:
+            began_s = self._now()
+            await self._until_closed(self._start())
+            self.runtime.resumed(self._now() - began_s)
+        return await super().wake(cause)
+
+    async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
+        """See Effects. A deep sleep ends the worker where the driver cannot do it: nothing of the card is left.
+
+        Not while requests are frozen there, of which nothing else knows how far they are.
+        """
+        if self._worker is None:
+            if level == 2:
+                await self._release_image()
+                self.runtime.worker.image_released()
+            return MemoryChange(0, 0, 0, deep=True)
+        change = await super().sleep(level, deep and not self._ends_worker)
+        client, runtime = self._worker.client, self.runtime
+        refused = deep and not (change.deep or client.state.can_suspend)
+        if runtime.has_requests or not (self._ends_worker or refused):
+            return change
+        client.retire()
+        self._lived_s += self._now() - self._ready_s
+        await self._end()
+        logger.info("the worker has ended; the next wake starts another one")
+        return _without_process(change)
 
     async def restart(self) -> None:
         """See Effects. Raises CancelledError if closed meanwhile."""
@@ -129,7 +169,8 @@ class WorkerSupervisor(ByRuntime):
         self._ready_s = self._now()
 
     async def _restart(self) -> None:
-        self._lived_s += self._now() - self._ready_s
+        if self._worker is not None:
+            self._lived_s += self._now() - self._ready_s
         since_s = self._lived_s if self.runtime.has_answered else self._lived_s - _ROW_S
         self._attempts = [at_s for at_s in self._attempts if at_s > since_s]
         while True:
@@ -173,3 +214,21 @@ class WorkerSupervisor(ByRuntime):
         worker, self._worker = self._worker, None
         if worker is not None:
             await worker.end()
+
+
+def _without_process(change: MemoryChange) -> MemoryChange:
+    """A sleep whose process has ended as well, and with it what that had left."""
+    assert change.left is not None, "of a sleep"
+    more = change.left.total
+
+    def with_more(released: int | None) -> int | None:
+        return None if released is None else released + more
+
+    return replace(
+        change,
+        mapped_after_bytes=0,
+        released_bytes=with_more(change.released_bytes),
+        own_released_bytes=with_more(change.own_released_bytes),
+        left=MemoryLeft(0, 0, 0, 0, 0),
+        deep=True,
+    )

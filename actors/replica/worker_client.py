@@ -12,7 +12,7 @@ import msgspec
 from actors.engine.outputs import EngineOutput, EngineStats, RawLogprob
 from actors.errors import ReplicaFailed, ServingError, WorkerLost
 from actors.observer import KvChange, Observer
-from actors.protocol import DeviceNow, Grammar, MemoryChange
+from actors.protocol import DeviceNow, Grammar, MemoryChange, MemoryLeft
 from actors.worker.connection import Connection
 from actors.worker.messages import (
     ANSWERS,
@@ -25,6 +25,7 @@ from actors.worker.messages import (
     FinishCompiling,
     GiveBackKv,
     GrowKv,
+    KvResized,
     Logged,
     NewSequence,
     Obtained,
@@ -60,6 +61,7 @@ class WorkerClient:
 
     Attributes:
         facts: what does not change; from `ready` on.
+        has_retired: it was ended behind a sleep, and has not failed.
         state: what it was a moment ago; from `ready` on. Of one that failed, nothing is mapped.
         failed: why this worker serves no more, as soon as that is so.
         outputs: told of each step.
@@ -100,6 +102,7 @@ class WorkerClient:
         self._new: list[NewSequence] = []
         self._cancelled: list[str] = []
         self._closed = False
+        self.has_retired = False
         self._limits = limits
         self._has_begun = False
         self._heard_s = time.monotonic()
@@ -171,13 +174,11 @@ class WorkerClient:
         Raises:
             DeviceMemoryShort: the device has not that much.
         """
-        if parts := await self._call(GrowKv(granted)):
-            self._observer.kv_changed(KvChange.MAPPED, parts)
+        self._resized(KvChange.MAPPED, await self._call(GrowKv(granted)))
 
     async def give_back_kv(self, size: int) -> None:
         """Have the worker unmap so much of the KV cache, as far as no sequence has anything there."""
-        if parts := await self._call(GiveBackKv(size)):
-            self._observer.kv_changed(KvChange.GIVEN_BACK, parts)
+        self._resized(KvChange.GIVEN_BACK, await self._call(GiveBackKv(size)))
 
     async def stop(self) -> None:
         """Have the worker stop, and close the connection. Idempotent."""
@@ -198,6 +199,31 @@ class WorkerClient:
             self._beginning.cancel()
         self._listening.cancel()
         self._connection.close()
+
+    def _resized(self, change: KvChange, answer: KvResized) -> None:
+        if answer.parts:
+            self._observer.kv_changed(change, answer.parts, answer.size)
+
+    def retire(self) -> None:
+        """Its process is about to be ended, behind a sleep: from now on it has nothing of the device."""
+        self.has_retired = True
+        self.close()
+        self._fail(WorkerLost("this worker was ended behind a sleep"))
+        state = self.state
+        self.state = msgspec.structs.replace(
+            state,
+            wake_bytes=state.wake_bytes + state.residue,  # the next one's process takes as much
+            residue=0,
+            device_held=0,
+            device_own=None if state.device_own is None else 0,
+            left=MemoryLeft(0, 0, 0, 0, 0),
+            suspended=True,
+        )
+        self.facts = msgspec.structs.replace(self.facts, process_id=0)
+
+    def image_released(self) -> None:
+        """Behind `retire`: the image went as well."""
+        self.state = msgspec.structs.replace(self.state, image_origin="", image_bytes=0)
 
     async def _call(self, task: Task) -> Any:
         """What the worker answers.

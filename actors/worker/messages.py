@@ -136,6 +136,13 @@ class Woke(msgspec.Struct, frozen=True):
     map_s: float  # to map, to begin the copies and to resume
 
 
+class KvResized(msgspec.Struct, frozen=True):
+    """The answer to `GrowKv` and `GiveBackKv`: parts of the KV cache that came, or went, and their bytes."""
+
+    parts: int = 0
+    size: int = 0
+
+
 class WorkerFacts(msgspec.Struct, frozen=True):
     """What does not change while a worker lives."""
 
@@ -147,7 +154,6 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kv_first_bytes: int = (
         0  # of these, what a wake maps where a card is shared; 0: all come with every wake
     )
-    can_suspend: bool = False  # its sleep can be deep
 
 
 class WorkerState(msgspec.Struct, frozen=True):
@@ -166,6 +172,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     last_wake: WakeReport | None  # of the last wake whose bytes have arrived and were checked
     residue: int = 0  # of a card, by this process, beside what is mapped; at the last sleep
     suspended: bool = False  # the process has nothing of its device
+    can_suspend: bool = False  # the driver has not refused yet to take what the process has
     kv_mapped: int = 0  # of the KV cache
     kv_spare: int = 0  # of that, behind what sequences have and the first part
 
@@ -257,14 +264,14 @@ ToReplica: TypeAlias = (
 )
 Send: TypeAlias = Callable[[ToReplica], None]  # from any thread
 
-# What calls are answered with, those of the KV cache with a number of parts; None where nothing is listed.
+# What calls are answered with; None where nothing is listed.
 ANSWERS: dict[type, Any] = {
     Wake: Woke,
     Sleep: MemoryChange,
     Score: list[RawLogprob | None],
     ReadDevice: DeviceNow,
-    GrowKv: int,
-    GiveBackKv: int,
+    GrowKv: KvResized,
+    GiveBackKv: KvResized,
 }
 
 

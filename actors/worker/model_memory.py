@@ -87,6 +87,7 @@ class ModelMemory:
         residue_bytes: the same without kept layers, awake as well: what this process has of a card beside what
             is mapped; nothing of a CPU, and nothing while it is suspended.
         suspended: this process has nothing of its device; `resume` comes before anything else that calls it.
+        can_suspend: the driver knows how, and has not refused yet.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class ModelMemory:
         self.sleep_residue: MemoryLeft | None = None
         self.residue_bytes = 0
         self.suspended = False
+        self.can_suspend = self._driver.can_suspend
         self._read_suspended = self.last_reading
         self._read_suspended_s = -math.inf  # when that was
         self._comes_back_bytes = 0  # with `resume`, beside what is mapped
@@ -173,10 +175,6 @@ class ModelMemory:
         if self._landing is not None and self._weights.mapped_bytes < self._weights.size:
             whole += self._landing.size  # for the wake only
         return whole - self._not_asked_for - self.mapped_bytes + self._comes_back_bytes
-
-    @property
-    def can_suspend(self) -> bool:
-        return self._driver.can_suspend
 
     def spare_bytes(self) -> int:
         """What the device has free beside all of this model. While nothing runs on it.
@@ -388,6 +386,7 @@ class ModelMemory:
         gc.collect()  # who throws away an event or a stream later on waits for `resume`
         self.suspended = self._driver.suspend()
         if not self.suspended:
+            self.can_suspend = False
             return False
         self._comes_back_bytes, self.residue_bytes = self.residue_bytes, 0
         self.last_reading = self._read_suspended = self._driver.memory()

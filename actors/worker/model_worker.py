@@ -54,6 +54,7 @@ from actors.worker.image_need import ImageNeed
 from actors.worker.kv_demand import KvDemand
 from actors.worker.messages import (
     Failed,
+    KvResized,
     NewSequence,
     Outputs,
     Send,
@@ -211,7 +212,6 @@ class ModelWorker:
             weights_bytes=self.memory.weights_bytes,
             kv_bytes=self.memory.kv_bytes,
             kv_first_bytes=self.memory.kv_first_bytes if self.memory.grows_by_grant else 0,
-            can_suspend=self.memory.can_suspend,
         )
 
     def state(self) -> WorkerState:
@@ -232,6 +232,7 @@ class ModelWorker:
             last_wake=memory.last_wake,
             residue=memory.residue_bytes,
             suspended=memory.suspended,
+            can_suspend=memory.can_suspend,
             kv_mapped=memory.kv_mapped_bytes,
             kv_spare=memory.kv_spare_bytes(engine.kv_parts_in_use),
         )
@@ -321,22 +322,22 @@ class ModelWorker:
         """See ImageCompression.segment. Asked by the holder of the image."""
         return await asyncio.to_thread(self._compression.segment, key, index)
 
-    async def grow_kv(self, granted: bool) -> int:
-        """Map what it said it is short of, if that was granted; how many parts came.
+    async def grow_kv(self, granted: bool) -> KvResized:
+        """Map what it said it is short of, if that was granted; what came.
 
         Raises:
             DeviceMemoryShort: the device has not that much.
         """
-        grown = 0
+        grown = KvResized()
         try:
             if granted:
                 grown = await self._on_control(self._residency.grow_kv)
         finally:
-            self._demand.answered(bool(grown))
+            self._demand.answered(bool(grown.parts))
         return grown
 
-    async def give_back_kv(self, size: int) -> int:
-        """Unmap so much of the KV cache, as far as no sequence has anything there; how many parts went."""
+    async def give_back_kv(self, size: int) -> KvResized:
+        """Unmap so much of the KV cache, as far as no sequence has anything there; what went."""
         return await self._on_control(self._residency.give_back_kv, size)
 
     async def settled(self) -> None:

@@ -14,6 +14,7 @@ from actors.protocol import MemoryChange, WakeReport
 from actors.threads import submit_unless_closed
 from actors.worker.cleared import ClearedCollection
 from actors.worker.growth import CacheGrowth
+from actors.worker.messages import KvResized
 from actors.worker.model_memory import ModelMemory
 from actors.worker.watchdog import Watchdog
 
@@ -160,36 +161,37 @@ class Residency:
         self._cleared.begin()
         return change
 
-    def grow_kv(self) -> int:
-        """Map the next part of the KV cache, if awake; how many came.
+    def grow_kv(self) -> KvResized:
+        """Map the next part of the KV cache, if awake; what came.
 
         Raises:
             DeviceMemoryShort: the device has not that much.
         """
         try:
-            return int(self._grow_kv())
+            size = self._memory.next_part_bytes()
+            return KvResized(1, size) if self._grow_kv() else KvResized()
         except DeviceMemoryShort:
             raise
         except Exception as exc:
             self._fail(exc, "mapping the KV cache")
             raise
 
-    def give_back_kv(self, size: int) -> int:
-        """Unmap so much of the KV cache, as far as no sequence has anything there; how many parts went.
+    def give_back_kv(self, size: int) -> KvResized:
+        """Unmap so much of the KV cache, as far as no sequence has anything there; what went.
 
         Steps go on: first the engine no longer uses these parts, then the device does what it had been given.
         """
         if self._engine.paused:
-            return 0  # asleep
+            return KvResized()  # asleep
         try:
             with self._watchdog.pause:
                 parts = self._engine.give_up_kv(size)
             with self._watchdog.unmap:
-                self._memory.unmap_kv(parts)
+                went = self._memory.unmap_kv(parts)
         except Exception as exc:
             self._fail(exc, "giving back KV cache")
             raise
-        return len(parts)
+        return KvResized(len(parts), went)
 
     def drop_image(self) -> ImageKey | None:
         """Behind a sleep; see ModelMemory. None, and nothing happens, if the model is awake."""

@@ -72,7 +72,7 @@ def many(
         typer.Option(
             metavar="NAME,...",
             help="Beside `shared`, which comes first and is as configured: static, one-at-a-time, lru, "
-            "infinite, or all.",
+            "restart, infinite, or all.",
         ),
     ] = "all",
     limit_s: Annotated[

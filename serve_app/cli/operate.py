@@ -342,7 +342,8 @@ def _row(table: "Table", *cells: str) -> None:
 
 
 def _state(replica: Mapping[str, Any]) -> str:
-    return f"{replica['state']}, held" if replica["held"] else str(replica["state"])
+    state = str(replica["state"])
+    return f"{state}, held" if replica["held"] else f"{state}, deep" if replica["deep"] else state
 
 
 def _seconds(value: float | None) -> str:

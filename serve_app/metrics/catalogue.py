@@ -197,7 +197,7 @@ WAKE_SECONDS = _histogram(
 )
 WAKE_PHASE_SECONDS = _histogram(
     "sleepserve_wake_phase_seconds",
-    "Parts of wakes: `resume` (after a deep sleep), `image` (got again after level 2), `map` (and copies begun), `copy` (the bytes on "
+    "Parts of wakes: `resume` (after a deep sleep: the process again as it was, or another one), `image` (got again after level 2), `map` (and copies begun), `copy` (the bytes on "
     "the link), `check` (checksums). The last two run beside the first requests.",
     _WAKE,
     phase=tuple(WakePhase),
@@ -232,6 +232,11 @@ GROWTH = _counter(
 KV_PARTS = _counter(
     "sleepserve_kv_parts_total",
     "Parts of the KV cache that came while the model was awake on a shared card, and that went back.",
+    change=tuple(KvChange),
+)
+KV_PARTS_BYTES = _counter(
+    "sleepserve_kv_parts_bytes_total",
+    "Bytes of these parts.",
     change=tuple(KvChange),
 )
 CARD_WAITING = _gauge(
@@ -311,6 +316,7 @@ OF_REPLICAS = (
         GRANT_SECONDS,
         GROWTH,
         KV_PARTS,
+        KV_PARTS_BYTES,
         CARD_WAITING,
         RESTORED_BYTES,
         RESTORE_RATE,

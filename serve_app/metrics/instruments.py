@@ -66,8 +66,9 @@ class Instruments(Observer):
     def growth_asked(self, outcome: GrowthOutcome) -> None:
         self._tally.add(metrics.GROWTH, outcome)
 
-    def kv_changed(self, change: KvChange, parts: int) -> None:
+    def kv_changed(self, change: KvChange, parts: int, size: int) -> None:
         self._tally.add(metrics.KV_PARTS, change, by=parts)
+        self._tally.add(metrics.KV_PARTS_BYTES, change, by=size)
 
     def wake_phase(self, phase: WakePhase, seconds: float) -> None:
         self._tally.observe(metrics.WAKE_PHASE_SECONDS, seconds, phase)
@@ -130,6 +131,10 @@ class Instruments(Observer):
             metrics.DEVICE_SAVED_TIME, by=self._saved_bytes * (now_s - self._saved_since_s)
         )
         self._saved_bytes, self._saved_since_s = size, now_s
+
+    @property
+    def kv_given_back_bytes(self) -> int:
+        return int(self._tally.count(metrics.KV_PARTS_BYTES, KvChange.GIVEN_BACK))
 
     def snapshot(
         self, replica_id: str, state: ReplicaState, gauges: Mapping[Key, float]

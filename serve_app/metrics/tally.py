@@ -90,6 +90,11 @@ class Tally:
             for _ in range(times):
                 self._mirror.observe(metric, value, labels)
 
+    def count(self, metric: Metric, *labels: str) -> float:
+        """Of one counter, so far."""
+        with self._lock:
+            return self._counters.get(_key(metric, labels), 0)
+
     def sums(self) -> Sums:
         """As they are now; later counts do not change what was returned."""
         with self._lock:

@@ -269,6 +269,7 @@ class Replica:
             schedule=self._schedule_status(),
             last_sleep=lifecycle.slept_why(),
             deep=worker.state.suspended,
+            kv_given_back_bytes=self._instruments.kv_given_back_bytes,
         )
 
     def _schedule_status(self) -> ScheduleStatus | None:

@@ -215,10 +215,17 @@ class ModelReplica:
                 may_begin = partial(_place_and_build, self._card, card.memory_budget or 1.0)
             return await WorkerProcess.start(settings, resources, observer, may_begin)
 
+        async def release_image() -> None:
+            await reading  # torch comes in with it, on a thread
+            load = await asyncio.to_thread(settings.load)  # imports
+            await load.release_own()
+
         return WorkerSupervisor(
             start_worker,
             make_runtime,
             lambda failure: self._lifecycle.restart(failure),
+            release_image,
+            config.sleep.ends_worker,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent | Refusal]:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from serve_app.process.logs import log_to
 if TYPE_CHECKING:
     from actors.image.compression import CompressedSegment
     from actors.image.layout import ImageKey
+    from actors.image.obtain import FastLoad
     from actors.worker.model_worker import ModelWorker
 
 
@@ -49,6 +50,15 @@ class WorkerSettings:
     memory_budget: float | str | None = (
         None  # of the card, for all its models; None: it is not shared
     )
+
+    def load(self) -> "FastLoad":
+        """How its image is had, and let go of, on this node."""
+        from actors.image.held import ImageRequest
+        from actors.image.obtain import FastLoad
+        from serve_app.weights.holders import HolderOfThisNode
+
+        request = ImageRequest(self.model_id, self.source, self.dtype, self.image_ttl_s)
+        return FastLoad(HolderOfThisNode(), request, self.checkpoint, self.lessee)
 
 
 class WorkerActor:
@@ -80,13 +90,10 @@ class WorkerActor:
         # Before there is a connection, on which silence counts: imports let nothing else run here meanwhile.
         await spares.imported()
         with uncollected():
-            from actors.image.held import ImageRequest
-            from actors.image.obtain import FastLoad
             from actors.memory.cpu_card import CpuCard
             from actors.worker.model_memory import select_driver
             from actors.worker.model_worker import ModelWorker, build_module
             from actors.worker.service import Permission, WorkerService, signs_of_life
-            from serve_app.weights.holders import HolderOfThisNode
 
         connection: Connection[ToWorker] = Connection(ToWorker, lambda _: None, _replica_is_gone)
         permission = Permission(connection)
@@ -98,13 +105,8 @@ class WorkerActor:
                 module = await asyncio.to_thread(
                     build_module, settings.checkpoint, settings.dtype, settings.engine.device
                 )
-            load = FastLoad(
-                holder=HolderOfThisNode(),
-                request=ImageRequest(
-                    settings.model_id, settings.source, settings.dtype, settings.image_ttl_s
-                ),
-                checkpoint=settings.checkpoint,
-                lessee=settings.lessee,
+            load = replace(
+                settings.load(),
                 worker=ray.get_runtime_context().current_actor,
                 on_obtained=lambda source: connection.send(Obtained(source)),
             )

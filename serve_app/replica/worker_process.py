@@ -11,10 +11,11 @@ from typing import Any, Self
 
 import ray
 from ray._private.state import actors
+from ray.exceptions import RayTaskError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.errors import WorkerLost
+from actors.errors import ServingError, WorkerLost
 from actors.observer import Observer
 from actors.replica.worker_client import WorkerClient
 from actors.worker.messages import Sized
@@ -96,6 +97,10 @@ class WorkerProcess:
             try:
                 # A worker that hangs never answers the call; its silence is told by the client.
                 await asyncio.gather(self._actor.start.remote(socket), self.client.ready())
+            except RayTaskError as error:
+                if isinstance(error.cause, ServingError):
+                    raise error.cause from error  # Ray's own, which is of both classes, cannot be pickled
+                raise
             finally:
                 server.close()
 

@@ -229,6 +229,10 @@ class HolderOfThisNode:
         return grant
 
     async def release(self, key: "ImageKey", lessee: str) -> bool:
+        if self._holder is None:
+            await self.ping()  # who got the image is no more
+        if self._holder is None:
+            return False
         gone: bool = await self._holder.release.remote(key, lessee)
         return gone
 

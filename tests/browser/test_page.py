@@ -138,6 +138,17 @@ def test_hold_is_said_in_words(stage: Stage, browser: Any) -> None:
         page.get_by_text("held: only Wake ends it").wait_for()
 
 
+def test_sleeper_without_a_process_says_so(stage: Stage, browser: Any) -> None:
+    with looking(browser, stage.url) as page:
+        press(page, "Sleep", "coder-3b")
+        page.get_by_text("a request wakes it, from host memory").wait_for()
+        stage.run(lambda: stage.code.say(deep=True, worker_process_id=0))
+        shows(page, "coder-3b", "asleep, deep")
+        page.get_by_text(
+            "its process has ended: a request starts another, from host memory"
+        ).wait_for()
+
+
 def test_refused_order_is_told(stage: Stage, browser: Any) -> None:
     with looking(browser, stage.url, expect="status of 503") as page:
         page.route(

@@ -107,6 +107,9 @@ def test_bar_has_everybody_in_proportion_and_the_end_of_the_budget(
         assert told.endswith("other processes 3.00 GiB, free 101 GiB, budget 126 GiB")
         page.get_by_text("25.0 GiB of 126 GiB in use, 101 GiB free").wait_for()
         assert "KV cache 10.0 GiB of 40.0 GiB" in row(page, CHAT).inner_text()
+        assert "given back" not in row(page, CHAT).inner_text()
+        stage.run(lambda: stage.chat.say(kv_given_back_bytes=3 * GIB))
+        row(page, CHAT).get_by_text("KV cache given back 3.00 GiB").wait_for()
         assert page.get_by_role("heading", name="Device memory").is_hidden(), "it would be twice"
 
 

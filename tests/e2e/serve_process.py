@@ -139,6 +139,11 @@ class ServeProcess(base.ServeProcess):
         assert stores, "no object store found"
         return sum(stores.values())
 
+    def cpu_card(self) -> Path:
+        """The account of what stands for a card."""
+        (file,) = {each.resolve() for each in self._home.glob("ray/session_*/cpu-card-*")}
+        return file
+
     def wait_for_log(self, *parts: str, pid: int) -> str:
         """The first line of that process with all of these in it."""
 

@@ -50,7 +50,7 @@ def test_ways_to_share_a_card_are_measured_beside_each_other(
     file = tmp_path / "many.json"
     more = ["--duration", 10, "--max-prompt-tokens", 100, "--max-output-tokens", 16]
     run = subprocess.run(
-        command(config, "--variants", "static", *more, "--json", file),
+        command(config, "--variants", "static,restart", *more, "--json", file),
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -76,6 +76,12 @@ def test_ways_to_share_a_card_are_measured_beside_each_other(
     # Those that do not fit are not served, and what fits never sleeps.
     assert static["refused"] == sent["of_models"]["three"] + sent["of_models"]["four"]
     assert (static["wakes"], static["wrong"], static["ttft_cold_s"]) == (0, 0, None)
+    restart = result["variants"]["restart"]
+    assert restart["requests"] == sent["requests"]
+    assert restart["wakes"] > 0
+    assert restart["wrong"] == 0
+    # A process starts and imports torch, where otherwise bytes are copied.
+    assert restart["ttft_cold_s"]["p50"] > 2 * shared["ttft_cold_s"]["p50"]
     for told in ("as configured", "first token within 0.5 s", "shortened"):
         assert told in run.stdout
 

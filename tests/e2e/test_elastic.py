@@ -78,7 +78,10 @@ def test_cache_grows_and_goes_to_who_wakes_while_both_stay_awake(
 
     assert answer(server, other, second) == second.answer
     assert sorted(awake(server)) == sorted([one, other])
-    assert counted(server, "sleepserve_kv_parts_total", change="given_back") > 0
+    parts = counted(server, "sleepserve_kv_parts_total", change="given_back")
+    given = counted(server, "sleepserve_kv_parts_bytes_total", change="given_back")
+    assert given >= parts > 0
+    assert sum(r["kv_given_back_bytes"] for r in replicas(server).values()) == given
     assert not counted(server, "sleepserve_sleeps_total", cause="room")
     assert answer(server, one, first) == first.answer
     assert fill(server, one, first) == {first.answer}

@@ -1,6 +1,7 @@
 """Models that share a card in one process: lifecycles, engines and memory as in replicas, a keeper, a driver that counts."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -35,9 +36,11 @@ class KvChanges(Observer):
 
     def __init__(self) -> None:
         self.changes: list[KvChange] = []
+        self.sizes: Counter[KvChange] = Counter()  # bytes
 
-    def kv_changed(self, change: KvChange, parts: int) -> None:
+    def kv_changed(self, change: KvChange, parts: int, size: int) -> None:
         self.changes += [change] * parts
+        self.sizes[change] += size
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Replica:
     outcomes: list[GrantOutcome]
     sleeps: list[SleepCause]
     kv_changes: list[KvChange]
+    kv_bytes: Counter[KvChange]
 
     async def tokens(
         self, prompt: str, max_tokens: int = 12, keep_alive_s: float | None = None
@@ -99,7 +103,9 @@ async def replica(
     client.make_room = lifecycle.make_room
     client.give_back = workers.give_back
     outcomes.clear()
-    return Replica(model, lifecycle, client, outcomes, sleeps.causes, observed.changes)
+    return Replica(
+        model, lifecycle, client, outcomes, sleeps.causes, observed.changes, observed.sizes
+    )
 
 
 @asynccontextmanager

@@ -117,8 +117,14 @@ def test_busy_neighbour_gives_back_what_it_does_not_use(
             before = mapped(one)
             long = asyncio.create_task(one.tokens(LONG[0], 100))
             await until(lambda: one.model.worker.engine_stats().kv_used_blocks > 0)
+            came = one.kv_bytes[KvChange.MAPPED]
+            assert came == before - least(one)
             await one.client.give_back(PART)
             assert mapped(one) < before
+            assert one.kv_bytes == {
+                KvChange.MAPPED: came,
+                KvChange.GIVEN_BACK: before - mapped(one),
+            }
             assert await two.tokens(PROMPTS[1]) == right[1]
             assert await long == expected
             assert states(made) == [AWAKE, AWAKE]

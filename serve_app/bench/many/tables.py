@@ -70,6 +70,7 @@ def _figures(result: Result) -> Table:
         row("of infinite's", number("tokens_per_s", ".2f", infinite))
     row("swaps per minute", number("swaps_per_min", ".1f"))
     row("bytes moved, GiB", number("moved_bytes", ".2f", 2**30))
+    row("KV cache given back, GiB", number("kv_given_back_bytes", ".2f", 2**30))
     row("longest wait, s", number("longest_wait_s", ".2f"))
     answers = (f"{each['wrong']} of {each['asked']}" for each in found.values())
     row("wrong answers", answers)

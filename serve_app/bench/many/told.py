@@ -8,13 +8,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.bench.many.variants import Needs
 from serve_app.bench.serve_process import logged_at
-from serve_app.metrics.catalogue import RESTORED_BYTES, SLEEPS, WAKE_WAIT_SECONDS, WAKES
+from serve_app.metrics.catalogue import (
+    KV_PARTS_BYTES,
+    RESTORED_BYTES,
+    SLEEPS,
+    WAKE_WAIT_SECONDS,
+    WAKES,
+)
 
 # Name of a figure -> a sample of `/metrics`, and what its labels must be.
 _COUNTERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "wakes": (WAKES.name, {"result": "ok"}),
     "preempted": (SLEEPS.name, {"cause": "preempted"}),
     "moved_bytes": (RESTORED_BYTES.name, {}),
+    "kv_given_back_bytes": (KV_PARTS_BYTES.name, {"change": "given_back"}),
     "waited_for_a_wake": (f"{WAKE_WAIT_SECONDS.name}_count", {}),
 }
 _WOKEN = re.compile(r"-- (\S+)/[^/\s]+: waking -> awake ")

@@ -117,6 +117,11 @@ def _lru(settings: Settings, fit: Fits) -> None:
     card_of(settings)["max_awake_models"] = fit.beside_sleepers
 
 
+def _restart(settings: Settings, fit: Fits) -> None:
+    # Who freezes requests keeps their process: people's servers have none that could.
+    _for_each_model(settings, sleep={"ends_worker": True}, sharing={"preempt": "drain"})
+
+
 def _infinite(settings: Settings, fit: Fits) -> None:
     card = card_of(settings)
     card["memory_budget"] = _WHOLE_CARD
@@ -138,6 +143,10 @@ VARIANTS: Mapping[str, Variant] = {
     "lru": Variant(
         "as many models awake as fit, by their number; for another one the longest idle sleeps",
         _lru,
+    ),
+    "restart": Variant(
+        "as configured, but a process ends with each sleep, and a wake starts one from the image",
+        _restart,
     ),
     "infinite": Variant("all models awake, on the whole card instead of the budget", _infinite),
 }

@@ -100,6 +100,7 @@ function makeReplica(id) {
 function pillText(replica, silent) {
   if (silent) return word("silent");
   if (replica.state === "asleep" && replica.held) return "asleep, held";
+  if (replica.state === "asleep" && replica.deep) return "asleep, deep";
   return word(replica.state);
 }
 
@@ -124,10 +125,15 @@ function whatNext(replica, now) {
       return [0, "Ray Serve replaces it"];
     case "asleep":
       if (replica.held) return [0, "held: only Wake ends it"];
-      return [0, replica.weights_from ? "a request wakes it, from host memory" : "a request wakes it, from disk"];
+      return [0, whatWakes(replica)];
     default:
       return awakeNext(replica, now);
   }
+}
+
+function whatWakes(replica) {
+  const from = replica.weights_from ? "from host memory" : "from disk";
+  return replica.worker_process_id ? `a request wakes it, ${from}` : `its process has ended: a request starts another, ${from}`;
 }
 
 function awakeNext(replica, now) {

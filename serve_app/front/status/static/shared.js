@@ -74,7 +74,9 @@ function rowOf({ model_id: model, replica_id: id, moving, ...tenant }, card, rep
   const has = parts.filter((part) => part.size > 0).map(({ kind, size }) => `${OF_TENANTS[kind]} ${bytes(size)}${most[kind] ?? ""}`);
   const slept = state === "asleep" && replicas[id].last_sleep;
   const why = slept ? [`${whySlept(slept)}, ${span(now - slept.at)} ago`] : [];
-  return { id, place, label, parts, state, told: [...why, ...has].join(" · ") };
+  const gave = replicas[id]?.kv_given_back_bytes;
+  const given = gave ? [`KV cache given back ${bytes(gave)}`] : [];
+  return { id, place, label, parts, state, told: [...why, ...has, ...given].join(" · ") };
 }
 
 function whySlept({ cause, for_model: model }) {

@@ -367,6 +367,34 @@ def test_worker_that_dies_while_it_owes_memory(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_worker_that_starts_for_a_wake_has_what_that_was_granted(tmp_path: Path) -> None:
+    """Nothing was left of the one before; a neighbour gets none of it while the next one begins."""
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            await a.wake(60)
+            a.client.worker_ended()
+            a.client.settled(held=0)
+            assert (await seen(b)).held == 0
+            await a.client.wake(60, waits=True)
+            a.client.worker_ended()  # as ahead of every start
+            await a.client.place(site.card, os.getpid())
+            await a.client.build(50)
+            assert (await seen(b)).held == 60
+            with pytest.raises(NoRoom):
+                await b.wake(60, waits=False)
+            a.client.settled(held=60, awake=True)
+            assert len(a.outcomes) == 2
+
+            a.client.worker_ended()  # it failed: the next one has to ask
+            assert (await seen(b)).held == 0
+            await a.client.build(50)
+            assert len(a.outcomes) == 3
+
+    run(scenario)
+
+
 def test_tenant_that_comes_again_takes_the_place_of_its_old_connection(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with card_site(tmp_path, BUDGET) as site:

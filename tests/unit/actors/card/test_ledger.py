@@ -149,7 +149,7 @@ def test_order_that_could_not_be_followed_goes_to_somebody_else() -> None:
 
 def test_sleeper_that_cannot_sleep_deep_now_is_asked_again_later() -> None:
     book = ledger("a", "b")
-    sleeper = Account(process_id=1, residue=5, can_deepen=True)
+    sleeper = Account(process_id=1, residue=5)
     book.account("a", sleeper, 20.0)
     wants(book, "b", 100)
     order, _ = decide(book)

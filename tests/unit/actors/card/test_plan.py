@@ -225,7 +225,7 @@ def test_who_moves_makes_no_room() -> None:
 
 
 def asleep(name: str, residue: int = 5, **fields: object) -> Tenant:
-    tenant = Tenant(name, name, Terms(), residue=residue * GIB, can_deepen=True)
+    tenant = Tenant(name, name, Terms(), residue=residue * GIB)
     return replace(tenant, **fields)  # type: ignore[arg-type]
 
 
@@ -247,7 +247,7 @@ def test_sleepers_sleep_deep_before_anybody_busy_sleeps() -> None:
 
 
 def test_who_falls_asleep_for_somebody_sleeps_deep_next_if_that_is_what_it_takes() -> None:
-    victim = awake("a", 95, residue=5 * GIB, can_deepen=True)
+    victim = awake("a", 95, residue=5 * GIB)
     assert evicted(plan(card(victim), ask(100), NOW_S)) == ["a"]
     fallen_asleep = asleep("a")
     outcome = plan(card(fallen_asleep), ask(100), NOW_S)
@@ -264,7 +264,6 @@ def test_kept_layers_go_with_a_deep_sleep() -> None:
 @pytest.mark.parametrize(
     "why",
     [
-        {"can_deepen": False},
         {"moving": True},
         {"busy": True},
         {"leaving": True},
@@ -273,10 +272,7 @@ def test_kept_layers_go_with_a_deep_sleep() -> None:
 )
 def test_some_cannot_sleep_deep_now(why: dict[str, object]) -> None:
     outcome = plan(card(awake("b", 80), asleep("a", 20, **why)), ask(100), NOW_S)
-    if why == {"can_deepen": False}:
-        assert isinstance(outcome, Refuse)
-    else:
-        assert "a" not in evicted(outcome)
+    assert "a" not in evicted(outcome)
 
 
 def test_deep_sleep_makes_no_place_among_those_that_may_be_awake() -> None:
@@ -286,7 +282,7 @@ def test_deep_sleep_makes_no_place_among_those_that_may_be_awake() -> None:
 
 def test_what_only_deep_sleeps_leave_room_for_fits() -> None:
     assert evicted(plan(card(*(asleep(str(i), 1) for i in range(9))), ask(92), NOW_S)) == ["0"]
-    pinned = awake("p", 10, residue=GIB, can_deepen=True, terms=Terms(pin=True))
+    pinned = awake("p", 10, residue=GIB, terms=Terms(pin=True))
     assert isinstance(plan(card(pinned), ask(90), NOW_S), Refuse)
 
 
@@ -390,13 +386,13 @@ def test_model_that_never_fits_is_refused_at_once() -> None:
     )
 
 
-def test_sleepers_that_keep_memory_count() -> None:
+def test_sleepers_that_keep_memory_count_and_have_to_give_it_back() -> None:
     """vLLM #47654: a neighbour that slept badly kept its memory, and the others' wakes failed with an OOM."""
     bad = Tenant("bad", "bad", Terms(), held=30 * GIB, kept=30 * GIB, residue=5 * GIB)
     assert isinstance(plan(card(bad), ask(65), NOW_S), Grant)
     outcome = plan(card(bad), ask(66), NOW_S)
-    assert isinstance(outcome, Refuse)
-    assert "65.00 GiB of which sleepers and pinned models leave" in outcome.reason
+    assert isinstance(outcome, Wait)
+    assert [(e.tenant, e.deep) for e in outcome.evict] == [("bad", True)]
 
 
 def test_what_pinned_models_leave_is_all_there_is() -> None:
@@ -404,6 +400,7 @@ def test_what_pinned_models_leave_is_all_there_is() -> None:
     assert isinstance(outcome, Refuse)
     assert not outcome.ever
     assert "beside p (sharing.pin)" in outcome.reason
+    assert "40.00 GiB of which these leave" in outcome.reason
 
 
 # --- how many ---

@@ -359,7 +359,6 @@ class World:
             held=model.mapped,
             kept=0,
             residue=0 if model.deep else model.residue,
-            can_deepen=True,
             awake=model.state in ("waking", "awake", "draining"),
             busy=bool(model.in_flight),
             moving=model.state == "waking",

@@ -2,28 +2,44 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from actors.errors import EngineDied, ReplicaFailed, WorkerLost
-from actors.protocol import MemoryChange
+from actors.protocol import MemoryChange, MemoryLeft
 from actors.replica import supervisor as module
 from actors.replica.supervisor import WorkerSupervisor
 
 LIMIT = module._MAX_ATTEMPTS
 PAUSES = [1.0, 2.0, 4.0, 8.0]
+LEFT = MemoryLeft(context=3, graphs=2, kept_layers=10, torch_reserve=0, other=1)
+SLEPT = MemoryChange(100, 10, 0, released_bytes=90, own_released_bytes=None, left=LEFT)
+GONE = MemoryChange(100, 0, 0, 106, None, MemoryLeft(0, 0, 0, 0, 0), deep=True)
 
 
 class Client:
-    def __init__(self) -> None:
+    """Of a worker; `can_suspend` as the test says."""
+
+    def __init__(self, log: list[str]) -> None:
         self.failed: asyncio.Future[ReplicaFailed] = asyncio.get_running_loop().create_future()
+        self.can_suspend = False
+        self._log = log
+
+    @property
+    def state(self) -> "Client":
+        return self
+
+    def retire(self) -> None:
+        self._log.append("retire")
+        self.failed.set_result(WorkerLost("ended behind a sleep"))
 
 
 class Worker:
     def __init__(self, number: int, log: list[str]) -> None:
         self.number = number
-        self.client: Any = Client()
+        self.client: Any = Client(log)
         self._log = log
 
     async def end(self) -> None:
@@ -42,6 +58,9 @@ class Runtime:
     def __init__(self, number: int, log: list[str]) -> None:
         self.number = number
         self.has_answered = False
+        self.has_requests = False
+        self.suspends = False
+        self.worker = self
         self.closing: Callable[[], Awaitable[None]] | None = None
         self._log = log
 
@@ -50,8 +69,14 @@ class Runtime:
         return MemoryChange(0, self.number, 0)
 
     async def sleep(self, level: int, deep: bool) -> MemoryChange:
-        self._log.append(f"sleep {self.number} {level}")
-        return MemoryChange(self.number, 0, 0)
+        self._log.append(f"sleep {self.number} {level}{' deep' if deep else ''}")
+        return replace(SLEPT, deep=deep and self.suspends)
+
+    def image_released(self) -> None:
+        self._log.append(f"no image {self.number}")
+
+    def resumed(self, seconds: float) -> None:
+        self._log.append(f"resumed {self.number} {seconds:g}")
 
     def abort_in_flight(self) -> None:
         self._log.append(f"abort {self.number}")
@@ -75,7 +100,7 @@ class Bench:
         pauses: between attempts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_worker: bool = False) -> None:
         self.log: list[str] = []
         self.told: list[ReplicaFailed] = []
         self.workers: list[Worker] = []
@@ -89,12 +114,21 @@ class Bench:
         self.runtime_gate: asyncio.Event | None = None
         self.pauses: list[float] = []
         self.supervisor = WorkerSupervisor(
-            self._start, self._runtime, self.told.append, lambda: self.now_s, self._pause
+            self._start,
+            self._runtime,
+            self.told.append,
+            self._release,
+            ends_worker,
+            lambda: self.now_s,
+            self._pause,
         )
 
     @property
     def runtime(self) -> Any:
         return self.supervisor.runtime
+
+    async def _release(self) -> None:
+        self.log.append("release")
 
     async def _pause(self, seconds: float) -> None:
         assert self.log[-1].startswith(("ended", "start")), "between two attempts"
@@ -130,10 +164,10 @@ class Bench:
         return Runtime(number, self.log)
 
 
-def run(scenario: Callable[[Bench], Awaitable[None]]) -> None:
+def run(scenario: Callable[[Bench], Awaitable[None]], ends_worker: bool = False) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(5):
-            await scenario(Bench())
+            await scenario(Bench(ends_worker))
 
     asyncio.run(bounded())
 
@@ -150,7 +184,7 @@ def test_effects_are_those_of_the_worker_that_there_is() -> None:
         for number in (1, 2):
             bench.log.clear()
             assert await supervisor.wake() == MemoryChange(0, number, 0)
-            assert await supervisor.sleep(2) == MemoryChange(number, 0, 0)
+            assert await supervisor.sleep(2) == SLEPT
             supervisor.abort_in_flight()
             supervisor.fail_in_flight(ReplicaFailed("why"))
             assert bench.log == [
@@ -377,6 +411,126 @@ def test_failed_starts_and_failed_workers_count_together() -> None:
         with pytest.raises(ReplicaFailed):
             await bench.supervisor.restart()  # 2 to 4, and 5 and 6 as well
         assert bench.started == 6 == 1 + LIMIT
+
+    run(scenario)
+
+
+# --- none, behind a sleep ---
+
+
+@pytest.mark.parametrize("ends_worker", [False, True], ids=["deep, by no driver", "as configured"])
+def test_sleep_ends_the_worker_and_the_wake_starts_another(ends_worker: bool) -> None:
+    async def scenario(bench: Bench) -> None:
+        supervisor = bench.supervisor
+        await supervisor.start()
+        bench.start_s = 6.0
+        deep = not ends_worker
+        for number in (1, 2):
+            bench.log.clear()
+            assert await supervisor.sleep(1, deep) == GONE
+            how = f"sleep {number} 1{' deep' if deep else ''}"
+            assert bench.log == [how, "retire", f"end {number}", f"ended {number}"]
+            assert bench.runtime.number == number, "somebody may still ask how it was"
+
+            bench.log.clear()
+            assert await supervisor.sleep(1, deep) == MemoryChange(0, 0, 0, deep=True)
+            assert bench.log == []
+            assert await supervisor.wake() == MemoryChange(0, number + 1, 0)
+            following = [f"start {number + 1}", f"resumed {number + 1} 6", f"wake {number + 1}"]
+            assert bench.log == following
+        await turns()
+        assert bench.told == [], "no failure"
+        assert supervisor.restarts == 0
+        failure = EngineDied("later on")
+        bench.workers[2].fail(failure)
+        await turns()
+        assert bench.told == [failure]
+
+    run(scenario, ends_worker)
+
+
+def test_worker_stays_where_the_driver_can_or_may_at_another_time() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        bench.workers[0].client.can_suspend = True
+        bench.runtime.suspends = True
+        assert (await bench.supervisor.sleep(1, True)).deep
+        bench.runtime.suspends = False  # as while layers are compiled
+        assert await bench.supervisor.sleep(1, True) == SLEPT
+        bench.workers[0].client.can_suspend = False
+        assert await bench.supervisor.sleep(1) == SLEPT, "nobody asked for a deep one"
+        assert "retire" not in bench.log
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("ends_worker", [False, True])
+def test_worker_with_frozen_requests_stays_until_they_are_gone(ends_worker: bool) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        bench.runtime.has_requests = True
+        assert await bench.supervisor.sleep(1, True) == SLEPT
+        assert bench.log[-1].startswith("sleep 1 1")
+        bench.runtime.has_requests = False
+        assert await bench.supervisor.sleep(1, True) == GONE
+
+    run(scenario, ends_worker)
+
+
+def test_image_goes_where_no_worker_can_let_it_go() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        await bench.supervisor.sleep(1, True)
+        bench.log.clear()
+        assert (await bench.supervisor.sleep(2)).deep
+        assert bench.log == ["release", "no image 1"]
+
+    run(scenario)
+
+
+def test_worker_that_cannot_start_for_a_wake_is_a_failure_that_a_restart_mends() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        await bench.supervisor.sleep(1, True)
+        bench.broken = {2, 3}
+        with pytest.raises(OSError, match="no such card"):
+            await bench.supervisor.wake()
+        await bench.supervisor.restart()
+        assert bench.runtime.number == 4
+        assert bench.supervisor.restarts == 1
+        assert bench.pauses == [1.0]
+
+    run(scenario)
+
+
+def test_time_without_a_worker_ends_no_row() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        for _ in range(LIMIT):
+            await bench.supervisor.restart()
+        await bench.supervisor.sleep(1, True)
+        bench.now_s += 10 * module._ROW_S
+        await bench.supervisor.wake()
+        with pytest.raises(ReplicaFailed, match=f"{LIMIT} workers in a row"):
+            await bench.supervisor.restart()
+
+    run(scenario)
+
+
+def test_close_without_a_worker_and_while_one_starts_for_a_wake() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        await bench.supervisor.sleep(1, True)
+        bench.log.clear()
+        await bench.supervisor.close()
+        assert bench.log == []
+        bench.start_gate = asyncio.Event()
+        waking = asyncio.create_task(bench.supervisor.wake())
+        await turns()
+        await bench.supervisor.close()
+        await asyncio.wait([waking])
+        assert waking.cancelled()
+        assert bench.log == ["start 2", "killed 2"]
 
     run(scenario)
 

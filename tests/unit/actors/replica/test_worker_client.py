@@ -15,7 +15,7 @@ import pytest
 from actors.engine.outputs import EngineOutput, EngineStats
 from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed, WorkerLost
 from actors.observer import Observer
-from actors.protocol import DeviceNow, MemoryChange, WakeReport
+from actors.protocol import DeviceNow, MemoryChange, MemoryLeft, WakeReport
 from actors.replica.worker_client import WorkerClient
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.connection import Connection
@@ -48,6 +48,7 @@ from actors.worker.messages import (
 )
 from actors.worker.watchdog import WatchdogConfig
 
+NOTHING_LEFT = MemoryLeft(0, 0, 0, 0, 0)
 FACTS = WorkerFacts(4711, 8192, 151_936, 2**34, 2**33)
 STATE = WorkerState(EngineStats(1, 2, 3, 4), 5, 6, "disk", 12, 7, 8, 9, 10, None, None)
 REPORT = WakeReport(5, 1.25, 55.5, 3, 5, 0.5, intact=True)
@@ -537,3 +538,31 @@ def test_worker_s_lines_are_logged_under_their_names(caplog: pytest.LogCaptureFi
 
     run(scenario)
     assert ("actors.worker.residency", logging.WARNING, "90 % of it") in caplog.record_tuples
+
+
+def test_worker_that_was_ended_behind_a_sleep_has_nothing_and_comes_back_whole() -> None:
+    async def scenario(peer: Peer) -> None:
+        asleep = msgspec.structs.replace(
+            STATE, mapped_bytes=0, wake_bytes=100, residue=7, can_suspend=True
+        )
+        peer.worker.send(Ready(FACTS, asleep))
+        client = await peer.client.ready()
+        assert not client.has_retired
+        peer.worker.send(State(STATE))  # too late
+        client.retire()
+        assert client.has_retired
+        assert client.facts == msgspec.structs.replace(FACTS, process_id=0)
+        assert client.state.wake_bytes == 107
+        assert (client.state.residue, client.state.device_held) == (0, 0)
+        assert client.state.left == NOTHING_LEFT
+        assert client.state.suspended
+        assert client.state.image_bytes == asleep.image_bytes
+        client.image_released()
+        assert (client.state.image_origin, client.state.image_bytes) == ("", 0)
+        told = client.state
+        await until(lambda: peer.is_lost)  # a worker ends when its replica has left
+        assert client.state is told
+        with pytest.raises(WorkerLost, match="ended behind a sleep"):
+            await client.read_device("node")
+
+    run(scenario)

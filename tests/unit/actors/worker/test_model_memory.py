@@ -495,7 +495,9 @@ def test_driver_that_refuses_leaves_an_ordinary_sleep(bench: Bench) -> None:
     bench.memory.unmap(2)
     before = bench.memory.sleep_residue
     bench.driver.refuses = True
+    assert bench.memory.can_suspend
     assert not bench.memory.suspend()
+    assert not bench.memory.can_suspend  # whoever wants it deep has the process end
     assert not bench.memory.suspended
     assert bench.memory.sleep_residue == before
     bench.wake()

@@ -189,6 +189,14 @@ def test_sleep_and_wake(front: Front) -> None:
     assert front.other.orders == []
 
 
+def test_deep_sleep_is_told_as_such(front: Front) -> None:
+    assert "asleep, deep" not in run(front, "sleep", "org/one").stdout
+    slept = run(front, "sleep", "org/one", "--deep")
+    assert slept.exit_code == 0, slept.output
+    assert slept.stdout.count("asleep, deep") == 2
+    assert front.model.orders[-1] == SleepCommand(deep=True)
+
+
 @pytest.mark.parametrize("command", [["status"], ["sleep", "org/one"], ["wake", "org/one"]])
 @pytest.mark.parametrize(
     ("key", "told"),

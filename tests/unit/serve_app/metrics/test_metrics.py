@@ -18,6 +18,7 @@ from actors.errors import DeviceMemoryShort, ReplicaFailed
 from actors.observer import (
     Course,
     Ending,
+    KvChange,
     Observer,
     SleepCause,
     WakeCause,
@@ -256,6 +257,22 @@ def test_a_corrupted_wake_and_one_without_copies_are_counted_as_such() -> None:
     assert sums.distributions[metrics.WAKE_PHASE_SECONDS.name, (WakePhase.CHECK,)].total == 0.5
 
 
+def test_kv_cache_that_comes_and_goes_is_counted_in_parts_and_bytes() -> None:
+    instruments = Instruments(Tally(), lambda: 0.0)
+    assert instruments.kv_given_back_bytes == 0
+    instruments.kv_changed(KvChange.MAPPED, 3, 48)
+    instruments.kv_changed(KvChange.GIVEN_BACK, 1, 16)
+    instruments.kv_changed(KvChange.GIVEN_BACK, 2, 24)
+    assert instruments.kv_given_back_bytes == 40
+    counters = instruments.snapshot("r", ReplicaState.AWAKE, {}).sums.counters
+    assert counters == {
+        (metrics.KV_PARTS.name, ("mapped",)): 3,
+        (metrics.KV_PARTS.name, ("given_back",)): 3,
+        (metrics.KV_PARTS_BYTES.name, ("mapped",)): 48,
+        (metrics.KV_PARTS_BYTES.name, ("given_back",)): 40,
+    }
+
+
 class Told(Observer):
     """Writes down what a lifecycle tells."""
 
@@ -456,7 +473,10 @@ def test_dashboard_asks_for_what_is_exported(project: Path, samples: Samples) ->
         for metric in EXPORTED
         if not metric.in_vllm and not any(name.startswith(metric.name) for name in asked)
     ]
-    assert unseen == ["sleepserve_sleep_seconds", "sleepserve_image_bytes"], "nobody would see it"
+    parts = "sleepserve_kv_parts_total"  # their bytes are there
+    assert unseen == ["sleepserve_sleep_seconds", parts, "sleepserve_image_bytes"], (
+        "nobody would see it"
+    )
 
 
 def expressions(dashboard: Path) -> Iterator[str]:

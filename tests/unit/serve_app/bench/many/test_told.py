@@ -20,6 +20,11 @@ sleepserve_sleeps_total{model_name="a",cause="preempted",level="1"} 1.0
 # TYPE sleepserve_restored_bytes_total counter
 sleepserve_restored_bytes_total{model_name="a"} 1000.0
 sleepserve_restored_bytes_total{model_name="b"} 24.0
+# HELP sleepserve_kv_parts_bytes_total Bytes.
+# TYPE sleepserve_kv_parts_bytes_total counter
+sleepserve_kv_parts_bytes_total{model_name="a",change="mapped"} 500.0
+sleepserve_kv_parts_bytes_total{model_name="a",change="given_back"} 300.0
+sleepserve_kv_parts_bytes_total{model_name="b",change="given_back"} 12.0
 # HELP sleepserve_wake_wait_seconds Waits.
 # TYPE sleepserve_wake_wait_seconds histogram
 sleepserve_wake_wait_seconds_bucket{model_name="a",le="+Inf"} 7.0
@@ -39,6 +44,7 @@ def test_counters_are_summed_over_models() -> None:
         "wakes": 4,
         "preempted": 1,
         "moved_bytes": 1024,
+        "kv_given_back_bytes": 312,
         "waited_for_a_wake": 7,
     }
     assert set(counters("").values()) == {0}

@@ -49,6 +49,11 @@ def test_each_variant_is_what_it_says(settings: dict[str, Any]) -> None:
     assert args("lru")["card"] == {"memory_budget": "84 MiB", "max_awake_models": 2}
     for each in sharing("lru"):
         assert each == {"min_awake_s": 0.0, "pin": False, "priority": 0, "max_wait_s": 30}
+    restart = args("restart")
+    assert restart["card"] == args("shared")["card"]
+    for model in restart["models"]:
+        assert model["sleep"] == {"idle_timeout_s": 60, "ends_worker": True}
+        assert model["sharing"] == {"min_awake_s": 1, "max_wait_s": 30, "preempt": "drain"}
     assert len(args("infinite")["models"]) == 8
     assert args("infinite")["card"] == {"memory_budget": 0.9}
 
