@@ -9,6 +9,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 OLDEST := .venv-oldest
+REFERENCE := .venv-reference
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
@@ -16,7 +17,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve serve-many site test test-all test-page test-clients test-oldest gpu check fmt clean
+.PHONY: help serve serve-many site test test-all test-page test-clients test-oldest reference-quantization gpu check fmt clean
 
 help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
@@ -25,6 +26,7 @@ help:
 	@echo 'make test-all  all that need no GPU: half an hour on two cores'
 	@echo 'make test-clients  what other people wrote: OpenAI, Anthropic, schemathesis, evalscope; 1.3 GB in .venv-clients'
 	@echo 'make test-oldest  the unit tests with the oldest versions that pyproject.toml allows, in .venv-oldest'
+	@echo 'make reference-quantization  our reading of quantised weights against the packages of their formats; 3 GB in .venv-reference'
 	@echo 'make test-page  the status page in a browser; needs chromium'
 	@echo 'make site    the documentation as a site, in site/'
 	@echo 'make gpu     the tests that need one; PY=python3: with that interpreter, installing nothing'
@@ -73,6 +75,9 @@ test-clients: $(STAMP) $(CLIENTS)/.installed
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest $(ARGS) tests/unit
 
+reference-quantization: $(REFERENCE)/.installed
+	PYTHONPATH=$(CURDIR) $(REFERENCE)/bin/python tests/reference/quantization.py
+
 # `make gpu PY=python3` takes that interpreter as it is: a GPU host often has no registry, but all that
 # these tests need. Only modules with the mark are imported; others may need what is not there.
 gpu: $(if $(filter command line,$(origin PY)),,$(STAMP))
@@ -89,7 +94,7 @@ fmt: $(STAMP)
 	$(PY) -m ruff check --fix
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(OLDEST) checkpoints/demo checkpoints/tiny .mypy_cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(OLDEST) $(REFERENCE) checkpoints/demo checkpoints/tiny .mypy_cache .hypothesis .pytest_cache .ruff_cache
 	find actors serve_app tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A Python that has a CUDA build of torch keeps it (a GPU image brings its own). Without any torch
@@ -139,4 +144,18 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@echo "Installing into $(CLIENTS): some minutes, once."
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	@touch $@
+
+# Without a CUDA build of torch where PyTorch's CPU index can be reached. The packages build no extensions.
+$(REFERENCE)/.installed: tests/reference/requirements.txt tests/reference/packages.txt
+	@if [ -z "$(PYTHON)" ]; then echo "needs Python 3.11 or newer; found none" >&2; exit 1; fi
+	@echo "Installing into $(REFERENCE): some minutes, once."
+	@test -x $(REFERENCE)/bin/python || $(PYTHON) -m venv $(REFERENCE)
+	@index=; \
+	if $(PYTHON) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3)' 2>/dev/null; \
+	then index="--extra-index-url $(CPU_INDEX)"; fi; \
+	set -e; \
+	$(REFERENCE)/bin/python -m pip install --quiet $$index -r tests/reference/requirements.txt; \
+	BUILD_CUDA_EXT=0 $(REFERENCE)/bin/python -m pip install --quiet --no-deps --no-build-isolation \
+		-r tests/reference/packages.txt
 	@touch $@

@@ -131,9 +131,14 @@ def quantized(directory: Path) -> QuantizedCheckpoint | None:
     """
     if (found := quantization_of(directory)) is None:
         return None
+    return quantized_checkpoint(found, weight_files(directory))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files of a complete checkpoint's weights."""
     index = directory / INDEX_NAME
-    files = _shards(index) if index.is_file() else [WEIGHTS_NAME]
-    return quantized_checkpoint(found, [directory / file for file in files])
+    names = _shards(index) if index.is_file() else [WEIGHTS_NAME]
+    return [directory / name for name in names]
 
 
 def config_of(directory: Path) -> dict[str, Any]:

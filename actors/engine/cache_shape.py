@@ -18,6 +18,7 @@ from actors.engine.model.layer_groups import (
     kv_heads_of,
     layer_groups,
 )
+from actors.quantization.summary import written_bytes
 
 # In front of those that are given out: where padding writes. Nobody reads it.
 PADDING_SECTORS = 1
@@ -48,6 +49,7 @@ class CacheShape:
     bytes_per_token: int  # activations of one token of a step, at the peak
     bytes_per_sequence: int  # a sequence's logits, and what sampling makes of them
     bytes_per_read: int  # a token gathered from the cache, for the one layer at work
+    bytes_written: int = 0  # by a step of any size: a quantised weight, in the model's type
     bytes_per_score: int = 0  # of a (new token, cached token), where attention writes scores out
     decodes_in_pages: bool = False
     max_positions: int | None = None  # the longest sequence that the model knows
@@ -139,6 +141,7 @@ def cache_shape(model: PreTrainedModel, page_size: int) -> CacheShape:
         bytes_per_token=bytes_per_token,
         bytes_per_sequence=(itemsize + _SAMPLING_BYTES_PER_LOGIT) * V,
         bytes_per_read=read_heads * head_dim * itemsize,
+        bytes_written=written_bytes(model),
         # In the model's type, with a mask, in float32 for the softmax, and in the model's type again.
         bytes_per_score=heads * (3 * itemsize + float32.itemsize) + 2 * itemsize
         if writes_scores

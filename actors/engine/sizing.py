@@ -205,14 +205,15 @@ class _Planner:
         )
 
     def _tokens_bytes(self, tokens: int) -> int:
-        """Of the tokens of a step: activations, inputs and outputs, what they say to each other."""
+        """Of the tokens of a step: activations, inputs and outputs, what they say to each other, a weight written out."""
         shape, groups = self._shape, len(self._shape.groups)
         # batching/inputs.py: StepInputs; slots of each group twice, once as int64.
         inputs = (2 + len(Param) + 6 + groups) * _INT32 + groups * _INT64
         each = shape.bytes_per_token + shape.bytes_per_read + inputs
         # Of the largest captured step a second time: what graphs compute in is theirs alone.
         captured = min(tokens, self._captured_tokens) * shape.bytes_per_token
-        return tokens * (each + tokens * shape.bytes_per_score) + captured
+        written = shape.bytes_written * (2 if self._captured_tokens else 1)
+        return tokens * (each + tokens * shape.bytes_per_score) + captured + written
 
     def _requests_bytes(self, requests: int) -> int:
         """Of the sequences of a step: logits, sampling, block tables."""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,23 @@ def quantized_checkpoint(found: Format, files: Iterable[Path]) -> QuantizedCheck
     Raises:
         Unserved: something of it is not served right.
     """
+    tensors, where = headers(files)
+    try:
+        projections = found.projections(tensors)
+    except Unserved as exc:
+        text = f"the weights are quantised ({found.method}, by {found.file}): {exc}"
+        raise Unserved(text) from exc
+    used = {f"{each.name}.{leaf}" for each in projections.values() for leaf in each.tensors}
+    plain = (n for n in tensors if n not in used and n.rpartition(".")[2] not in IGNORED)
+    return QuantizedCheckpoint(found, projections, tuple(plain), where)
+
+
+def headers(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], dict[str, Path]]:
+    """The tensors of safetensors files by name, and which file each is in.
+
+    Raises:
+        Unserved: a file is unreadable.
+    """
     tensors: dict[str, StoredTensor] = {}
     where: dict[str, Path] = {}
     for path in files:
@@ -79,18 +96,12 @@ def quantized_checkpoint(found: Format, files: Iterable[Path]) -> QuantizedCheck
                     where[name] = path
         except SafetensorError as exc:
             raise Unserved(f"{path.name} is unreadable ({exc})") from exc
-    try:
-        projections = found.projections(tensors)
-    except Unserved as exc:
-        raise Unserved(f"the weights are quantised ({found.method}): {exc}") from exc
-    used = {f"{each.name}.{leaf}" for each in projections.values() for leaf in each.tensors}
-    plain = (n for n in tensors if n not in used and n.rpartition(".")[2] not in IGNORED)
-    return QuantizedCheckpoint(found, projections, tuple(plain), where)
+    return tensors, where
 
 
 def _read(found: object, file: str, method: str | None = None) -> Format:
     try:
-        return read_format(found)
+        return replace(read_format(found), file=file)
     except Unserved as exc:
         raise _unserved(found, file, str(exc), method) from exc
 

@@ -83,12 +83,14 @@ class Format:
         name: in words, for an image's key and for logs: "gptq-int4-128".
         marks: the last part of the name of a projection's values, of which each has one.
         describe: what a projection of these tensors is, by the last parts of their names.
+        file: that says it.
     """
 
     method: str
     name: str
     marks: tuple[str, ...]
     describe: Callable[[str, Mapping[str, StoredTensor]], Projection]
+    file: str = "config.json"
 
     def projections(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Projection]:
         """The quantised projections among a checkpoint's tensors, by name.
@@ -382,6 +384,9 @@ def _ct_plain(name: str, parts: Mapping[str, StoredTensor], group: _CtGroup) -> 
 def _fp8(config: dict[str, Any]) -> Format:
     if (form := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise Unserved(f"not supported: FP8 in {form}; e4m3 is")
+    if (meaning := config.get("weight_scale_semantics")) is not None:
+        # gptqmodel divides by what others multiply with, under the same name.
+        raise Unserved(f"not supported: scales that divide (weight_scale_semantics {meaning})")
     block = config.get("weight_block_size")
 
     def describe(name: str, parts: Mapping[str, StoredTensor]) -> Projection:

@@ -27,13 +27,12 @@ import triton.language as tl
 from torch import Tensor
 
 from actors.quantization.routing import most_tiles, tile_rows
-from actors.quantization.scheme import Kind, Scheme
+from actors.quantization.scheme import WRITTEN_BYTES, Kind, Scheme
 from actors.quantization.unpacking import eights, floats, fours
 
 _MAX_CHANNELS = 128
 _MAX_SHARES = 16
 _MIN_TURNS = 2  # of a share; fewer are not worth the sum
-_WRITTEN_BYTES = 64 << 20  # of a weight that is written out, at a time
 _WRITTEN_TILE = 64 * 128  # weights
 _JOINED = 256  # outputs
 
@@ -262,7 +261,7 @@ def dequantised(
 ) -> Tensor:
     """See `matmul`. Takes up to 64 MiB meanwhile, for some of the weight's rows at a time."""
     (M, K), N = x.shape, len(weight)
-    most = max(1, _WRITTEN_BYTES // (K * x.element_size()))
+    most = max(1, WRITTEN_BYTES // (K * x.element_size()))
     if most >= N:
         return x @ _written(weight, scales, zeros, scheme, x.dtype, K, 0, N).T
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)

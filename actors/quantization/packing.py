@@ -55,10 +55,14 @@ def repack(
         assert zeros_GN is not None, "the scheme has zero points"
         tensors["zeros"] = zeros_GN.expand(scales_GN.shape).contiguous()
     elif zeros_GN is not None and bool((zeros_GN != _IMPLIED_ZERO[scheme.kind]).any()):
-        raise ValueError(
+        text = (
             f"{found.name} is symmetric by the configuration, but has other zero points than "
             f"{_IMPLIED_ZERO[scheme.kind]}"
         )
+        if found.packing in ("gptq", "gptq_v2"):
+            other = "gptq" if found.packing == "gptq_v2" else "gptq_v2"
+            text += f": is its checkpoint_format {other}?"
+        raise ValueError(text)
     if order_K is not None:
         tensors["order"] = order_K.to(torch.int32)
     return tensors

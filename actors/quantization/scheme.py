@@ -24,6 +24,9 @@ Kind = Literal["int4", "int8", "fp8"]
 # Part of the image key: raise it when the bytes of a quantised image would differ.
 LAYOUT_VERSION = 2
 
+# Of a weight that is written out for a product of many rows, at a time.
+WRITTEN_BYTES = 64 << 20
+
 _BLOCKS = (128, 64, 32)
 _MIN_DOT = 16  # input channels of a product on tensor cores
 

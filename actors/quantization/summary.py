@@ -1,12 +1,12 @@
-"""How the quantised weights of a model are multiplied, in a line for the log."""
+"""How the quantised weights of a model are multiplied: in a line for the log, and what it takes beside them."""
 
 from collections import Counter
 
 from torch import nn
 
 from actors.quantization.experts import QuantizedStack
-from actors.quantization.linear import QuantizedWeight
-from actors.quantization.scheme import Scheme
+from actors.quantization.linear import QuantizedLinear, QuantizedWeight
+from actors.quantization.scheme import WRITTEN_BYTES, Scheme
 
 
 def summary(model: nn.Module, device_type: str) -> str | None:
@@ -23,6 +23,16 @@ def summary(model: nn.Module, device_type: str) -> str | None:
     most = {kind: TILES[kind][-1][0] for kind in sorted({each.scheme.kind for each in weights})}
     bounds = ", ".join(f"{rows} rows ({kind})" for kind, rows in most.items())
     return f"quantised weights: {text}; fused products up to {bounds}, written out for more"
+
+
+def written_bytes(model: nn.Module) -> int:
+    """What a product of many rows takes on a card beside inputs and outputs, at most: of one weight, in the model's type."""
+    sizes = (
+        each.in_features * each.out_features * each.dtype.itemsize
+        for each in model.modules()
+        if isinstance(each, QuantizedLinear)
+    )
+    return min(WRITTEN_BYTES, max(sizes, default=0))
 
 
 def _text(scheme: Scheme, is_stack: bool) -> str:

@@ -16,6 +16,7 @@ import ray
 import torch
 
 from actors.checkpoints.download import ensure_checkpoint
+from actors.checkpoints.sizes import image_sizes
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
 from actors.image.compressing import Decompress, compressed_copy, decompressor
@@ -64,7 +65,8 @@ class Subject:
     @property
     def store_bytes(self) -> int:
         """An object store that holds its image, in bytes: some room for alignment on top."""
-        return math.ceil(1.1 * self.file_bytes + 2**29)
+        size = sum(image_sizes(self.checkpoint, self.dtype).values())
+        return math.ceil(1.1 * size + 2**29)
 
     def request(self) -> ImageRequest:
         return ImageRequest("m", self.source, self.dtype)

@@ -495,6 +495,8 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
     if find_spec("ray") is None:
         return Wanted(problems=("it cannot be read without Ray",))
     from actors.checkpoints.download import CheckpointMissing, find_checkpoint
+    from actors.checkpoints.sizes import image_sizes
+    from actors.quantization.formats import Unserved
     from serve_app.config.cards import notes_on_cards
     from serve_app.config.errors import ConfigError
     from serve_app.config.files import check_any, host_config
@@ -503,19 +505,21 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
         config = check_any(file)
     except ConfigError as error:
         return Wanted(problems=tuple(map(str, error.problems)))
-    sizes: dict[Path, int] = {}
-    compressed: dict[Path, int] = {}
+    sizes: dict[tuple[Path, str], int] = {}
+    compressed: dict[tuple[Path, str], int] = {}
     models = config.models
     for model in models:
         try:
             folder = find_checkpoint(model.source)
         except CheckpointMissing:
             continue  # of a hub's model, which the server downloads when it starts
-        size = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
-        sizes[folder], compressed[folder] = (
-            size,
-            int(size * _compressed_share(model, config.card, folder)),
-        )
+        try:
+            by_type = image_sizes(folder, model.dtype)
+        except Unserved as error:
+            return Wanted(problems=(f"{model.model_id}: {error}",))
+        image = folder, model.dtype
+        sizes[image] = sum(by_type.values())
+        compressed[image] = _compressed(by_type, model, config.card)
     http = _http_options(file)
     image_bytes = sum(sizes.values())
     notes = [note for model in models if (note := model.unused_card(has_driver))]
@@ -533,14 +537,12 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
     )
 
 
-def _compressed_share(model: "ModelConfig", card: "CardConfig", checkpoint: Path) -> float:
-    """Of an image's bytes, what is left of them at most; embeddings and norms take the model's type as well."""
+def _compressed(sizes: Mapping[str, int], model: "ModelConfig", card: "CardConfig") -> int:
+    """Of an image's bytes, by their types, those that are left at most."""
     how = model.image.compression
     if how == "off" or (how == "auto" and not model.gpus(card)):
-        return 1.0
-    config = json.loads((checkpoint / "config.json").read_bytes())
-    own = config.get("dtype") or config.get("torch_dtype")
-    return COMPRESSED_SHARES.get(own if model.dtype == "auto" else model.dtype, 1.0)
+        return sum(sizes.values())
+    return int(sum(COMPRESSED_SHARES.get(kind, 1.0) * size for kind, size in sizes.items()))
 
 
 def _http_options(file: Path) -> dict[str, Any]:

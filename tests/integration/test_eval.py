@@ -20,9 +20,12 @@ import torch
 import uvicorn
 from typer.testing import CliRunner, Result
 
+from actors.checkpoints.making import write_checkpoint
+from actors.checkpoints.sizes import image_sizes
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCorrupted
 from actors.image import packer
 from actors.protocol import ReplicaStatus, SleepCommand
+from actors.quantization.making import QuantizeName
 from docs.results.report.page import as_markdown, sections_of
 from serve_app.bench.eval.evaluate import Passage, evaluate
 from serve_app.bench.eval.in_process import InProcessTarget
@@ -124,6 +127,32 @@ def test_level_2_and_kept_layers_pass(tiny_checkpoint: Path, tmp_path: Path, pas
     assert one.answer is not None
     assert other.answer is not None
     assert one.answer.tokens == other.answer.tokens
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("recipe", ["gptq-4-128-order", "ct-int8", "fp8-block"])
+def test_perplexity_of_quantised_weights_is_the_same_to_the_last_bit_behind_a_sleep(
+    recipe: QuantizeName, level: int, tmp_path: Path, passage: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / recipe, "tiny", quantize=recipe)
+    file = tmp_path / "eval.json"
+    options = ("--text", passage, "--max-tokens", "8", "--cycles", "2", "--json", file)
+    result = evaluated(checkpoint, "--level", str(level), *options)
+    assert result.exit_code == 0, result.output
+    report = report_in(file)
+    assert report.plan.level == level
+    before = report.baseline.perplexity
+    assert before is not None
+    assert before.predicted_tokens > 8
+    assert len(report.cycles) == 2
+    for cycle in report.cycles:
+        assert cycle.perplexity is not None
+        assert cycle.perplexity.log_likelihood == before.log_likelihood
+        assert cycle.woke is not None
+        assert cycle.woke.copied_bytes == report.about.weights_bytes
+    sizes = image_sizes(checkpoint, "auto")
+    assert report.about.weights_bytes is not None
+    assert 0 <= report.about.weights_bytes - sum(sizes.values()) < 0.01 * sum(sizes.values())
 
 
 def corrupt(target: InProcessTarget) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from actors.checkpoints.making import write_checkpoint
 from actors.errors import HostMemoryFull
 from actors.image.config import HostConfig
 from actors.image.holder import WeightHolder
@@ -148,6 +149,25 @@ def test_image_beyond_the_budget_is_refused_with_the_sizes(
         with pytest.raises(HostMemoryFull, match=r"needs 0\.\d\d GiB of a budget of 0\.\d\d GiB"):
             await holder.acquire(image_request(first), image_key(first), "somebody")
         assert await holder.stats() == []
+
+    run(scenario)
+
+
+def test_quantised_image_takes_what_its_bytes_are_of_the_budget(
+    tmp_path: Path, disk_dir: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "quantised", "tiny", quantize="gptq-4-128")
+    whole = write_checkpoint(tmp_path / "plain", "tiny", dtype="float16")
+    size = size_of(checkpoint)
+    assert size < 0.8 * size_of(whole)  # the embedding is as large as in the plain one
+
+    async def scenario() -> None:
+        holder = await holder_of([checkpoint], 1.0, disk_dir)
+        payloads = await acquire(holder, checkpoint)
+        assert sum(map(len, payloads)) == holder._images.size() == size
+        holder = await holder_of([checkpoint], 0.999, disk_dir)
+        with pytest.raises(HostMemoryFull, match=r"which is less"):
+            await acquire(holder, checkpoint)
 
     run(scenario)
 

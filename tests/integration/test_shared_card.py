@@ -2,18 +2,22 @@
 
 import asyncio
 from math import inf
+from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
 
 from actors.card.messages import Sight
+from actors.checkpoints.making import write_checkpoint
 from actors.errors import DeviceMemoryShort, NeverFits, NoRoom
 from actors.memory.cpu_card import CpuCard
 from actors.observer import GrantOutcome, SleepCause, WakeCause
 from actors.protocol import ReplicaState
+from actors.quantization.making import QuantizeName
 from serve_app.metrics.catalogue import CARD_WAITING
 from serve_app.metrics.instruments import gauges
 from tests.card_site import until
+from tests.integration.runtime_harness import load
 from tests.integration.shared_card_harness import (
     PROMPTS,
     Replica,
@@ -57,6 +61,30 @@ def test_models_take_turns_and_each_says_what_it_says_alone(
 
             await until(lambda: min(sight.swaps for sight in sights()) >= 8)
             assert all(0 < each.own_swap_s < each.swap_s for each in sights())
+
+    run(scenario)
+
+
+def test_quantised_models_take_what_their_images_do_of_the_card(tmp_path: Path) -> None:
+    recipes: tuple[QuantizeName, ...] = ("ct-w4a16", "fp8-block")
+    checkpoints = [write_checkpoint(tmp_path / name, "tiny", quantize=name) for name in recipes]
+
+    async def scenario() -> None:
+        right = await alone(checkpoints)
+        async with replicas(tmp_path, checkpoints, room_for=1.5) as (site, made):
+            for checkpoint, each, prompt, answer in zip(
+                checkpoints, made, PROMPTS, right, strict=False
+            ):
+                segments = [segment.size for segment in load(checkpoint).layout.segments]
+                pages = sum(-(-size // PAGESIZE) * PAGESIZE for size in segments)
+                assert await each.tokens(prompt) == answer
+                worker = each.model.runtime.worker
+                assert worker.facts.weights_bytes == sum(segments)
+                seen = await each.client.look()
+                assert seen is not None
+                assert seen.held == pages + worker.state.kv_mapped
+                assert seen.held == each.model.worker.memory.mapped_bytes
+                assert seen.held == site.card.total - CpuCard(site.account, site.card.total).free()
 
     run(scenario)
 

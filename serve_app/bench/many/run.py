@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from actors.checkpoints.download import ensure_checkpoint
+from actors.checkpoints.sizes import image_sizes
 from serve_app.bench.figures import environment
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import fit_scale
@@ -354,9 +355,5 @@ def _require(record: RequestRecord, what: str) -> None:
 def _store_bytes(config: ServeConfig) -> int:
     """An object store that holds every image once; some room for alignment on top."""
     images = {(ensure_checkpoint(model.source), model.dtype) for model in config.models}
-    sizes = (
-        file.stat().st_size * (2 if dtype == "float32" else 1)  # of files with half of that
-        for checkpoint, dtype in images
-        for file in checkpoint.glob("*.safetensors")
-    )
+    sizes = (sum(image_sizes(*image).values()) for image in images)
     return math.ceil(1.1 * sum(sizes) + _GIB / 2)

@@ -5,6 +5,7 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from actors.checkpoints.making import write_checkpoint
 from actors.engine.batching.inputs import StepInputs
 from actors.engine.batching.kv_cache import KvCache
 from actors.engine.batching.sequence import LoopSequence
@@ -23,6 +25,12 @@ from actors.engine.model.attention import NAME, choose_attention
 from actors.engine.sampling.logits import forbid, logprobs
 from actors.engine.sampling.sampler import SequenceSampling
 from actors.engine.sizing import STEP_SIZES, CardMemory, Limits, plan_limits
+from actors.image.attach import build_on_meta
+from actors.image.packer import checkpoint_dtype, read_config
+from actors.quantization.linear import QuantizedLinear
+from actors.quantization.making import QuantizeName
+from actors.quantization.scheme import Scheme
+from actors.quantization.summary import written_bytes
 from actors.text.sampling_defaults import ResolvedSampling
 from tests.unit.actors.engine.small_models import build
 
@@ -51,6 +59,7 @@ HYBRID = replace(
     decodes_in_pages=False,
 )
 SCORED = replace(HYBRID, bytes_per_score=64)
+QUANTISED = replace(SEVEN_B, bytes_written=64 * MIB)
 
 H200 = CardMemory(total=int(139.8 * GIB), free=139 * GIB, held=int(0.61 * GIB))
 SHARED = CardMemory(
@@ -131,6 +140,17 @@ def test_weights_count_whether_mapped_or_not() -> None:
 
 def test_graphs_take_room() -> None:
     assert plan(H200).num_blocks < plan(H200, use_cuda_graphs=False).num_blocks
+
+
+def test_weight_that_a_step_writes_out_takes_room_in_and_beside_graphs() -> None:
+    for use_cuda_graphs, times in ((True, 2), (False, 1)):
+        settings = {"max_batch_tokens": 4096, "max_requests_per_batch": 64}
+        plain, quantised = (
+            plan(CARD_24, shape, use_cuda_graphs=use_cuda_graphs, **settings)
+            for shape in (SEVEN_B, QUANTISED)
+        )
+        less = (plain.num_blocks - quantised.num_blocks) * SEVEN_B.bytes_per_block
+        assert abs(less - times * 64 * MIB) <= SEVEN_B.bytes_per_block
 
 
 def test_on_a_shared_card_limits_are_those_of_a_model_alone() -> None:
@@ -315,8 +335,9 @@ def charged(limits: Limits, shape: CacheShape, config: EngineConfig) -> int:
     tables = 4 * requests * pages * shape.decodes_in_pages
     reads = shape.bytes_per_read * (cached + tokens)
     step = shape.bytes_per_token * tokens + shape.bytes_per_sequence * requests
+    step += shape.bytes_written
     if config.use_cuda_graphs and shape.decodes_in_pages:
-        step += shape.bytes_per_token * min(tokens, STEP_SIZES[-1])
+        step += shape.bytes_per_token * min(tokens, STEP_SIZES[-1]) + shape.bytes_written
     return shape.cache_bytes(limits.num_blocks) + step + pairs + inputs + tables + reads
 
 
@@ -335,7 +356,11 @@ def some_configs(seed: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("shape", [SEVEN_B, HYBRID, SCORED], ids=["full", "hybrid", "scores"])
+@pytest.mark.parametrize(
+    "shape",
+    [SEVEN_B, HYBRID, SCORED, QUANTISED],
+    ids=["full", "hybrid", "scores", "quantised"],
+)
 def test_every_plan_fits_and_a_larger_share_makes_nothing_smaller(shape: CacheShape) -> None:
     accepted = 0
     shares = [i / 200 for i in range(1, 201)]
@@ -460,6 +485,28 @@ def test_shape_of_a_7b_model() -> None:
     shape = cache_shape(with_attention(qwen2_7b(28), NAME), 256)
     assert replace(shape, decodes_in_pages=True) == SEVEN_B
     assert shape.bytes_per_block == 56 * 1024 * 256  # 56 KiB a token
+
+
+@pytest.mark.parametrize("recipe", ["gptq-4-128", "ct-int8", "fp8-block"])
+def test_shape_of_a_quantised_model_is_the_plain_one_s_and_what_it_writes_out(
+    recipe: QuantizeName, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / recipe, "tiny", quantize=recipe)
+    dtype = checkpoint_dtype(checkpoint, "auto")
+    quantised = build_on_meta(checkpoint, dtype)
+    plain = build(read_config(checkpoint), dtype)
+    for model in (quantised, plain):
+        choose_attention(model)
+    config = quantised.config
+    written = 2 * config.hidden_size * 2 * config.intermediate_size  # gate and up are one weight
+    assert cache_shape(plain, 32).bytes_written == 0
+    assert cache_shape(quantised, 32) == replace(cache_shape(plain, 32), bytes_written=written)
+
+
+def test_no_more_of_a_weight_is_written_out_than_is_there_at_a_time() -> None:
+    with torch.device("meta"):
+        large = QuantizedLinear(8192, 8192, False, Scheme("int4", 128), torch.bfloat16)
+    assert written_bytes(large) == 64 * MIB
 
 
 class PeakBytes(TorchDispatchMode):

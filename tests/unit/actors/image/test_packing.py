@@ -257,7 +257,9 @@ def test_quantised_weights_are_refused_before_they_are_read(
     config = json.loads((qwen2 / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (qwen2 / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"quantised \(fp8\): no weight of the files is"):
+    with pytest.raises(
+        ValueError, match=r"quantised \(fp8, by config\.json\): no weight of the files is"
+    ):
         read(qwen2, torch.bfloat16)
 
 

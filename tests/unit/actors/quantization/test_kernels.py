@@ -109,7 +109,7 @@ def test_fp8_blocks_that_channels_do_not_fill(K: int) -> None:
 def test_a_weight_that_is_written_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from actors.quantization import kernels
 
-    monkeypatch.setattr(kernels, "_WRITTEN_BYTES", 128 * 256 * 2)
+    monkeypatch.setattr(kernels, "WRITTEN_BYTES", 128 * 256 * 2)
     case = make_case(Scheme("fp8", 128, 128), 256, 300, torch.float16)
     x = inputs(5, 256, torch.float16)
     check(kernels.dequantised(*case.of(x)), x, case)

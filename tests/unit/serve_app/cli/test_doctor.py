@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from actors.checkpoints.making import write_checkpoint
+from actors.image.config import COMPRESSED_SHARES
+from actors.image.packer import load_reference, plan
 from serve_app.cli import doctor
 from serve_app.cli.doctor import Finding, Torch, Verdict, Wanted
 from serve_app.cli.main import app
@@ -188,8 +191,8 @@ def test_weights_of_the_configuration_are_counted_once(
     wanted = doctor._wanted(_two_of_one_checkpoint(tiny_checkpoint, tmp_path), False)
     assert wanted is not None
     assert wanted.problems == ()
-    size = sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors"))
-    assert wanted.image_bytes == size > 0
+    files = sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors"))
+    assert 0.9 * files < wanted.image_bytes < files  # which have headers
 
 
 def test_room_for_images_is_as_configured(
@@ -268,6 +271,35 @@ def test_size_of_a_compressed_image_is_told_by_type_and_setting(
     assert wanted is not None
     (size,), (compressed,) = wanted.image_sizes, wanted.compressed_sizes
     assert compressed == int(size * share)
+
+
+def test_size_of_a_quantised_image_is_told_and_compressed_but_for_the_quantised_weights(
+    tmp_path: Path,
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny", "tiny", quantize="gptq-4-32-asym")
+    file = _two_of_one_checkpoint(checkpoint, tmp_path)
+    config = json.loads(file.read_text())
+    for model in config["applications"][0]["args"]["models"]:
+        model["image"] = {"compression": "on"}
+    file.write_text(json.dumps(config))
+    wanted = doctor._wanted(file, False)
+    assert wanted is not None
+    (size,), (compressed,) = wanted.image_sizes, wanted.compressed_sizes
+    layout = plan(load_reference(checkpoint, torch.float16))
+    slots = [slot for slot in layout.stored() if slot.kind == "parameter"]
+    assert size == sum(slot.size for slot in slots)
+    halves = sum(slot.size for slot in slots if slot.dtype == "float16")
+    assert 0 < halves < size
+    assert compressed == int(size - halves + COMPRESSED_SHARES["float16"] * halves)
+
+
+def test_file_without_a_readable_header_is_a_finding(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    (checkpoint / "model.safetensors").write_bytes(b"no header")
+    wanted = doctor._wanted(_two_of_one_checkpoint(checkpoint, tmp_path), False)
+    assert wanted is not None
+    (problem,) = wanted.problems
+    assert problem.startswith("a: model.safetensors is unreadable")
 
 
 def test_mistakes_of_the_configuration_are_findings(tmp_path: Path) -> None:
