@@ -16,6 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 from actors.checkpoints.making import write_checkpoint
+from actors.image.obtain import load_from_disk
+from actors.image.packer import image_key
 from docs.results.pages.bench import PagesBench, with_page_size
 from docs.results.pages.bench import Plan as PagesPlan
 from docs.results.pages.bench import tables as pages_tables
@@ -369,6 +371,20 @@ def test_subject_takes_settings_of_a_configuration(project: Path, tiny_checkpoin
     assert subject.checkpoint == tiny_checkpoint
     assert (subject.engine.num_blocks, subject.engine.max_requests_per_batch) == (7, 8)
     assert subject.store_bytes > subject.file_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_object_store_of_a_subject_is_as_large_as_a_quantised_image_and_little_more(
+    dtype: str, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny", "tiny", quantize="gptq-4-128")
+    file = tmp_path / "model.yaml"
+    model = {"model_id": "m", "source": {"id": str(checkpoint)}, "dtype": dtype}
+    file.write_text(json.dumps(model))
+    subject = subject_of(file, ENGINE, {})
+    image = load_from_disk(checkpoint, image_key(checkpoint, getattr(torch, dtype)))
+    room = subject.store_bytes - 2**29
+    assert image.layout.total_bytes < room < 1.2 * image.layout.total_bytes
 
 
 @pytest.mark.parametrize(
