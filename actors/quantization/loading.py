@@ -5,7 +5,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,13 +63,6 @@ class Filling:
             target.copy_(tensor)
 
 
-@dataclass(slots=True)
-class _Experts:
-    """The projections of a layer's experts, by number: of each of the two weights, its parts one behind the other."""
-
-    parts: dict[str, tuple[dict[int, Projection], ...]] = field(default_factory=dict)
-
-
 def swap_projections(
     model: PreTrainedModel, found: QuantizedCheckpoint, dtype: torch.dtype
 ) -> list[Filling]:
@@ -80,7 +73,10 @@ def swap_projections(
     Raises:
         Unserved: a quantised projection has no place in the model, or one where it would not be used right.
     """
-    places = _places(model, found.projections)
+    return _swap(model, _places(model, found.projections), dtype)
+
+
+def _swap(model: PreTrainedModel, places: "_Places", dtype: torch.dtype) -> list[Filling]:
     fillings: list[Filling] = []
     for path, experts in places.experts.items():
         fillings += _swap_experts(model, path, experts, dtype)
@@ -141,7 +137,7 @@ def load_quantized(
     model, told = loaded
     assert isinstance(model, PreTrainedModel)
     _check_loaded(told, weights, type(model).__name__)
-    for filling in swap_projections(model, found, dtype):
+    for filling in _swap(model, places, dtype):
         projection = filling.projection
         stored = {leaf: read(f"{projection.name}.{leaf}") for leaf in projection.tensors}
         filling.fill(repack(projection, stored, dtype))
@@ -150,13 +146,16 @@ def load_quantized(
 
 # --- where projections belong ---
 
+# Of each part of a weight, one behind the other: the projections of a layer's experts by number.
+_Parts = tuple[dict[int, Projection], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """By paths in the model: the quantised ones of its linear modules, and of its modules of experts."""
+    """By paths in the model: the quantised ones of its linear modules, and of its modules of experts each weight's."""
 
     linears: dict[str, Projection]
-    experts: dict[str, _Experts]
+    experts: dict[str, dict[str, _Parts]]
 
     def stacked(self) -> Iterable[str]:
         """The parameters that hold a weight of each expert."""
@@ -186,8 +185,8 @@ def _places(model: PreTrainedModel, projections: Mapping[str, Projection]) -> _P
             raise Unserved(
                 f"{type(model).__name__} has {name} in one parameter with others: not supported quantised"
             )
-        experts = places.experts.setdefault(path, _Experts())
-        parts = experts.parts.setdefault(leaf, tuple({} for _ in converter.source_patterns))
+        experts = places.experts.setdefault(path, {})
+        parts = experts.setdefault(leaf, tuple({} for _ in converter.source_patterns))
         parts[converter.source_patterns.index(source)][int(number[1])] = projection
     for path, experts in places.experts.items():
         _check_experts(model, path, experts)
@@ -225,14 +224,14 @@ def _check_linear(
         )
 
 
-def _check_experts(model: PreTrainedModel, path: str, experts: _Experts) -> None:
+def _check_experts(model: PreTrainedModel, path: str, experts: Mapping[str, _Parts]) -> None:
     module = model.get_submodule(path)
     where = f"{path} of {type(model).__name__}"
     if not fits(module):
         raise Unserved(f"{where} is a {type(module).__name__}: not supported quantised")
     for leaf in _STACKED:
         E, N, K = module.get_parameter(leaf).shape
-        parts = experts.parts.get(leaf, ())
+        parts = experts.get(leaf, ())
         for part in parts:
             if sorted(part) != list(range(E)):
                 raise Unserved(f"{where} has experts that are not quantised beside others")
@@ -284,7 +283,7 @@ def _quantised(
 
 
 def _swap_experts(
-    model: PreTrainedModel, path: str, experts: _Experts, dtype: torch.dtype
+    model: PreTrainedModel, path: str, experts: Mapping[str, _Parts], dtype: torch.dtype
 ) -> list[Filling]:
     plain = model.get_submodule(path)
     E = len(plain.get_parameter(_STACKED[0]))
@@ -299,10 +298,10 @@ def _swap_experts(
             fillings.extend(_one_behind_the_other(module, [part[e] for part in parts], e))
         return module
 
-    gate_up = experts.parts["gate_up_proj"]
+    gate_up = experts["gate_up_proj"]
     together = _are_alike([part[0] for part in gate_up])
     stacks = [stack(parts) for parts in ([gate_up] if together else [(each,) for each in gate_up])]
-    swapped = QuantizedExperts(plain, stacks, stack(experts.parts["down_proj"]))
+    swapped = QuantizedExperts(plain, stacks, stack(experts["down_proj"]))
     model.set_submodule(path, swapped)
     return fillings
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FEW_PAIRS = (
-    32  # each has a tile of its own: sorting them takes longer than reading some weights twice
-)
+# Each of so many has a tile of its own: sorting them takes longer than reading some weights twice.
+_FEW_PAIRS = 32
 _TILE_ROWS = (16, 64, 128)
 
 

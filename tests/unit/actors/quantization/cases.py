@@ -1,8 +1,11 @@
 """Quantised weights of all kinds, and what products with them may differ by."""
 
 import itertools
+import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +13,11 @@ from actors.quantization.scheme import Scheme
 from tests.conftest import cuda_available
 
 CARD = cuda_available()
+OF_CARD = [pytest.mark.gpu] if CARD else []
+RUNS_KERNELS = pytest.mark.skipif(
+    find_spec("triton") is None or (not CARD and os.environ.get("TRITON_INTERPRET") != "1"),
+    reason="Triton with a card or TRITON_INTERPRET=1",
+)
 DEVICE = "cuda" if CARD else "cpu"
 # The interpreter keeps bfloat16 as integers: it neither rounds to it nor multiplies it.
 DTYPES = (torch.float16, torch.bfloat16) if CARD else (torch.float16,)

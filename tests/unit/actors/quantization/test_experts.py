@@ -1,7 +1,5 @@
 """Which rows go to which experts, and their products: on a card, or interpreted where Triton is installed."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,17 +11,15 @@ from tests.unit.actors.quantization.cases import (
     CARD,
     DEVICE,
     DTYPES,
+    OF_CARD,
+    RUNS_KERNELS,
     check,
     inputs,
     make_case,
     schemes,
 )
 
-runs_kernels = pytest.mark.skipif(
-    not CARD and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="neither a card nor TRITON_INTERPRET=1",
-)
-pytestmark = [pytest.mark.gpu] if CARD else []
+pytestmark = OF_CARD
 
 
 def chosen_of(T: int, E: int, C: int, seed: int = 0) -> torch.Tensor:
@@ -63,7 +59,7 @@ def test_the_host_counts_them_too() -> None:
     assert found.tiles is None
 
 
-@runs_kernels
+@RUNS_KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", schemes(256), ids=str)
 def test_each_row_is_multiplied_by_its_expert(scheme: Scheme, dtype: torch.dtype) -> None:
@@ -87,7 +83,7 @@ def test_each_row_is_multiplied_by_its_expert(scheme: Scheme, dtype: torch.dtype
             check(y[mine], x[mine], case)
 
 
-@runs_kernels
+@RUNS_KERNELS
 def test_a_row_is_the_same_whatever_is_beside_it() -> None:
     from actors.quantization.kernels import matmul_of_experts
 

@@ -1,6 +1,5 @@
 """Products with quantised weights: on a card, or interpreted where Triton is installed (TRITON_INTERPRET=1)."""
 
-import os
 import re
 
 import pytest
@@ -12,6 +11,8 @@ from tests.unit.actors.quantization.cases import (
     CARD,
     DEVICE,
     DTYPES,
+    OF_CARD,
+    RUNS_KERNELS,
     check,
     inputs,
     make_case,
@@ -19,14 +20,7 @@ from tests.unit.actors.quantization.cases import (
     schemes,
 )
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.skipif(
-        not CARD and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="neither a card nor TRITON_INTERPRET=1",
-    ),
-    *([pytest.mark.gpu] if CARD else []),
-]
+pytestmark = [RUNS_KERNELS, *OF_CARD]
 ROWS = (1, 3, 16, 17, 64, 65, 200)
 
 
