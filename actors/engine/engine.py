@@ -181,7 +181,7 @@ class TransformersEngine:
         choose_attention(model)
         merged = merge_projections(model)
         logger.info("%d groups of projections are computed as one", merged)
-        if (quantised := summary(model, next(model.parameters()).device.type)) is not None:
+        if (quantised := summary(model, next(model.parameters()).device)) is not None:
             logger.info("%s", quantised)
         shape = cache_shape(model, config.page_size)
         limits = plan_limits(config, shape, card, weights_bytes, budget)

@@ -46,6 +46,7 @@ class Tile:
         channels: input channels a turn, at most; of int4, those of a block of the layout.
         warps, stages: of a program.
         programs: that a multiprocessor shall have at least, if there are shares for so many.
+        turned: the output is computed with its sides swapped, so that weights go to the tensor cores from registers.
     """
 
     rows: int
@@ -54,13 +55,16 @@ class Tile:
     warps: int
     stages: int
     programs: int
+    turned: bool = False
 
 
-# Of each kind: up to so many rows, this tile; for more rows the weight is written out.
+# Of each kind: up to so many rows, this tile; for more rows the weight is written out. Chosen by
+# docs/results/quantized_matmul.py on an H100; those of int8 are guessed from the others.
 TILES: dict[Kind, tuple[tuple[int, Tile], ...]] = {
     "int4": (
         (16, Tile(16, 64, 128, warps=4, stages=5, programs=4)),
-        (64, Tile(64, 64, 128, warps=4, stages=3, programs=2)),
+        (32, Tile(32, 64, 128, warps=4, stages=4, programs=3)),
+        (64, Tile(64, 128, 128, warps=4, stages=3, programs=2)),
         (256, Tile(128, 128, 128, warps=8, stages=2, programs=2)),
     ),
     "int8": (
@@ -69,11 +73,27 @@ TILES: dict[Kind, tuple[tuple[int, Tile], ...]] = {
         (256, Tile(128, 128, 64, warps=8, stages=3, programs=2)),
     ),
     "fp8": (
-        (16, Tile(16, 64, 128, warps=4, stages=4, programs=4)),
-        (64, Tile(64, 64, 128, warps=4, stages=3, programs=2)),
+        (16, Tile(16, 32, 128, warps=4, stages=5, programs=6)),
+        (32, Tile(32, 64, 128, warps=4, stages=4, programs=3)),
+        (64, Tile(64, 128, 64, warps=4, stages=3, programs=2)),
         (256, Tile(128, 128, 64, warps=8, stages=3, programs=2)),
     ),
 }
+# Only tensor cores of compute capability 9.0 take an operand from registers in products of this size, and only such
+# a card has the shared memory.
+_TURNED: dict[Kind, Tile] = {
+    "int4": Tile(256, 128, 128, warps=8, stages=3, programs=1, turned=True),
+    "fp8": Tile(256, 128, 128, warps=8, stages=3, programs=1, turned=True),
+}
+_TURNED_ABOVE, _TURNED_UP_TO = 128, 1024  # rows
+
+
+def tiles(kind: Kind, on_hopper: bool) -> tuple[tuple[int, Tile], ...]:
+    """What TILES says, on such a card or another."""
+    if kind not in _TURNED or not on_hopper:
+        return TILES[kind]
+    *few, (_, many) = TILES[kind]
+    return (*few, (_TURNED_ABOVE, many), (_TURNED_UP_TO, _TURNED[kind]))
 
 
 def matmul(
@@ -105,7 +125,7 @@ def _quantized_matmul(
     rows: int,
 ) -> Tensor:
     scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
-    tile = variant(len(x), x.size(1), x.dtype, scheme)
+    tile = variant(x, scheme)
     if tile is None:
         return dequantised(x, weight, scales, zeros, scheme)
     return fused(x, weight, scales, zeros, scheme, tile)
@@ -124,11 +144,12 @@ def _(
     return x.new_empty((x.size(0), weight.size(0)))
 
 
-def variant(M: int, K: int, dtype: torch.dtype, scheme: Scheme) -> Tile | None:
-    """How `matmul` computes so many rows: `fused` with a tile, or, when None, `dequantised`."""
-    if dtype == torch.float32 or not scheme.fits_tensor_cores(K):
+def variant(x: Tensor, scheme: Scheme) -> Tile | None:
+    """How `matmul` computes rows `x` [M, K]: `fused` with a tile, or, when None, `dequantised`."""
+    M, K = x.shape
+    if x.dtype == torch.float32 or not scheme.fits_tensor_cores(K):
         return None
-    return next((tile for most, tile in TILES[scheme.kind] if most >= M), None)
+    return next((tile for most, tile in tiles(scheme.kind, is_hopper(x.device)) if most >= M), None)
 
 
 def fused(
@@ -251,6 +272,7 @@ def _launch(
         BM=tile.rows,
         BN=tile.columns,
         BK=BK,
+        TURNED=tile.turned,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -322,6 +344,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
 def _has_fp8(device: torch.device) -> bool:
     """Whether the device converts e4m3 itself."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -332,6 +360,7 @@ def _fused(
     x, weight, scales, zeros, out, tiles, M, N, K, row_bytes, scales_of_expert, share, per_group, rows,
     KIND: tl.constexpr, EXPERTS: tl.constexpr, ZEROS: tl.constexpr, ONE_GROUP: tl.constexpr,
     WORDS: tl.constexpr, FP8_UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """A tile of one share's sums: of the output, or of [S, M, N] in float32.
 
@@ -361,7 +390,7 @@ def _fused(
     x += m[:, None] * K + byte[None, :]
     # Rows past the end are read as the last one, and not stored: what is not masked is copied plainly.
     weight += tl.minimum(n, N - 1).to(tl.int64)[:, None] * row_bytes + byte[None, :]
-    acc = tl.zeros([BM, BN], tl.float32)
+    acc = tl.zeros([BN, BM] if TURNED else [BM, BN], tl.float32)
     if ONE_GROUP:
         scale = _scale(scales, 0, n, N, rows, KIND, WORDS, DTYPE)
         zero = _zero(zeros, 0, n, N, KIND, ZEROS, WORDS)
@@ -374,17 +403,29 @@ def _fused(
         if KIND == "int4":
             low, high = fours(values, zero[:, None], scale[:, None], DTYPE)
             x_second = tl.load(x + (turn * BK + BYTES), mask=in_m, other=0.0)
-            acc = tl.dot(x_first, tl.trans(low), acc)
-            acc = tl.dot(x_second, tl.trans(high), acc)
+            acc = _dot(x_first, low, acc, TURNED)
+            acc = _dot(x_second, high, acc, TURNED)
         elif KIND == "int8":
             w = eights(values, zero[:, None], scale[:, None], DTYPE)
-            acc = tl.dot(x_first, tl.trans(w), acc)
+            acc = _dot(x_first, w, acc, TURNED)
         else:
             w = floats(values, scale[:, None], DTYPE, FP8_UNIT)
-            acc = tl.dot(x_first, tl.trans(w), acc)
+            acc = _dot(x_first, w, acc, TURNED)
     out += tl.program_id(2).to(tl.int64) * M * N
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_m & (n < N)[None, :])
+    if TURNED:
+        at = m.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+    else:
+        at = m.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_m & (n < N)[None, :])
+
+
+@triton.jit
+def _dot(x, w, acc, TURNED: tl.constexpr):
+    if TURNED:
+        return tl.dot(w, tl.trans(x), acc)
+    else:
+        return tl.dot(x, tl.trans(w), acc)
 
 
 @triton.jit

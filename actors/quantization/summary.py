@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import torch
 from torch import nn
 
 from actors.quantization.experts import QuantizedStack
@@ -9,18 +10,19 @@ from actors.quantization.linear import QuantizedLinear, QuantizedWeight
 from actors.quantization.scheme import WRITTEN_BYTES, Scheme
 
 
-def summary(model: nn.Module, device_type: str) -> str | None:
+def summary(model: nn.Module, device: torch.device) -> str | None:
     """None: the model has no quantised weights."""
     weights = [each for each in model.modules() if isinstance(each, QuantizedWeight)]
     if not weights:
         return None
-    kinds = Counter(_text(each.scheme, isinstance(each, QuantizedStack)) for each in weights)
-    text = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
-    if device_type == "cpu":
+    told = Counter(_text(each.scheme, isinstance(each, QuantizedStack)) for each in weights)
+    text = ", ".join(f"{count} of {kind}" for kind, count in told.most_common())
+    if device.type == "cpu":
         return f"quantised weights: {text}; written out for each product"
-    from actors.quantization.kernels import TILES  # Triton is there where a GPU is
+    from actors.quantization.kernels import is_hopper, tiles  # Triton is there where a GPU is
 
-    most = {kind: TILES[kind][-1][0] for kind in sorted({each.scheme.kind for each in weights})}
+    kinds = sorted({each.scheme.kind for each in weights})
+    most = {kind: tiles(kind, is_hopper(device))[-1][0] for kind in kinds}
     bounds = ", ".join(f"{rows} rows ({kind})" for kind, rows in most.items())
     return f"quantised weights: {text}; fused products up to {bounds}, written out for more"
 

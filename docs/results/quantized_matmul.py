@@ -40,8 +40,8 @@ def candidates(kind: str) -> list[Tile]:
     """Those in use, and others near them."""
     channels = (128,) if kind == "int4" else (64, 128)
     made = [
-        Tile(rows, columns, channel, warps, stages, programs)
-        for (rows, columns, warps, stages, programs), channel in itertools.product(
+        Tile(rows, columns, channel, warps, stages, programs, turned)
+        for (rows, columns, warps, stages, programs), channel, turned in itertools.product(
             (
                 (16, 32, 4, 5, 6),
                 (16, 64, 4, 4, 4),
@@ -53,8 +53,12 @@ def candidates(kind: str) -> list[Tile]:
                 (128, 64, 4, 3, 2),
                 (128, 128, 8, 2, 2),
                 (128, 128, 8, 3, 1),
+                (128, 256, 8, 3, 1),
+                (256, 128, 8, 3, 1),
+                (64, 256, 8, 3, 1),
             ),
             channels,
+            (False, True),
         )
     ]
     return list(dict.fromkeys([tile for _, tile in TILES[SCHEMES[kind].kind]] + made))
@@ -120,7 +124,7 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
     table = Table("kind", "rows", "projection", "bf16 us", "written us", "best fused us", "tile")
     for row in found:
         best = min(row["fused_ms"], key=row["fused_ms"].get, default=None)
-        tile = "" if best is None else " ".join(map(str, json.loads(best).values()))
+        tile = "" if best is None else " ".join(map(str, map(int, json.loads(best).values())))
         fused_us = "" if best is None else f"{1e3 * row['fused_ms'][best]:.1f}"
         table.add_row(
             row["kind"],

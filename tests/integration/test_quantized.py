@@ -241,19 +241,22 @@ def test_experts_are_quantised_too(
 
 
 def test_the_log_tells_how_weights_are_multiplied(
-    mixture_of: Callable[[str], Path], tmp_path: Path
+    mixture_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = quantize_checkpoint(tmp_path / "q", mixture_of("qwen3_moe"), "gptq-4-32-asym")
     model = build_on_meta(checkpoint, torch.float16)
     kind = "int4 in groups of 32 with zero points"
-    assert summary(model, "cpu") == (
+    assert summary(model, torch.device("cpu")) == (
         f"quantised weights: 4 of {kind}, 4 of {kind} for experts; written out for each product"
     )
-    assert summary(torch.nn.Linear(1, 1), "cpu") is None
+    assert summary(torch.nn.Linear(1, 1), torch.device("cpu")) is None
     pytest.importorskip("triton")
-    on_a_card = summary(model, "cuda")
-    assert on_a_card is not None
-    assert on_a_card.endswith("fused products up to 256 rows (int4), written out for more")
+    for on_hopper, rows in ((False, 256), (True, 1024)):
+        monkeypatch.setattr("actors.quantization.kernels.is_hopper", lambda _, on=on_hopper: on)
+        on_a_card = summary(model, torch.device("cuda"))
+        assert on_a_card is not None
+        end = f"fused products up to {rows} rows (int4), written out for more"
+        assert on_a_card.endswith(end)
 
 
 def test_experts_that_are_quantised_in_part_are_refused(

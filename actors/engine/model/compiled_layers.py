@@ -169,12 +169,12 @@ class _Shape:
 
 
 def _on_meta(layer: nn.Module) -> nn.Module:
-    """A copy without memory; what is no tensor and no module is shared."""
+    """A copy without memory; what is no tensor and has no module is shared."""
     memo: dict[int, Any] = {
         id(value): value
         for module in layer.modules()
         for value in vars(module).values()
-        if not isinstance(value, dict | nn.Module)
+        if not isinstance(value, dict | nn.Module) and not _has_module(value)
     }
     with torch.device("meta"):
         for parameter in layer.parameters():
@@ -185,3 +185,8 @@ def _on_meta(layer: nn.Module) -> nn.Module:
         for buffer in layer.buffers():
             memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(layer, memo)
+
+
+def _has_module(value: Any) -> bool:
+    """A module that is no submodule hides in a tuple."""
+    return isinstance(value, tuple) and any(isinstance(each, nn.Module) for each in value)

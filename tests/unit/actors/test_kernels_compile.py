@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 CAPABILITIES = (80, 90)
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # of a block, at most: CUDA's programming guide
 # Kind, dtype, whether of experts; and of weights that are written out.
 PRODUCTS = (
     ("int4", "bf16", False),
@@ -72,6 +73,7 @@ def compiled(
     target = GPUTarget("cuda", capability, 32)
     how = {"num_warps": 4, "num_stages": 4} if options is None else dict(options)
     made = triton.compile(source, target=target, options=how)
+    assert made.metadata.shared <= SHARED_BYTES[capability], constants
     print("compiled", kernel.__name__, capability, dict(constants))
     return str(made.asm["ptx"])
 
@@ -98,10 +100,11 @@ def compile_products(capability: int) -> None:
     from actors.quantization import kernels
 
     for kind, dtype, of_experts in PRODUCTS:
-        *_, (_, tile) = kernels.TILES[kind]
+        _, tile = kernels.tiles(kind, capability == 90)[-1]
         constants = {"KIND": kind, "EXPERTS": of_experts, "ZEROS": kind != "fp8"}
         constants |= {"ONE_GROUP": False, "WORDS": True, "FP8_UNIT": capability >= 89}
         constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.channels}
+        constants |= {"TURNED": tile.turned}
         pointers = {"x": f"*{dtype}", "out": f"*{dtype}", "weight": "*u8", "zeros": "*u8"}
         pointers |= {"tiles": "*i32", "scales": "*fp32" if kind == "fp8" else f"*{dtype}"}
         types = types_of(kernels._fused, constants, pointers)

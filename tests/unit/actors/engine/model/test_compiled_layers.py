@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from actors.engine.model.compiled_layers import CompiledLayers
 from actors.engine.model.paged_step import PagedStep, Rehearsal, computing, current_step
+from actors.merging import PROJECTION_GROUPS, MergedProjections, put_merged
 
 SMALL = {
     "vocab_size": 64,
@@ -33,11 +34,23 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[*MODELS, "qwen2, merged"])
 def model(request: pytest.FixtureRequest) -> tf.PreTrainedModel:
     torch.manual_seed(0)
-    made = tf.AutoModelForCausalLM.from_config(MODELS[request.param](), dtype=torch.float32)
-    return made.eval()
+    name, *merged = request.param.split(", ")
+    made = tf.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32)
+    return _merged(made.eval()) if merged else made.eval()
+
+
+def _merged(model: tf.PreTrainedModel) -> tf.PreTrainedModel:
+    """Queries, keys and values of a layer are one product of any weights."""
+    names = PROJECTION_GROUPS[0]
+    for layer in model.model.layers:
+        parent = layer.self_attn
+        sizes = [getattr(parent, name).out_features for name in names]
+        product = torch.nn.Linear(SMALL["hidden_size"], sum(sizes))
+        put_merged(parent, names, names, MergedProjections(product, sizes, 0))
+    return model
 
 
 @pytest.fixture
