@@ -79,21 +79,18 @@ TILES: dict[Kind, tuple[tuple[int, Tile], ...]] = {
         (256, Tile(128, 128, 64, warps=8, stages=3, programs=2)),
     ),
 }
-# Only tensor cores of compute capability 9.0 take an operand from registers in products of this size, and only such
-# a card has the shared memory.
-_TURNED: dict[Kind, Tile] = {
-    "int4": Tile(256, 128, 128, warps=8, stages=3, programs=1, turned=True),
-    "fp8": Tile(256, 128, 128, warps=8, stages=3, programs=1, turned=True),
-}
+# On compute capability 9.0, where it was measured, for int4 and fp8. Older cards have too little shared memory.
+_TURNED = Tile(256, 128, 128, warps=8, stages=3, programs=1, turned=True)
 _TURNED_ABOVE, _TURNED_UP_TO = 128, 1024  # rows
 
 
+@cache
 def tiles(kind: Kind, on_hopper: bool) -> tuple[tuple[int, Tile], ...]:
     """What TILES says, on such a card or another."""
-    if kind not in _TURNED or not on_hopper:
+    if kind == "int8" or not on_hopper:
         return TILES[kind]
     *few, (_, many) = TILES[kind]
-    return (*few, (_TURNED_ABOVE, many), (_TURNED_UP_TO, _TURNED[kind]))
+    return (*few, (_TURNED_ABOVE, many), (_TURNED_UP_TO, _TURNED))
 
 
 def matmul(

@@ -100,7 +100,8 @@ def compile_products(capability: int) -> None:
     from actors.quantization import kernels
 
     for kind, dtype, of_experts in PRODUCTS:
-        _, tile = kernels.tiles(kind, capability == 90)[-1]
+        # The tiles of experts are those of any card.
+        _, tile = kernels.tiles(kind, capability == 90 and not of_experts)[-1]
         constants = {"KIND": kind, "EXPERTS": of_experts, "ZEROS": kind != "fp8"}
         constants |= {"ONE_GROUP": False, "WORDS": True, "FP8_UNIT": capability >= 89}
         constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.channels}
