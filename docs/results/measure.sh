@@ -112,7 +112,7 @@ many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models with weights of 
     local name=$1 shape=$2 count=$3 budget=$4 base=$checkpoint-many-$2 files=() number
     run "${name}_checkpoint" 120 make-checkpoint "$base" --shape "$shape" --tied
     for number in $(seq 1 "$count"); do
-        "${PY:-python3}" -m serve_app.cli.main make-checkpoint "$base-$number" --variant-of "$base" --seed "$number" > /dev/null || return
+        "${PY:-python3}" -m serve_app.cli.main make-checkpoint "$base-$number" --variant-of "$base" --seed "$number" > /dev/null &
         files+=("$work/$name-$number.yaml")
         cat > "$work/$name-$number.yaml" <<-YAML
 		model_id: $name-$number
@@ -122,6 +122,7 @@ many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models with weights of 
 		num_cpus: 0.1
 		YAML
     done
+    wait
     run "$name" 580 bench many "${files[@]}" --memory-budget "$budget" --variants "${VARIANTS:-shared}" \
         --time-scale "${TIME_SCALE:-1}" --duration "${DURATION_S:-300}" --json "$work/$name.json"
 }
