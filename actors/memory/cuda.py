@@ -221,7 +221,7 @@ class CudaDriver:
 
     # What a link needs beyond MemoryDriver.
 
-    def register(self, pages: HostRange) -> None:
+    def register(self, pages: HostRange) -> bool:
         """Page-lock host memory for every context of this process; see HostRegistrar.
 
         Where the device can, for reading only: that is all we do, and memory that this process may
@@ -230,7 +230,13 @@ class CudaDriver:
         flags = cu.CU_MEMHOSTREGISTER_PORTABLE
         if self._registers_read_only:
             flags |= cu.CU_MEMHOSTREGISTER_READ_ONLY
-        self._call(cu.cuMemHostRegister, pages.address, pages.size, flags, size=pages.size)
+        args = (pages.address, pages.size, flags)
+        code, _ = self._call_in_context(cu.cuMemHostRegister, args)
+        if code == cu.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED:
+            return False
+        if code != cu.CUresult.CUDA_SUCCESS:
+            raise self._failure(cu.cuMemHostRegister, code, pages.size)
+        return True
 
     def unregister(self, pages: HostRange) -> None:
         self._call(cu.cuMemHostUnregister, pages.address, size=pages.size)

@@ -72,7 +72,9 @@ class CudaLink:
 
     def copy(self, address: int, host: memoryview) -> None:
         if self._ring is None:
-            self._send(address, host_range(host))
+            source = host_range(host)
+            for piece in self._pages.pieces(source):
+                self._send(address + piece.address - source.address, piece)
         else:
             self._ring.copy(address, host)
 

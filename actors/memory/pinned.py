@@ -7,9 +7,10 @@ import logging
 import mmap
 import resource
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -59,8 +60,11 @@ def page_ranges(parts: Iterable[HostRange], page: int = mmap.PAGESIZE) -> list[H
 class HostRegistrar(Protocol):
     """Who page-locks host memory for a device."""
 
-    def register(self, pages: HostRange) -> None:
+    def register(self, pages: HostRange) -> bool:
         """Page-lock whole pages and let the device read them.
+
+        Returns:
+            False, and nothing has changed, if this process has registered some of them already.
 
         Raises:
             DeviceMemoryError: refused; nothing has changed.
@@ -73,7 +77,8 @@ class PinnedPages:
     """The pages under some buffers, registered where they are; all of them or none.
 
     Registering costs 0.05-0.07 s per GB, once; the bytes are not copied, and other processes can pin
-    the same shared memory as well.
+    the same shared memory as well. An image that takes another's place may share edge pages with it: those
+    stay unpinned, as they would be unregistered with the other.
     """
 
     def __init__(self, registrar: HostRegistrar, buffers: Iterable[memoryview]) -> None:
@@ -83,21 +88,39 @@ class PinnedPages:
         wanted = page_ranges(host_range(buffer) for buffer in buffers)
         try:
             for pages in wanted:
-                registrar.register(pages)
-                self._registered.append(pages)
+                self._register(pages)
+            self.in_place = True
         except DeviceMemoryError as exc:
             self.release()
             _warn_refused(sum(pages.size for pages in wanted), exc)
-        self.in_place = len(self._registered) == len(wanted)
+            self.in_place = False
 
     @property
     def ranges(self) -> tuple[HostRange, ...]:
         return tuple(self._registered)
 
+    def pieces(self, part: HostRange) -> Iterator[HostRange]:
+        """The same bytes, each piece either registered or not: the driver copies none that is both."""
+        edges = {edge for pages in self._registered for edge in (pages.address, pages.end)}
+        inside = sorted(edge for edge in edges if part.address < edge < part.end)
+        for start, end in pairwise((part.address, *inside, part.end)):
+            yield HostRange(start, end - start)
+
     def release(self) -> None:
         """Unregister. Nothing may be reading, and the memory must still be mapped."""
         while self._registered:
             self._registrar.unregister(self._registered.pop())
+
+    def _register(self, pages: HostRange) -> None:
+        if self._registrar.register(pages):
+            self._registered.append(pages)
+            return
+        inner = HostRange(pages.address + mmap.PAGESIZE, pages.size - 2 * mmap.PAGESIZE)
+        if inner.size <= 0:
+            return
+        if not self._registrar.register(inner):
+            raise DeviceMemoryError(f"{gib(inner.size)} of host memory are registered already")
+        self._registered.append(inner)
 
 
 def _warn_refused(size: int, reason: DeviceMemoryError) -> None:

@@ -28,14 +28,14 @@ class Registrar:
         self.left = refuse_nth
         self.registered: list[HostRange] = []
 
-    def register(self, pages: HostRange) -> None:
+    def register(self, pages: HostRange) -> bool:
         self.left -= 1
-        overlapping = any(
-            pages.address < held.end and held.address < pages.end for held in self.registered
-        )
-        if self.left == 0 or overlapping:
+        if self.left == 0:
             raise DeviceMemoryError("cuMemHostRegister failed: CUDA_ERROR_NOT_PERMITTED")
+        if any(pages.address < held.end and held.address < pages.end for held in self.registered):
+            return False
         self.registered.append(pages)
+        return True
 
     def unregister(self, pages: HostRange) -> None:
         self.registered.remove(pages)
@@ -108,6 +108,39 @@ def test_refusal_half_way_unregisters_and_says_the_limit_and_the_remedy(
     assert told in record.getMessage()
     assert ("memlock=-1" in record.getMessage()) == bool(told)
     pinned.release()
+
+
+def test_pages_shared_with_an_image_that_goes_stay_unpinned_and_are_pieces_of_their_own() -> None:
+    store = memoryview(mmap.mmap(-1, 64 * PAGE))
+    start = host_range(store).address
+    before = [store[640 : 9 * PAGE + 64], store[20 * PAGE : 20 * PAGE + 700]]
+    after = [store[9 * PAGE + 64 : 16 * PAGE + 1], store[20 * PAGE + 704 : 20 * PAGE + 900]]
+    registrar = Registrar()
+    first = PinnedPages(registrar, before)
+    second = PinnedPages(registrar, after)
+    inner = HostRange(start + 10 * PAGE, 6 * PAGE)
+    assert second.in_place
+    assert second.ranges == (inner,)
+    first.release()
+    assert registrar.registered == [inner]
+    assert list(second.pieces(host_range(after[0]))) == [
+        HostRange(start + 9 * PAGE + 64, PAGE - 64),
+        inner,
+        HostRange(inner.end, 1),
+    ]
+    assert list(second.pieces(host_range(after[1]))) == [host_range(after[1])]
+
+
+def test_more_than_edges_that_are_registered_already_is_a_refusal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = memoryview(mmap.mmap(-1, 64 * PAGE))
+    registrar = Registrar()
+    registrar.register(HostRange(host_range(store).address + 5 * PAGE, PAGE))
+    pinned = PinnedPages(registrar, [store])
+    assert not pinned.in_place
+    assert len(registrar.registered) == 1
+    assert "registered already" in caplog.text
 
 
 class LateDevice:
