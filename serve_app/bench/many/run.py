@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from actors.checkpoints.download import ensure_checkpoint
-from actors.checkpoints.sizes import image_sizes
+from actors.checkpoints.sizes import image_sizes, own_dtype
 from serve_app.bench.figures import environment
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import fit_scale
@@ -35,6 +35,7 @@ from serve_app.bench.many.requests import (
     choose,
     plan,
     question_of,
+    sure_nats,
     workload_of,
 )
 from serve_app.bench.many.score import Measured, figures
@@ -43,6 +44,7 @@ from serve_app.bench.many.trace import Arrival
 from serve_app.bench.many.variants import VARIANTS, Fits, Needs, Settings, fits, settings_for
 from serve_app.bench.serve_process import ServeProcess, free_port
 from serve_app.config.files import ServeConfig
+from serve_app.config.model import ModelConfig
 
 Progress = Callable[[str, int, int], None]
 
@@ -104,6 +106,7 @@ class ManyBench:
     def __init__(self, config: ServeConfig, plan: Plan) -> None:
         self._settings: Settings = config.data
         self._models = [model.model_id for model in config.models]
+        self._dtypes = {model.model_id: _dtype(model) for model in config.models}
         self._store_bytes = _store_bytes(config)
         self._plan = plan
         self._environment = environment()
@@ -207,7 +210,7 @@ class ManyBench:
                 record = await client.ask(known.requests.path, question.body)
                 _require(record, f"{model}, asked alone")
                 measured.asked += 1
-                measured.wrong += record.text != question.answer
+                measured.wrong += not question.is_answer(record.text)
         before = await _counters(client)
         epoch_s = time.time() - time.monotonic()
         await self._send(name, client, known.requests, measured, progress)
@@ -254,8 +257,12 @@ class ManyBench:
                 raise BenchError(f"{model}: {error}") from error
             workload = workload_of(model, caps[model])
             workloads[model] = replace(workload, scale=await fit_scale(client, workload))
-            asked = [await _question(client, body) for body in candidates(model)]
-            questions[model] = choose(asked)
+            sure = sure_nats(self._dtypes[model])
+            asked = [await _question(client, body, sure) for body in candidates(model)]
+            try:
+                questions[model] = choose(asked)
+            except ValueError as error:
+                raise BenchError(f"{model}: {error}") from error
             needs[model], budget = await _needs(client, model)
         requests = TraceRequests(plan(self._plan.dealt, caps), workloads, questions)
         return _Known(requests, fits(budget, [needs[model] for model in self._models]), budget)
@@ -271,6 +278,7 @@ class ManyBench:
             "left_out": self._plan.left_out,
             "of_models": {model: asked[model] for model in self._models},
             "questions": sum(each.question is not None for each in planned),
+            "judged_tokens": [q.tokens for each in known.requests.questions.values() for q in each],
             "least_margin": min(
                 q.margin for each in known.requests.questions.values() for q in each
             ),
@@ -311,10 +319,10 @@ class ManyBench:
             measured.lags_s += lags_s
 
 
-async def _question(client: Client, body: Mapping[str, Any]) -> Question:
+async def _question(client: Client, body: Mapping[str, Any], sure: float) -> Question:
     status, answer = await client.call("POST", "/v1/completions", body=body)
     try:
-        return question_of(body, answer["choices"][0])
+        return question_of(body, answer["choices"][0], sure)
     except (LookupError, TypeError, ValueError) as error:
         raise BenchError(f"{body['model']} answered {status}: {answer}") from error
 
@@ -350,6 +358,10 @@ async def _wakes(server: ServeProcess, count: int) -> list[tuple[float, str]] | 
 def _require(record: RequestRecord, what: str) -> None:
     if record.error is not None:
         raise BenchError(f"{what}: {record.error_class}: {record.message}")
+
+
+def _dtype(model: ModelConfig) -> str:
+    return own_dtype(ensure_checkpoint(model.source)) if model.dtype == "auto" else model.dtype
 
 
 def _store_bytes(config: ServeConfig) -> int:

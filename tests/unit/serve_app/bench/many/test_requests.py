@@ -52,7 +52,7 @@ def test_one_in_ten_of_each_model_is_a_question_the_first_among_them() -> None:
 
 
 def requests() -> TraceRequests:
-    question = Question({"model": "m", "prompt": "why", "stream": True}, " because", 1.0)
+    question = Question({"model": "m", "prompt": "why", "stream": True}, " because", 2, 1.0)
     workload = Workload("m", "completions", scale=Scale(2.0, 4.0))
     planned = [Planned("m", 0.0, 24, 5, question=0), Planned("m", 1.0, 24, 5)]
     return TraceRequests(planned, {"m": workload}, {"m": [question]})
@@ -74,6 +74,7 @@ def test_requests_go_to_the_processes_that_send() -> None:
 def test_only_questions_have_a_right_answer() -> None:
     assert requests().body(0, 0)["prompt"] == "why"
     assert requests().is_right(0, " because") is True
+    assert requests().is_right(0, " because of rounding") is True
     assert requests().is_right(0, " becaus") is False
     assert requests().is_right(1, "anything") is None
 
@@ -82,24 +83,43 @@ def test_candidate_becomes_a_streamed_question_with_its_smallest_lead() -> None:
     body = candidates("m")[0]
     assert body["logprobs"] == 2
     assert body["ignore_eos"]
-    tops = [{"a": -0.1, "b": -2.6}, {"c": -1.2, "d": -0.7}]
-    found = question_of(body, {"text": "ad", "logprobs": {"top_logprobs": tops}})
-    assert found.answer == "ad"
+    tops = [{"a": -0.1, "b": -2.6}, {"c": -1.2, "d": -0.7}, {"e": -1.0, "f": -1.1}]
+    choice = {"text": "ade", "logprobs": {"tokens": ["a", "d", "e"], "top_logprobs": tops}}
+    found = question_of(body, choice, 0.4)
+    assert (found.answer, found.tokens) == ("ad", 2)
     assert found.margin == pytest.approx(0.5)
+    assert question_of(body, choice, 3.0).tokens == 0
     assert found.body["stream"]
     assert "logprobs" not in found.body
     assert found.body["prompt"] == body["prompt"]
 
 
 def test_tokens_that_read_the_same_lead_by_nothing() -> None:
-    choice = {"text": "a", "logprobs": {"top_logprobs": [{"a": -0.1}]}}
-    assert question_of({}, choice).margin == 0.0
+    choice = {"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": -0.1}]}}
+    assert question_of({}, choice, 0.1).tokens == 0
 
 
-def test_surest_answers_are_asked_for() -> None:
-    found = [Question({}, str(margin), margin) for margin in (0.1, 3.0, 0.5, 2.0)]
-    assert [each.margin for each in choose(found)] == [3.0, 2.0]
+def test_half_a_character_is_not_judged() -> None:
+    tops = [{"a": -0.1, "b": -2.6}] * 3
+    choice = {
+        "text": "a\N{SNOWMAN}",
+        "logprobs": {"tokens": ["a", "\ufffd", "\ufffd"], "top_logprobs": tops},
+    }
+    assert question_of({}, choice, 1.0).answer == "a"
+
+
+def test_longest_sure_answers_are_asked_for() -> None:
+    found = [
+        Question({}, str(margin), tokens, margin)
+        for tokens, margin in ((1, 9.0), (2, 3.0), (2, 0.5), (3, 2.0))
+    ]
+    assert [each.margin for each in choose(found)] == [2.0, 3.0]
     assert QUESTIONS == 2
+
+
+def test_model_without_sure_answers_cannot_be_judged() -> None:
+    with pytest.raises(ValueError, match="rounding"):
+        choose([Question({}, "", 0, 0.0), Question({}, "a", 1, 1.0)])
 
 
 def test_candidates_differ_and_are_short() -> None:

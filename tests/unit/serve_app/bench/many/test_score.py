@@ -11,7 +11,7 @@ from serve_app.bench.many.score import Measured, figures, with_wakes
 from serve_app.bench.many.tables import tables
 from serve_app.bench.many.variants import VARIANTS
 
-QUESTION = Question({"model": "a"}, "yes", 1.0)
+QUESTION = Question({"model": "a"}, "yes", 1, 1.0)
 REQUESTS = TraceRequests(
     [Planned("a", 0, 9, 3, question=0), Planned("a", 1, 9, 3), Planned("b", 2, 9, 3)],
     {"a": Workload("a"), "b": Workload("b")},
