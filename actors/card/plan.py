@@ -21,10 +21,14 @@ from typing import TypeAlias
 from actors.card.config import Preempt, Terms, in_words
 from actors.protocol import SleepMode
 
-BUSY_AFTER = 0.25  # of `max_wait_s`: from then on busy models make room
+# Of `max_wait_s`: from then on busy models make room, those whose requests are frozen, and those that are drained.
+FREEZE_AFTER = 0.05
+BUSY_AFTER = 0.25
 FIRST_AFTER = 0.5  # of `max_wait_s`: from then on before all priorities
 # A model that was woken for a request whose client has left since is not spared for ever.
 UNREACHED_S = 5.0
+# Whose last request is not as old is woken again soon, and a deep sleep costs it seconds then.
+RECENT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +128,10 @@ class Ask:
     def patience_s(self) -> float:
         return self.limit_s - self.asked_s
 
-    @property
-    def busy_from_s(self) -> float:
-        return self.asked_s + BUSY_AFTER * self.patience_s
+    def busy_from_s(self, preempt: Preempt) -> float:
+        """When busy models are asked that do so."""
+        after = FREEZE_AFTER if preempt is Preempt.FREEZE else BUSY_AFTER
+        return self.asked_s + after * self.patience_s
 
     @property
     def first_from_s(self) -> float:
@@ -336,26 +341,22 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
     if short_slots <= 0 and (shrink := _shrinks(others, short, what, now_s)):
         givers = ", ".join(card.tenant(s.tenant).model for s in shrink)
         return Wait(f"{givers} give back KV cache", math.inf, shrink=shrink)
-    priority = card.tenant(ask.tenant).terms.priority
-    may = [t for t in others if _may_sleep(t)]
-    ready = [t for t in may if _spared_until_s(t) <= now_s]
+    need = _Need(short, short_slots, {t.name: t.gives(now_s) for t in others})
+    at_last = replace(need, at_last=True)
+    may = _who_may(others, card.tenant(ask.tenant).terms.priority, need, now_s)
+    from_s = {t.name: _asked_from_s(t, ask) for t in may}
+    ready = [t for t in may if from_s[t.name] <= now_s]
     order = sorted((t for t in ready if not t.busy), key=lambda t: (not t.awake, _worth(t, now_s)))
-    busy = [t for t in ready if t.busy and _gives_way(t, priority)]
-    busy.sort(key=lambda t: (t.terms.priority, t.awake_since_s, t.name))
-    order += busy if now_s >= ask.busy_from_s else []
-    given = {t.name: t.gives(now_s) for t in others}
-    need = _Need(short, short_slots, given)
-    if chosen := _enough(order, need) or _enough(order, replace(need, at_last=True)):
+    order += sorted(
+        (t for t in ready if t.busy), key=lambda t: (t.terms.priority, t.awake_since_s, t.name)
+    )
+    if chosen := _enough(order, need) or _enough(order, at_last):
         evict = tuple(_evict(t, what, for_model, now_s) for t in chosen)
         rest = [t for t in others if t not in chosen]
         shrink = _shrinks(rest, short - sum(t.frees for t in chosen), what, now_s)
         return Wait(f"{', '.join(t.model for t in chosen)} make room", math.inf, evict, shrink)
-    later = [
-        (max(_spared_until_s(t), ask.busy_from_s if t.busy else now_s), t)
-        for t in may
-        if not t.busy or _gives_way(t, priority)
-    ]
-    at_s, names = _when_enough(later, replace(need, at_last=True))
+    later = [(max(from_s[t.name], now_s), t) for t in may]
+    at_s, names = _when_enough(later, at_last)
     # Who gave less than it had said may have more by then.
     again_s = min((t.spare_from_s for t in others if t.spare_from_s > now_s), default=math.inf)
     if at_s is None:
@@ -375,6 +376,27 @@ def _shrinks(tenants: Sequence[Tenant], short: int, what: str, now_s: float) -> 
             found.append(Shrink(tenant.name, size, what))
             short -= size
     return tuple(found)
+
+
+def _who_may(others: Sequence[Tenant], priority: int, need: "_Need", now_s: float) -> list[Tenant]:
+    """Who may be asked for room, now or later.
+
+    Not sleepers with recent requests, as long as idle models and those that can be frozen are enough.
+    """
+    may = [t for t in others if _may_sleep(t) and (not t.busy or _gives_way(t, priority))]
+    recent = [t for t in may if not t.awake and now_s - t.quiet_since_s < RECENT_S]
+    settling = [t for t in others if t.moving and t.awake and not t.terms.pin]
+    quick = [
+        t
+        for t in may + settling
+        if t not in recent and (not t.busy or t.terms.preempt is Preempt.FREEZE)
+    ]
+    return may if need.remains(quick) else [t for t in may if t not in recent]
+
+
+def _asked_from_s(tenant: Tenant, ask: Ask) -> float:
+    spared_s = _spared_until_s(tenant)
+    return max(spared_s, ask.busy_from_s(tenant.terms.preempt)) if tenant.busy else spared_s
 
 
 def _may_sleep(tenant: Tenant) -> bool:

@@ -119,7 +119,7 @@ many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models with weights of 
 		source: {id: $base-$number}
 		engine: {device: ${DEVICE:-cuda}, max_model_len: 4096, num_blocks: 1024, max_requests_per_batch: 64, use_torch_compile: false}
 		sleep: {idle_timeout_s: null}
-		sharing: ${SHARING:-{min_awake_s: 0.2, max_wait_s: 4, preempt: freeze\}}
+		sharing: ${SHARING:-{min_awake_s: 0.3, max_wait_s: 8, preempt: freeze\}}
 		image: {compression: "off"}
 		num_cpus: 0.1
 		YAML

@@ -7,6 +7,7 @@ import pytest
 
 from actors.card.config import Preempt, Terms
 from actors.card.plan import (
+    RECENT_S,
     UNREACHED_S,
     Ask,
     Card,
@@ -246,6 +247,26 @@ def test_sleepers_sleep_deep_before_anybody_busy_sleeps() -> None:
     assert evicted(plan(full, ask(10, waited_s=6), NOW_S)) == ["b", "c"]
 
 
+@pytest.mark.parametrize(
+    ("neighbour", "chosen"),
+    [
+        ({"terms": Terms(preempt=Preempt.FREEZE)}, ["a"]),
+        ({"terms": Terms(preempt=Preempt.FREEZE), "moving": True}, []),  # until it has settled
+        ({"terms": Terms(preempt=Preempt.FREEZE, priority=1)}, ["b", "c"]),  # gives no way
+        ({}, ["b", "c"]),  # drained, which may take long
+    ],
+)
+def test_sleepers_with_recent_requests_are_spared_where_a_model_can_be_frozen(
+    neighbour: dict[str, object], chosen: list[str]
+) -> None:
+    hot = awake("a", 90, busy=True, **neighbour)
+    quiet_s = NOW_S - RECENT_S
+    full = card(hot, *(asleep(name, quiet_since_s=quiet_s + 1) for name in "bc"))
+    assert evicted(plan(full, ask(10, waited_s=1.5), NOW_S)) == chosen
+    long_asleep = card(hot, *(asleep(name, quiet_since_s=quiet_s) for name in "bc"))
+    assert evicted(plan(long_asleep, ask(10, waited_s=1.5), NOW_S)) == ["b", "c"]
+
+
 def test_who_falls_asleep_for_somebody_sleeps_deep_next_if_that_is_what_it_takes() -> None:
     victim = awake("a", 95, residue=5 * GIB)
     assert evicted(plan(card(victim), ask(100), NOW_S)) == ["a"]
@@ -296,6 +317,12 @@ def test_busy_models_make_room_after_a_quarter_of_the_wait() -> None:
     assert isinstance(outcome, Wait)
     (evict,) = outcome.evict
     assert (evict.tenant, evict.mode, evict.cause) == ("a", SleepMode.WAIT, Cause.BUSY)
+
+
+def test_models_that_are_frozen_make_room_after_a_twentieth_of_the_wait() -> None:
+    full = card(awake("a", 100, busy=True, terms=Terms(preempt=Preempt.FREEZE)))
+    assert evicted(plan(full, ask(waited_s=0.9), NOW_S)) == []
+    assert evicted(plan(full, ask(waited_s=1.0), NOW_S)) == ["a"]
 
 
 @pytest.mark.parametrize(
