@@ -240,7 +240,7 @@ class CardClient:
             copies=copies,
             awake=awake,
             moving=False,
-            reached=reached,
+            reached=reached or self._account.busy,  # by those that were frozen
             device_free=device_free,
             short=short,
             swap_s=swap_s,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.card.plan import UNREACHED_S
 from actors.card.tenant import CardClient, KvNow
 from actors.errors import NeverFits, NoRoom, Unavailable
 from actors.observer import GrantOutcome, GrowthOutcome
@@ -363,6 +364,24 @@ def test_worker_that_dies_while_it_owes_memory(tmp_path: Path) -> None:
             a.client.worker_ended()
             await wake
             a.gate.set()
+
+    run(scenario)
+
+
+def test_model_that_goes_on_with_frozen_requests_is_not_spared_for_one_that_is_to_come(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a", preempt="freeze", min_awake_s=0.0).place()
+            b = await Tenant(site, "b", max_wait_s=UNREACHED_S - 1).place()
+            await a.wake(60)
+            a.work(True)
+            a.client.settled(held=0)
+            await a.client.wake(60, waits=True)
+            a.client.settled(held=60, awake=True, reached=False)
+            await b.wake(60)
+            assert [mode for mode, _ in a.orders] == [SleepMode.KEEP]
 
     run(scenario)
 
