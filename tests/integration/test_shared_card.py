@@ -126,7 +126,8 @@ def waits(replica: Replica) -> float:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy models make room after milliseconds, so that no answer has to take seconds."""
-    monkeypatch.setattr("actors.card.plan.BUSY_AFTER", 0.001)
+    for share in ("FREEZE_AFTER", "BUSY_AFTER"):
+        monkeypatch.setattr(f"actors.card.plan.{share}", 0.001)
 
 
 @pytest.mark.usefixtures("impatient")
