@@ -33,6 +33,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "serve": ("start", "left_processes"),
     "eval": ("baseline", "checks"),
     "timeline": ("timeline", "memory"),
+    "many": ("trace", "variants", "sent"),
 }
 _NAMES = {
     "wake": "Waking",
@@ -45,6 +46,7 @@ _NAMES = {
     "turns": "A chat's second turn",
     "serve": "Behind serve run",
     "eval": "Before and after a sleep",
+    "many": "Many models on one card",
 }
 _VERSIONS = ("torch", "transformers", "ray", "triton")
 
@@ -214,6 +216,8 @@ def _tables(kind: str, result: Result) -> list[Table]:
         from serve_app.bench.load import tables
     elif kind == "soak":
         from serve_app.bench.soak import tables
+    elif kind == "many":
+        from serve_app.bench.many.tables import tables
     elif kind == "turns":
         from docs.results.turns import tables
     elif kind == "serve":
