@@ -27,13 +27,13 @@ The bytes of a segment become one string of bytes, whose regions start at multip
 A part has weights of one type. Raw pieces are tensors that do not shrink, those of other types, the few weights behind the last whole row of a tensor,
 and what lies between tensors. Their blocks follow the coded ones.
 
-What is written here runs on any device, in torch's operations. `cascade_kernel` decompresses on a card.
+What is written here runs on any device, in torch's operations. `cascade_kernel` does the same on a card.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -65,11 +65,82 @@ class _Piece:
     weights: torch.Tensor  # int16
     table: torch.Tensor  # uint8
     ranks: torch.Tensor | None  # uint8, by exponent; None: raw
+    count: torch.Tensor  # see Coder
 
-    @cached_property
-    def count(self) -> torch.Tensor:
-        """See `_count`; it looks at all weights."""
-        return _count(self)
+
+class Coder(Protocol):
+    """Looks at each weight of coded blocks: `InTorch`, or kernels that give the same bytes."""
+
+    def count(self, weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType) -> torch.Tensor:
+        """Of each block: how many level-2 codes it has, and words in its tail. Int64, [blocks, 2].
+
+        Args:
+            weights: int16.
+            ranks: uint8, by exponent.
+        """
+
+    def encode(
+        self,
+        weights: torch.Tensor,
+        ranks: torch.Tensor,
+        data: torch.Tensor,
+        about: Compressed,
+        first: int,
+        starts: torch.Tensor,
+        level_2: torch.Tensor,
+    ) -> None:
+        """Write what the blocks have in all regions but the heads, into zeros.
+
+        Args:
+            weights, ranks: as of `count`.
+            first: the first block's number.
+            starts: of their tails, in words, int64; one more closes the list.
+            level_2: from `count`.
+        """
+
+
+class InTorch:
+    """In torch's operations, on any device."""
+
+    def count(self, weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType) -> torch.Tensor:
+        found = []
+        for _, _, some in _some(weights, ranks, dtype):
+            two, three, four = ((some >= least).sum(1) for least in (3, 6, RANKS))
+            found.append(torch.stack([two, (2 * two + 3 * three + 8 * four + 31) // 32], 1))
+        return torch.cat(found)
+
+    def encode(
+        self,
+        weights: torch.Tensor,
+        ranks: torch.Tensor,
+        data: torch.Tensor,
+        about: Compressed,
+        first: int,
+        starts: torch.Tensor,
+        level_2: torch.Tensor,
+    ) -> None:
+        _write_kept(data, about, weights, first)
+        for number, exponents, some in _some(weights, ranks, about.dtype):
+            count = len(some)
+            some = some.long()
+            codes = _packed(some.clamp(max=3), 2)
+            _region(data, about.codes_at + (first + number) * BLOCK // 4, codes.view(-1))
+            begin = starts[number : number + count + 1]
+            at, until = int(begin[0]), int(begin[-1])
+            words = torch.zeros(until - at + 1, dtype=torch.int64, device=data.device)
+            bit = 32 * (begin[:-1, None] - at)
+            two, three, four = (some >= least for least in (3, 6, RANKS))
+            where = bit + 2 * (two.cumsum(1) - 1)
+            _put(words, where[two], (some - 3).clamp(max=3)[two])
+            where = bit + 2 * level_2[number : number + count, None] + 3 * (three.cumsum(1) - 1)
+            _put(words, where[three], (some - 6).clamp(max=7)[three])
+            where = 32 * (begin[1:, None] - at) - 8 * four.cumsum(1)
+            _put(words, where[four], exponents.long()[four])
+            tails = words[:-1].to(torch.int32).view(torch.uint8)
+            _region(data, about.tails_at + 4 * at, tails)
+
+
+IN_TORCH = InTorch()
 
 
 def compress(
@@ -77,6 +148,7 @@ def compress(
     tensors: Sequence[tuple[int, int]],
     dtype: FloatType = "bfloat16",
     at: int = 0,
+    coder: Coder = IN_TORCH,
 ) -> tuple[torch.Tensor, Compressed]:
     """Compress a segment, or a part of one.
 
@@ -91,7 +163,7 @@ def compress(
         The compressed bytes, on the same device, and where what lies in them, as the first of a payload.
     """
     weights = part.view(torch.int16)
-    pieces = sorted(_pieces(weights, tensors, dtype), key=lambda piece: piece.ranks is None)
+    pieces = sorted(_pieces(weights, tensors, dtype, coder), key=lambda piece: piece.ranks is None)
     counts = [piece.count for piece in pieces]  # [blocks, 2]
     blocks = sum(len(each) for each in counts)
     coded = sum(len(c) for c, piece in zip(counts, pieces, strict=True) if piece.ranks is not None)
@@ -107,7 +179,12 @@ def compress(
     for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
         end = first + len(count)
         heads[first:end, 1] = count[:, 0].cpu() | number << 16
-        _encode(data, about, piece, first, starts[first : end + 1], count[:, 0])
+        if piece.ranks is None:
+            raw = piece.weights.contiguous().view(torch.uint8)
+            _region(data, about.tails_at + 4 * int(starts[first]), raw)
+        else:
+            tails = starts[first : end + 1].to(part.device)
+            coder.encode(piece.weights, piece.ranks, data, about, first, tails, count[:, 0])
         first = end
     _region(data, about.heads_at, heads.view(-1).view(torch.uint8))
     return data, about
@@ -148,12 +225,14 @@ def _decompress(data: torch.Tensor, about: Compressed, weights: torch.Tensor) ->
 
 
 def _pieces(
-    weights: torch.Tensor, tensors: Sequence[tuple[int, int]], dtype: FloatType
+    weights: torch.Tensor, tensors: Sequence[tuple[int, int]], dtype: FloatType, coder: Coder
 ) -> Iterator[_Piece]:
     end = 0  # of what is coded so far
     for offset, size in tensors:
         at, count = offset // 2, size // 2 // ROW * ROW
-        coded = _coded(at, dtype, weights[at : at + count]) if count >= LEAST_WEIGHTS else None
+        if count < LEAST_WEIGHTS:
+            continue
+        coded = _coded(at, dtype, weights[at : at + count], coder)
         if coded is not None:
             yield from _raw(weights, end, at, dtype)
             yield coded
@@ -164,14 +243,20 @@ def _pieces(
 def _raw(weights: torch.Tensor, begin: int, end: int, dtype: FloatType) -> Iterator[_Piece]:
     if begin < end:
         none = torch.zeros(TABLE_BYTES, dtype=torch.uint8, device=weights.device)
-        yield _Piece(begin, dtype, weights[begin:end], none, None)
+        lengths = [min(BLOCK, end - at) for at in range(begin, end, BLOCK)]
+        count = torch.tensor([(0, -(-length // 2)) for length in lengths], dtype=torch.int64)
+        yield _Piece(begin, dtype, weights[begin:end], none, None, count)
 
 
-def _coded(at: int, dtype: FloatType, weights: torch.Tensor) -> _Piece | None:
+def _coded(at: int, dtype: FloatType, weights: torch.Tensor, coder: Coder) -> _Piece | None:
     """None: it would not shrink."""
     order = _by_frequency(weights, dtype)
-    piece = _Piece(at, dtype, weights, _table(order), _ranks(order))
-    return piece if _stored_bytes(piece) <= _MOST_STORED * 2 * len(weights) else None
+    ranks = _ranks(order)
+    count = coder.count(weights, ranks, dtype)
+    of_block = BLOCK + BLOCK // 4 + _RESTS[dtype] + 8
+    if len(count) * of_block + 4 * int(count[:, 1].sum()) > _MOST_STORED * 2 * len(weights):
+        return None
+    return _Piece(at, dtype, weights, _table(order), ranks, count)
 
 
 def _parts(weights: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -205,40 +290,19 @@ def _exponents(weights: torch.Tensor, dtype: FloatType) -> torch.Tensor:
     return (weights.int() >> at) & ((1 << bits) - 1)
 
 
-def _blocks_of(piece: _Piece) -> int:
-    return -(-piece.weights.numel() // BLOCK)
-
-
-def _some(piece: _Piece) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _some(
+    weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Blocks of a coded piece, some at a time: the first one's number, exponents and ranks, [blocks, BLOCK]."""
-    assert piece.ranks is not None
     number = 0
-    for some in _parts(piece.weights):
-        exponents = _exponents(some, piece.dtype)
-        ranks = piece.ranks[exponents]
+    for some in _parts(weights):
+        exponents = _exponents(some, dtype)
+        found = ranks[exponents]
         missing = -len(some) % BLOCK
-        ranks = torch.nn.functional.pad(ranks, (0, missing)).view(-1, BLOCK)
+        found = torch.nn.functional.pad(found, (0, missing)).view(-1, BLOCK)
         exponents = torch.nn.functional.pad(exponents, (0, missing)).view(-1, BLOCK)
-        yield number, exponents, ranks
-        number += len(ranks)
-
-
-def _count(piece: _Piece) -> torch.Tensor:
-    """Of each block: how many level-2 codes it has, and words in its tail."""
-    if piece.ranks is None:
-        left = piece.weights.numel()
-        lengths = [min(BLOCK, left - at) for at in range(0, left, BLOCK)]
-        return torch.tensor([(0, -(-length // 2)) for length in lengths], dtype=torch.int64)
-    found = []
-    for _, _, ranks in _some(piece):
-        two, three, four = ((ranks >= least).sum(1) for least in (3, 6, RANKS))
-        found.append(torch.stack([two, (2 * two + 3 * three + 8 * four + 31) // 32], 1))
-    return torch.cat(found)
-
-
-def _stored_bytes(piece: _Piece) -> int:
-    of_block = BLOCK + BLOCK // 4 + _RESTS[piece.dtype] + 8
-    return _blocks_of(piece) * of_block + 4 * int(piece.count[:, 1].sum())
+        yield number, exponents, found
+        number += len(found)
 
 
 def _regions(dtype: FloatType, pieces: int, blocks: int, coded: int, words: int) -> Compressed:
@@ -272,56 +336,19 @@ def _write_pieces(
         first += len(count)
 
 
-def _encode(
-    data: torch.Tensor,
-    about: Compressed,
-    piece: _Piece,
-    first: int,
-    starts: torch.Tensor,
-    level_2: torch.Tensor,
-) -> None:
-    """Write the blocks of a piece; `starts` of their tails, in words, and how many level-2 codes they have."""
-    if piece.ranks is None:
-        at = about.tails_at + 4 * int(starts[0])
-        _region(data, at, piece.weights.contiguous().view(torch.uint8))
-        return
-    device = data.device
-    starts = starts.to(device)
-    _write_kept(data, about, piece, first)
-    for number, exponents, ranks in _some(piece):
-        count = len(ranks)
-        ranks = ranks.long()
-        codes = _packed(ranks.clamp(max=3), 2)
-        _region(data, about.codes_at + (first + number) * BLOCK // 4, codes.view(-1))
-        begin = starts[number : number + count + 1]
-        at, until = int(begin[0]), int(begin[-1])
-        words = torch.zeros(until - at + 1, dtype=torch.int64, device=device)
-        bit = 32 * (begin[:-1, None] - at)
-        two, three, four = (ranks >= least for least in (3, 6, RANKS))
-        where = bit + 2 * (two.cumsum(1) - 1)
-        _put(words, where[two], (ranks - 3).clamp(max=3)[two])
-        in_two = level_2[number : number + count, None].to(device)
-        where = bit + 2 * in_two + 3 * (three.cumsum(1) - 1)
-        _put(words, where[three], (ranks - 6).clamp(max=7)[three])
-        where = 32 * (begin[1:, None] - at) - 8 * four.cumsum(1)
-        _put(words, where[four], exponents.long()[four])
-        tails = words[:-1].to(torch.int32).view(torch.uint8)
-        _region(data, about.tails_at + 4 * at, tails)
-
-
-def _write_kept(data: torch.Tensor, about: Compressed, piece: _Piece, first: int) -> None:
+def _write_kept(data: torch.Tensor, about: Compressed, all_of: torch.Tensor, first: int) -> None:
     """Bits beside the exponents, of some blocks at a time."""
-    for some in _parts(piece.weights):
+    for some in _parts(all_of):
         weights = some.int()
         at = about.mantissas_at + first * BLOCK
-        if piece.dtype == "bfloat16":
+        if about.dtype == "bfloat16":
             _region(data, at, ((weights >> 8 & 0x80) | (weights & 0x7F)).to(torch.uint8))
         else:
             _region(data, at, (weights & 0xFF).to(torch.uint8))
             missing = -len(weights) % BLOCK
             weights = torch.nn.functional.pad(weights, (0, missing)).view(-1, BLOCK)
             middles, signs = _packed(weights >> 8 & 3, 2), _packed(weights >> 15 & 1, 1)
-            at = about.rests_at + first * _RESTS[piece.dtype]
+            at = about.rests_at + first * _RESTS[about.dtype]
             _region(data, at, torch.cat([middles, signs], 1).view(-1))
         first += _AT_ONCE
 

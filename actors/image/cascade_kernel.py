@@ -1,4 +1,4 @@
-"""Decompresses what `actors.image.cascade` compressed, on a card, in Triton: one program a block, one thread a row of eight weights.
+"""What `actors.image.cascade` does, on a card, in Triton: one program a block; of decompression, one thread a row of eight weights.
 
 Whatever the bytes are, nothing is read outside of them and nothing is written outside of the part: what has changed on
 its way gives wrong weights, which their checksum tells.
@@ -11,10 +11,48 @@ import torch
 import triton
 import triton.language as tl
 
-from actors.image.cascade import BLOCK, PIECE_BYTES, ROW
-from actors.image.layout import Compressed
+from actors.image.cascade import BLOCK, PIECE_BYTES, RANKS, ROW
+from actors.image.layout import Compressed, FloatType
 
 _WARPS = 4
+
+
+class InTriton:
+    """A `cascade.Coder`, on the current stream."""
+
+    def count(self, weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType) -> torch.Tensor:
+        blocks = triton.cdiv(len(weights), BLOCK)
+        found = torch.empty((blocks, 2), dtype=torch.int64, device=weights.device)
+        _count[(blocks,)](
+            weights, ranks, len(weights), found, dtype == "float16", RANKS, BLOCK, num_warps=_WARPS
+        )
+        return found
+
+    def encode(
+        self,
+        weights: torch.Tensor,
+        ranks: torch.Tensor,
+        data: torch.Tensor,
+        about: Compressed,
+        first: int,
+        starts: torch.Tensor,
+        level_2: torch.Tensor,
+    ) -> None:
+        _encode[(len(level_2),)](
+            weights,
+            ranks,
+            len(weights),
+            starts,
+            level_2.contiguous(),
+            data[about.codes_at + first * BLOCK // 4 :],
+            data[about.mantissas_at + first * BLOCK :],
+            data[about.rests_at + first * (BLOCK // 4 + BLOCK // 8) :],
+            data[about.tails_at :],
+            about.dtype == "float16",
+            RANKS,
+            BLOCK,
+            num_warps=_WARPS,
+        )
 
 
 def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None:
@@ -225,3 +263,84 @@ def _escapes_of_3(codes):  # type: ignore[no-untyped-def]
     ones = codes & (codes >> 1) & (codes >> 2) & 0x249249
     ones = (ones & 0x41041) + ((ones >> 3) & 0x41041)
     return ((ones * 0x41041) >> 18 & 63).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _count(  # type: ignore[no-untyped-def]
+    weights, ranks, count, found, HALF: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    _, _, rank = _weights_of_block(weights, ranks, count, HALF, BLOCK)
+    two, three = tl.sum((rank >= 3).to(tl.int32)), tl.sum((rank >= 6).to(tl.int32))
+    bits = 2 * two + 3 * three + 8 * tl.sum((rank >= RANKS).to(tl.int32))
+    found += 2 * tl.program_id(0)
+    tl.store(found, two.to(tl.int64))
+    tl.store(found + 1, ((bits + 31) // 32).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _encode(  # type: ignore[no-untyped-def]
+    weights,
+    ranks,
+    count,
+    starts,
+    level_2,
+    codes,
+    mantissas,
+    rests,
+    tails,
+    HALF: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    weight, exponent, rank = _weights_of_block(weights, ranks, count, HALF, BLOCK)
+    block = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    quarter = tl.arange(0, BLOCK // 4)
+    _store_codes(codes + block * (BLOCK // 4) + quarter, tl.minimum(rank, 3), 2, BLOCK)
+    if HALF:
+        kept = weight & 0xFF
+        rests += block * (BLOCK // 4 + BLOCK // 8)
+        _store_codes(rests + quarter, (weight >> 8) & 3, 2, BLOCK)
+        rests += BLOCK // 4
+        _store_codes(rests + tl.arange(0, BLOCK // 8), (weight >> 15) & 1, 1, BLOCK)
+    else:
+        kept = ((weight >> 8) & 0x80) | (weight & 0x7F)
+    tl.store(mantissas + block * BLOCK + at, kept.to(tl.uint8))
+    start, stop = tl.load(starts + block), tl.load(starts + block + 1)
+    tail = tails.to(tl.pointer_type(tl.int32)) + start
+    two, three, four = rank >= 3, rank >= 6, rank >= RANKS
+    bit = 2 * (tl.cumsum(two.to(tl.int32)) - 1)
+    _put(tail, bit, tl.minimum(rank - 3, 3), two)
+    bit = 2 * tl.load(level_2 + block).to(tl.int32) + 3 * (tl.cumsum(three.to(tl.int32)) - 1)
+    _put(tail, bit, tl.minimum(rank - 6, 7), three)
+    bit = 32 * (stop - start).to(tl.int32) - 8 * tl.cumsum(four.to(tl.int32))
+    _put(tail, bit, exponent, four)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights_of_block(  # type: ignore[no-untyped-def]
+    weights, ranks, count, HALF: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of this program's block the weights, their exponents and ranks; 0 behind the last one."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    weight = tl.load(weights + at, mask=at < count, other=0).to(tl.int32)
+    exponent = (weight >> 10) & 0x1F if HALF else (weight >> 7) & 0xFF
+    rank = tl.load(ranks + exponent, mask=at < count, other=0).to(tl.int32)
+    return weight, exponent, rank
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_codes(to, codes, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """In bytes, the first lowest."""
+    each: tl.constexpr = 8 // BITS
+    shifted = codes << (tl.arange(0, BLOCK) % each * BITS)
+    tl.store(to, tl.sum(tl.reshape(shifted, (BLOCK // each, each)), axis=1).to(tl.uint8))
+
+
+@triton.jit
+def _put(words, bit, code, there):  # type: ignore[no-untyped-def]
+    """Codes at bits of 32-bit words, which others fill, too."""
+    shifted = code.to(tl.uint64) << (bit & 31).to(tl.uint64)
+    low, high = shifted.to(tl.uint32).to(tl.int32, bitcast=True), (shifted >> 32).to(tl.int32)
+    tl.atomic_or(words + (bit >> 5), low, mask=there, sem="relaxed")
+    tl.atomic_or(words + (bit >> 5) + 1, high, mask=there & (high != 0), sem="relaxed")

@@ -1,5 +1,6 @@
 """Segments of an image, compressed part by part, where that pays."""
 
+import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,11 @@ _SAMPLE_BYTES = 64 * 2**20
 _SAMPLES = 3  # the first time on a device, kernels are loaded
 MOST_STORED = 0.95  # of a segment's bytes: else it is kept as it is
 
+
+def _new_memory(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
 Decompress = Callable[[torch.Tensor, Compressed, torch.Tensor], None]
 
 
@@ -30,6 +36,7 @@ def compress_segment(
     device: torch.device,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     part_bytes: int = PART_BYTES,
+    memory: Callable[[int], torch.Tensor] = _new_memory,
 ) -> tuple[torch.Tensor, tuple[Compressed, ...]] | None:
     """The compressed bytes of a segment, in host memory, and what its parts are; None if that does not pay.
 
@@ -38,25 +45,27 @@ def compress_segment(
         device: where it is done, part by part.
         around: entered for each part; what it raises ends it.
         part_bytes: a multiple of 16.
+        memory: so many bytes, for what is compressed.
     """
     slots = [slot for slot in layout.stored() if slot.segment == index]
     dtype = _type_of_most(slots)
     if dtype is None:
         return None
     slots = [slot for slot in slots if slot.dtype == dtype]
-    whole = np.frombuffer(payload, dtype=np.uint8)
-    stored, data, abouts = 0, [], []
+    whole, coder = _readable(payload), _coder(device)
+    out = memory(int(MOST_STORED * len(whole)))
+    stored, abouts = 0, []
     for at in range(0, len(whole), part_bytes):
         with around():
-            # Copied, because torch has no tensors that may not be written.
-            part = torch.from_numpy(whole[at : at + part_bytes].copy()).to(device)
-            piece, about = cascade.compress(part, list(_within(slots, at, len(part))), dtype, at)
-            data.append(piece.cpu())
+            part = whole[at : at + part_bytes].to(device)
+            places = list(_within(slots, at, len(part)))
+            piece, about = cascade.compress(part, places, dtype, at, coder)
+            if stored + len(piece) > len(out):
+                return None
+            out[stored : stored + len(piece)] = piece
         abouts.append(replace(about, stored_at=stored))
         stored += len(piece)
-    if stored > MOST_STORED * len(whole):
-        return None
-    return torch.cat(data), tuple(abouts)
+    return out[:stored], tuple(abouts)
 
 
 def compressed_copy(
@@ -125,6 +134,21 @@ def decompressor(device: torch.device, dtypes: Iterable[FloatType]) -> Decompres
         decompress(data.to(device), about, part.to(device))
     torch.cuda.synchronize(device)
     return decompress
+
+
+def _readable(payload: memoryview) -> torch.Tensor:
+    """Its bytes where they are, for as long as it is there. Not to be written: torch knows no such tensors."""
+    address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
+    whole = (ctypes.c_uint8 * payload.nbytes).from_address(address)
+    return torch.from_numpy(np.ctypeslib.as_array(whole))
+
+
+def _coder(device: torch.device) -> cascade.Coder:
+    if device.type == "cpu":
+        return cascade.IN_TORCH
+    from actors.image.cascade_kernel import InTriton
+
+    return InTriton()
 
 
 def _type_of_most(slots: Sequence[TensorSlot]) -> FloatType | None:

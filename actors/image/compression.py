@@ -14,10 +14,15 @@ from actors.image.image import digest
 from actors.image.layout import Compressed, ImageKey
 from actors.image.room import MakeRoom
 from actors.image.store import ByteArray, ReservedSegment, reserve, store_room
+from actors.threads import on_threads
 
 logger = logging.getLogger(__name__)
 
-CompressedSegment = tuple[ByteArray, tuple[Compressed, ...]]
+# As a worker gives it: an object of its own in the store, and the segment's parts.
+CompressedSegment = tuple["ray.ObjectRef[ByteArray]", tuple[Compressed, ...]]
+_Kept = tuple[ReservedSegment, str, tuple[Compressed, ...]]  # a segment, its digest and its parts
+
+_IN_FLIGHT = 4  # segments: one is compressed, while others travel, are copied and hashed
 
 _SEGMENT_TIMEOUT_S = 600.0  # of 1 GB, on a CPU that serves; a card takes a tenth of a second
 
@@ -25,8 +30,8 @@ _SEGMENT_TIMEOUT_S = 600.0  # of 1 GB, on a CPU that serves; a card takes a tent
 class Compressor(Protocol):
     """A worker that looks at the image. Calls block, for a limited time, and raise what Ray raises."""
 
-    def segment(self, key: ImageKey, index: int) -> CompressedSegment | None:
-        """None: it is to be kept as it is.
+    def segment(self, key: ImageKey, index: int) -> tuple[ByteArray, tuple[Compressed, ...]] | None:
+        """The compressed bytes, and what its parts are. None: it is to be kept as it is.
 
         Raises:
             Unavailable: not now.
@@ -39,10 +44,12 @@ class ActorCompressor:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
 
-    def segment(self, key: ImageKey, index: int) -> CompressedSegment | None:
-        ref = self._worker.compressed_segment.remote(key, index)
-        found: CompressedSegment | None = ray.get(ref, timeout=_SEGMENT_TIMEOUT_S)
-        return found
+    def segment(self, key: ImageKey, index: int) -> tuple[ByteArray, tuple[Compressed, ...]] | None:
+        answer = self._worker.compressed_segment.remote(key, index)
+        found: CompressedSegment | None = ray.get(answer, timeout=_SEGMENT_TIMEOUT_S)
+        if found is None:
+            return None
+        return ray.get(found[0], timeout=_SEGMENT_TIMEOUT_S), found[1]
 
 
 def compressed(
@@ -64,24 +71,26 @@ def compressed(
         sum(COMPRESSED_SHARES.get(slot.dtype, 1.0) * slot.size for slot in before.layout.stored())
     )
     make_room(expected)
-    # One segment more, on its way here.
-    store_room().require(expected + max(before.stored_sizes), recycled_bytes)
-    segments: list[ReservedSegment] = []
-    parts: list[tuple[Compressed, ...]] = []
-    for index, own in enumerate(held.segments):
+    on_their_way = sum(sorted(before.stored_sizes)[-_IN_FLIGHT:])
+    store_room().require(expected + on_their_way, recycled_bytes)
+
+    def compress(index: int, own: ReservedSegment) -> _Kept:
         found = compressor.segment(before.key, index)
-        segments.append(own if found is None else _kept(found[0]))
-        parts.append(() if found is None else found[1])
+        if found is None:
+            return own, before.digests[index], ()
+        segment = reserve(found[0].nbytes)  # what a worker returns would begin anywhere in a page
+        np.copyto(segment.payload, found[0])
+        return segment, digest(segment.payload.data), found[1]
+
+    indices = range(len(held.segments))
+    kept = on_threads(compress, indices, held.segments, at_once=_IN_FLIGHT)
+    segments = [segment for segment, _, _ in kept]
     manifest = replace(
         before,
         payload_offsets=tuple(segment.payload_offset for segment in segments),
-        compressed=tuple(parts),
+        digests=tuple(found for _, found, _ in kept),
+        compressed=tuple(parts for _, _, parts in kept),
     )
-    digests = tuple(
-        digest(segment.payload.data) if parts[i] else before.digests[i]
-        for i, segment in enumerate(segments)
-    )
-    manifest = replace(manifest, digests=digests)
     took_s = time.monotonic() - started_s
     logger.info(
         "image %s: compressed from %.2f to %.2f GiB, costed %.2f s",
@@ -92,10 +101,3 @@ def compressed(
     )
     grant = ImageGrant(manifest, tuple(segment.ref for segment in segments), held.grant.load_s)
     return grant, segments
-
-
-def _kept(data: ByteArray) -> ReservedSegment:
-    """In an object of our own: what a worker returns would begin anywhere in a page."""
-    segment = reserve(data.nbytes)
-    np.copyto(segment.payload, data)
-    return segment

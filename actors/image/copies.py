@@ -10,7 +10,7 @@ from actors.image.held import HeldImages, ImageGrant, Published
 from actors.image.layout import ImageKey, Manifest
 from actors.image.pull import Peer, pull
 from actors.image.room import HostRoom, MakeRoom
-from actors.image.store import ReservedSegment, reserve, store_room
+from actors.image.store import ReservedSegment, reserve_all, store_room
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def from_file(
     make_room(size)
     store = store_room()
     store.require(size, images.recycled_bytes)
-    segments = [reserve(each) for each in found.stored_sizes]
+    segments = reserve_all(found.stored_sizes)
     if not files.read(found, [segment.payload.data for segment in segments]):
         del segments
         room.await_store(size)

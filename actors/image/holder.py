@@ -36,7 +36,7 @@ from actors.image.layout import ImageKey, Manifest
 from actors.image.lookers import RayLookers, alive
 from actors.image.pull import Peer
 from actors.image.room import HostRoom, MakeRoom
-from actors.image.store import ByteArray, reserve, store_room, was_spilled
+from actors.image.store import ByteArray, reserve_all, store_room, was_spilled
 from actors.protocol import HeldImage, Origin
 from actors.threads import start_apart
 
@@ -414,7 +414,7 @@ class WeightHolder:
         layout = packer.plan(model)
         make_room(layout.total_bytes)
         store_room().require(layout.total_bytes, self._images.recycled_bytes)
-        segments = [reserve(segment.size) for segment in layout.segments]
+        segments = reserve_all([segment.size for segment in layout.segments])
         digests, checksums = packer.pack(model, layout, [s.payload.data for s in segments])
         load_s = time.monotonic() - started_s
         manifest = Manifest(

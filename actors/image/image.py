@@ -1,16 +1,13 @@
 """A packed image as one process sees it: read-only bytes per segment, and what they must hash to."""
 
 import mmap
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
 from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.image.layout import Layout, Manifest
-
-_THREADS = min(8, os.cpu_count() or 1)
+from actors.threads import on_threads
 
 
 def digest(payload: memoryview) -> str:
@@ -64,13 +61,12 @@ class WeightImage:
         Raises:
             WeightsCorrupted: naming the first segment that differs.
         """
-        with ThreadPoolExecutor(_THREADS) as pool:  # xxhash releases the GIL
-            found = pool.map(digest, self._buffers)
-            for segment, want, have in zip(
-                self.layout.segments, self.manifest.digests, found, strict=True
-            ):
-                if want != have:
-                    raise WeightsCorrupted(
-                        f"segment {segment.name} of image {self.manifest.key} has digest {have}, "
-                        f"expected {want}"
-                    )
+        found = on_threads(digest, self._buffers)
+        for segment, want, have in zip(
+            self.layout.segments, self.manifest.digests, found, strict=True
+        ):
+            if want != have:
+                raise WeightsCorrupted(
+                    f"segment {segment.name} of image {self.manifest.key} has digest {have}, "
+                    f"expected {want}"
+                )

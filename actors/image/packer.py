@@ -30,9 +30,11 @@ from actors.image.layout import Checksum, ImageKey, Layout, Segment, TensorKind,
 from actors.quantization.checkpoint import OLDER_CONFIGS
 from actors.quantization.loading import load_quantized
 from actors.quantization.scheme import LAYOUT_VERSION
+from actors.threads import on_threads
 
 logger = logging.getLogger(__name__)
 
+_Sums = tuple[str, Checksum]  # of a segment: its digest, and what a device will compute of it
 _PROGRESS_INTERVAL_S = 5.0
 # Beside the weights, what an image follows from.
 _KEY_FILES = (CONFIG_NAME, INDEX_NAME, VARIANT_FILE, *OLDER_CONFIGS)
@@ -209,9 +211,8 @@ def pack(
     for slot in layout.stored():
         by_segment[slot.segment].append(slot)
     report = _progress(layout)
-    digests: list[str] = []
-    checksums: list[Checksum] = []
-    for slots, target in zip(by_segment, targets, strict=True):
+
+    def fill(segment: Segment, slots: Sequence[TensorSlot], target: memoryview) -> _Sums:
         out = np.frombuffer(target, dtype=np.uint8)
         end = 0
         for slot in slots:
@@ -220,10 +221,12 @@ def pack(
             source = tensors[slot.name].detach().reshape(-1).view(torch.uint8).numpy()
             np.copyto(out[slot.offset : end], source)
         out[end:] = 0
-        digests.append(digest(target))
-        checksums.append(checksum(torch.from_numpy(out)))
-        report(len(digests))
-    return tuple(digests), tuple(checksums)
+        found = digest(target), checksum(torch.from_numpy(out))
+        report(segment.size)
+        return found
+
+    digests, checksums = zip(*on_threads(fill, layout.segments, by_segment, targets), strict=True)
+    return digests, checksums
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, TensorKind, torch.Tensor]]:
@@ -271,24 +274,26 @@ def _refuse_hidden_tensors(model: nn.Module) -> None:
 
 
 def _progress(layout: Layout) -> Callable[[int], None]:
-    """A function that logs, every few seconds, how many segments are packed."""
+    """Told of each segment's bytes, by any thread, it logs every few seconds how much is packed."""
     started_s = last_s = time.monotonic()
+    packed = segments = 0
+    lock = threading.Lock()
 
-    def report(done: int) -> None:
-        nonlocal last_s
-        now_s = time.monotonic()
-        finished = done == len(layout.segments)
-        if now_s - last_s < _PROGRESS_INTERVAL_S and not finished:
-            return
-        last_s = now_s
-        packed = sum(segment.size for segment in layout.segments[:done])
-        logger.info(
-            "packed %d of %d segments, %.2f of %.2f GiB, %.2f GiB/s",
-            done,
-            len(layout.segments),
-            packed / 2**30,
-            layout.total_bytes / 2**30,
-            packed / 2**30 / max(now_s - started_s, 1e-9),
-        )
+    def report(size: int) -> None:
+        nonlocal last_s, packed, segments
+        with lock:
+            packed, segments = packed + size, segments + 1
+            now_s = time.monotonic()
+            if now_s - last_s < _PROGRESS_INTERVAL_S and segments < len(layout.segments):
+                return
+            last_s = now_s
+            logger.info(
+                "packed %d of %d segments, %.2f of %.2f GiB, %.2f GiB/s",
+                segments,
+                len(layout.segments),
+                packed / 2**30,
+                layout.total_bytes / 2**30,
+                packed / 2**30 / max(now_s - started_s, 1e-9),
+            )
 
     return report

@@ -5,7 +5,6 @@ node. So the other holder's bytes come as results of calls, which belong to the 
 from both stores as soon as they have been copied into an object that is ours.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,7 +14,8 @@ import ray
 from actors.errors import WeightsCorrupted
 from actors.image.image import digest
 from actors.image.layout import ImageKey, Manifest
-from actors.image.store import ByteArray, ReservedSegment, reserve, store_room
+from actors.image.store import ByteArray, ReservedSegment, reserve_all, store_room
+from actors.threads import on_threads
 
 _IN_FLIGHT = 2  # segments: one arrives while the other is copied and hashed
 
@@ -75,7 +75,7 @@ def pull(lent: Manifest, peer: Peer, recycled_bytes: int) -> tuple[Manifest, lis
     segments, sizes = lent.layout.segments, lent.stored_sizes
     on_their_way = sum(sorted(sizes)[-_IN_FLIGHT:])
     store_room().require(sum(sizes) + on_their_way, recycled_bytes)
-    own = [reserve(size) for size in sizes]
+    own = reserve_all(sizes)
 
     def copy(index: int) -> None:
         np.copyto(own[index].payload, peer.segment(lent.key, index, lent.digests[index]))
@@ -86,11 +86,5 @@ def pull(lent: Manifest, peer: Peer, recycled_bytes: int) -> tuple[Manifest, lis
                 f"expected {lent.digests[index]}"
             )
 
-    with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="pull") as pool:
-        copies = [pool.submit(copy, index) for index in range(len(segments))]
-        try:
-            for done in copies:
-                done.result()
-        finally:  # after a failure, nothing more is asked for
-            pool.shutdown(wait=True, cancel_futures=True)
+    on_threads(copy, range(len(segments)), at_once=_IN_FLIGHT)
     return replace(lent, payload_offsets=tuple(segment.payload_offset for segment in own)), own

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import ray
 from ray._private.state import available_resources_per_node
 
 from actors.errors import StoreFull
+from actors.threads import on_threads
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -93,6 +95,15 @@ def reserve(size: int) -> ReservedSegment:
     offset = -address % mmap.PAGESIZE
     raw = (ctypes.c_uint8 * size).from_address(address + offset)
     return ReservedSegment(ref, offset, np.ctypeslib.as_array(raw), view)
+
+
+def reserve_all(sizes: Sequence[int]) -> list[ReservedSegment]:
+    """`reserve` for each, several at a time: the kernel clears pages on the thread that takes them.
+
+    Raises:
+        StoreFull: as `reserve`.
+    """
+    return on_threads(reserve, sizes)
 
 
 def in_shared_memory(address: int) -> bool:

@@ -6,18 +6,21 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 
 from actors.errors import Unavailable
 from actors.image.compressing import MOST_STORED, compress_segment, try_a_part
-from actors.image.compression import CompressedSegment
 from actors.image.config import Compression
 from actors.image.image import WeightImage
-from actors.image.layout import ImageKey
+from actors.image.layout import Compressed, ImageKey
+from actors.image.store import ByteArray
 from actors.worker.image_need import ImageNeed
 from actors.worker.lull import QUIET_S
 from actors.worker.model_memory import ModelMemory
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,9 @@ class ImageCompression:
         self._closed = threading.Event()
         # Held while a part is computed, and by who wants the device left alone.
         self._device = threading.Lock()
+        # One segment after the other, in the same memory: the kernel clears new pages slower than a card compresses.
+        self._one = threading.Lock()
+        self._landed = torch.empty(0, dtype=torch.uint8)
         self._stream = None
         if memory.device.type == "cuda":
             self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
@@ -88,8 +94,13 @@ class ImageCompression:
                     logger.exception("image %s stays as it is for now", image.manifest.key)
             await asyncio.sleep(wait_s)
 
-    def segment(self, key: ImageKey, index: int) -> CompressedSegment | None:
+    def segment(
+        self, key: ImageKey, index: int, keep: Callable[[ByteArray], T]
+    ) -> tuple[T, tuple[Compressed, ...]] | None:
         """For the holder; None if that segment is better kept as it is. Blocks: not for an event loop.
+
+        Args:
+            keep: takes a copy of the compressed bytes.
 
         Raises:
             Unavailable: requests do not stop, or the image is not here any more.
@@ -98,8 +109,11 @@ class ImageCompression:
         if image is None or image.manifest.key != key or image.manifest.compressed:
             raise Unavailable(f"image {key} is not here as it was packed")
         payload, device = image.segment(index), self._memory.device
-        found = compress_segment(image.layout, index, payload, device, self._part)
-        return None if found is None else (found[0].numpy(), found[1])
+        with self._one:
+            found = compress_segment(
+                image.layout, index, payload, device, self._part, memory=self._landing
+            )
+            return None if found is None else (keep(found[0].numpy()), found[1])
 
     def keep_off(self) -> bool:
         """Have the device left alone until `let_go_on`; False if something is computed right now."""
@@ -127,6 +141,8 @@ class ImageCompression:
                 await self._need.renew()
         finally:
             self._trim()
+            with self._one:
+                self._landed = self._landed[:0].clone()
 
     def _does_it_pay(self, image: WeightImage) -> bool | None:
         """None: it cannot be told yet."""
@@ -152,6 +168,11 @@ class ImageCompression:
             sample.seconds * size,
         )
         return True
+
+    def _landing(self, size: int) -> torch.Tensor:
+        if len(self._landed) < size:
+            self._landed = torch.empty(size, dtype=torch.uint8)
+        return self._landed[:size]
 
     @contextmanager
     def _part(self) -> Iterator[None]:

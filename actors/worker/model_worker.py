@@ -38,11 +38,11 @@ from actors.errors import (
 )
 from actors.image import packer
 from actors.image.attach import build_on_meta
-from actors.image.compression import CompressedSegment
 from actors.image.config import Compression
 from actors.image.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
-from actors.image.layout import ImageKey
+from actors.image.layout import Compressed, ImageKey
+from actors.image.store import ByteArray
 from actors.memory.cpu_card import CpuCard
 from actors.memory.transfer import TransferStats
 from actors.protocol import DeviceNow, Grammar, MemoryChange, WakeReport
@@ -318,9 +318,11 @@ class ModelWorker:
         """See ImageCompression.run."""
         await self._compression.run(how, compress)
 
-    async def compressed_segment(self, key: ImageKey, index: int) -> CompressedSegment | None:
-        """See ImageCompression.segment. Asked by the holder of the image."""
-        return await asyncio.to_thread(self._compression.segment, key, index)
+    async def compressed_segment(
+        self, key: ImageKey, index: int, keep: Callable[[ByteArray], T]
+    ) -> tuple[T, tuple[Compressed, ...]] | None:
+        """See ImageCompression.segment."""
+        return await asyncio.to_thread(self._compression.segment, key, index, keep)
 
     async def grow_kv(self, granted: bool) -> KvResized:
         """Map what it said it is short of, if that was granted; what came.

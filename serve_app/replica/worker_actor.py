@@ -155,7 +155,7 @@ class WorkerActor:
         """See ModelWorker. Asked by the holder of the image."""
         if self._worker is None:
             raise Unavailable("this worker still starts")
-        return await self._worker.compressed_segment(key, index)
+        return await self._worker.compressed_segment(key, index, ray.put)
 
     async def _set_compiled_aside(self, worker: "ModelWorker") -> None:
         await worker.compiled()

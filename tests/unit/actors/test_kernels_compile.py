@@ -40,7 +40,7 @@ def test_kernels_compile_for_cards_that_are_not_here(project: Path) -> None:
         check=False,
     )
     assert found.returncode == 0, found.stderr[-3000:]
-    expected = 2 + len(PRODUCTS) + len(WRITTEN)
+    expected = 6 + len(PRODUCTS) + len(WRITTEN)
     assert found.stdout.count("compiled") == expected * len(CAPABILITIES)
 
 
@@ -87,12 +87,18 @@ def main() -> None:
 def compile_cascade(capability: int) -> None:
     from actors.image import cascade, cascade_kernel
 
-    kernel = cascade_kernel._decode
+    decode = cascade_kernel._decode
     for half in (False, True):
         constants = {"HALF": half, "PIECE_BYTES": cascade.PIECE_BYTES}
         constants |= {"BLOCK": cascade.BLOCK, "ROW": cascade.ROW}
-        types = types_of(kernel, constants, {"data": "*u8", "out": "*i16"})
-        compiled(kernel, capability, types, constants)
+        types = types_of(decode, constants, {"data": "*u8", "out": "*i16"})
+        compiled(decode, capability, types, constants)
+        constants = {"HALF": half, "RANKS": cascade.RANKS, "BLOCK": cascade.BLOCK}
+        pointers = {"weights": "*i16", "ranks": "*u8", "found": "*i64", "starts": "*i64"}
+        pointers |= {"level_2": "*i64"}
+        pointers |= dict.fromkeys(("codes", "mantissas", "rests", "tails"), "*u8")
+        for kernel in (cascade_kernel._count, cascade_kernel._encode):
+            compiled(kernel, capability, types_of(kernel, constants, pointers), constants)
 
 
 def compile_products(capability: int) -> None:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from actors.threads import ControlThread
+from actors.threads import ControlThread, on_threads
 
 HUNG = RuntimeError("hung")
 
@@ -81,3 +81,28 @@ def test_closed_one_takes_no_work(control: ControlThread) -> None:
     control.shutdown()
     with pytest.raises(RuntimeError, match="shutdown"):
         control.submit(print)
+
+
+def test_several_threads_give_results_in_order_of_what_they_are_of() -> None:
+    second_done = threading.Event()
+
+    def work(number: int, text: str) -> str:
+        if number == 0:
+            assert second_done.wait(10)
+        elif number == 1:
+            second_done.set()
+        return f"{number}{text}"
+
+    assert on_threads(work, range(3), "abc", at_once=2) == ["0a", "1b", "2c"]
+
+
+def test_after_a_failure_no_more_is_begun() -> None:
+    begun: list[int] = []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        raise RuntimeError("full")
+
+    with pytest.raises(RuntimeError, match="full"):
+        on_threads(work, range(100), at_once=1)
+    assert len(begun) < 100

@@ -1,4 +1,4 @@
-"""The kernel gives what the reference gives: on a card, or interpreted where Triton is installed (TRITON_INTERPRET=1)."""
+"""The kernels give what the reference gives, both ways: on a card, or interpreted where Triton is installed (TRITON_INTERPRET=1)."""
 
 import os
 
@@ -23,10 +23,13 @@ DEVICE = "cuda" if cuda_available() else "cpu"
 
 
 def compare(tensors: list[torch.Tensor], dtype: FloatType) -> None:
-    from actors.image.cascade_kernel import decompress
+    from actors.image.cascade_kernel import InTriton, decompress
 
     segment, places = laid_out(tensors, dtype)
-    data, about = cascade.compress(segment.to(DEVICE), places, dtype)
+    reference = cascade.compress(segment, places, dtype)
+    data, about = cascade.compress(segment.to(DEVICE), places, dtype, coder=InTriton())
+    assert about == reference[1]
+    assert torch.equal(data.cpu(), reference[0])
     expected, found = (torch.full_like(segment, 0xA5) for _ in range(2))
     cascade.decompress(data.cpu(), about, expected)
     on_device = found.to(DEVICE)

@@ -212,15 +212,17 @@ def test_a_segment_waits_for_requests_but_not_for_good(
     compression = make(bench)
     computed = threading.Event()
 
-    def compress_segment(layout: object, index: int, payload: object, device: object, around: Any):  # type: ignore[no-untyped-def]
+    def compress_segment(
+        layout: object, index: int, payload: object, device: object, around: Any, memory: object
+    ):  # type: ignore[no-untyped-def]
         with around():
             computed.set()
 
     monkeypatch.setattr(module, "compress_segment", compress_segment)
     with pytest.raises(Unavailable, match="had other work"):
-        compression.segment(KEY, 0)
+        compression.segment(KEY, 0, bytes)
     monkeypatch.setattr(module, "_PATIENCE_S", 10.0)
-    waiting = threading.Thread(target=compression.segment, args=(KEY, 0))
+    waiting = threading.Thread(target=compression.segment, args=(KEY, 0, bytes))
     waiting.start()
     assert not computed.wait(0.1)
     bench.busy = False
@@ -235,7 +237,9 @@ def test_device_is_left_alone_while_the_process_is_suspended(
     compression = make(bench)
     inside, go_on = threading.Event(), threading.Event()
 
-    def compress_segment(layout: object, index: int, payload: object, device: object, around: Any):  # type: ignore[no-untyped-def]
+    def compress_segment(
+        layout: object, index: int, payload: object, device: object, around: Any, memory: object
+    ):  # type: ignore[no-untyped-def]
         with around():
             inside.set()
             go_on.wait()
@@ -243,9 +247,9 @@ def test_device_is_left_alone_while_the_process_is_suspended(
     monkeypatch.setattr(module, "compress_segment", compress_segment)
     assert compression.keep_off()
     with pytest.raises(Unavailable, match="suspended"):
-        compression.segment(KEY, 0)
+        compression.segment(KEY, 0, bytes)
     compression.let_go_on()
-    computing = threading.Thread(target=compression.segment, args=(KEY, 0))
+    computing = threading.Thread(target=compression.segment, args=(KEY, 0, bytes))
     computing.start()
     inside.wait()
     assert not compression.keep_off()
@@ -258,7 +262,7 @@ def test_segments_of_another_image_are_not_computed(make: Any) -> None:
     bench = Bench(device="cpu")
     compression = make(bench)
     with pytest.raises(Unavailable):
-        compression.segment(cast("ImageKey", "other"), 0)
+        compression.segment(cast("ImageKey", "other"), 0, bytes)
     bench.image.manifest.compressed = ((),)
     with pytest.raises(Unavailable):
-        compression.segment(KEY, 0)
+        compression.segment(KEY, 0, bytes)
