@@ -33,7 +33,6 @@ What is written here runs on any device, in torch's operations. `cascade_kernel`
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -68,8 +67,8 @@ class _Piece:
     count: torch.Tensor  # see Coder
 
 
-class Coder(Protocol):
-    """Looks at each weight of coded blocks: `InTorch`, or kernels that give the same bytes."""
+class Coder:
+    """Looks at each weight of coded blocks, in torch's operations. Kernels that take their place give the same bytes."""
 
     def count(self, weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType) -> torch.Tensor:
         """Of each block: how many level-2 codes it has, and words in its tail. Int64, [blocks, 2].
@@ -78,6 +77,11 @@ class Coder(Protocol):
             weights: int16.
             ranks: uint8, by exponent.
         """
+        found = []
+        for _, _, some in _some(weights, ranks, dtype):
+            two, three, four = ((some >= least).sum(1) for least in (3, 6, RANKS))
+            found.append(torch.stack([two, (2 * two + 3 * three + 8 * four + 31) // 32], 1))
+        return torch.cat(found)
 
     def encode(
         self,
@@ -97,28 +101,6 @@ class Coder(Protocol):
             starts: of their tails, in words, int64; one more closes the list.
             level_2: from `count`.
         """
-
-
-class InTorch:
-    """In torch's operations, on any device."""
-
-    def count(self, weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType) -> torch.Tensor:
-        found = []
-        for _, _, some in _some(weights, ranks, dtype):
-            two, three, four = ((some >= least).sum(1) for least in (3, 6, RANKS))
-            found.append(torch.stack([two, (2 * two + 3 * three + 8 * four + 31) // 32], 1))
-        return torch.cat(found)
-
-    def encode(
-        self,
-        weights: torch.Tensor,
-        ranks: torch.Tensor,
-        data: torch.Tensor,
-        about: Compressed,
-        first: int,
-        starts: torch.Tensor,
-        level_2: torch.Tensor,
-    ) -> None:
         _write_kept(data, about, weights, first)
         for number, exponents, some in _some(weights, ranks, about.dtype):
             count = len(some)
@@ -140,7 +122,7 @@ class InTorch:
             _region(data, about.tails_at + 4 * at, tails)
 
 
-IN_TORCH = InTorch()
+IN_TORCH = Coder()
 
 
 def compress(

@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from actors.image.cascade import BLOCK, PIECE_BYTES, RANKS, ROW
+from actors.image.cascade import BLOCK, PIECE_BYTES, RANKS, ROW, Coder
 from actors.image.layout import Compressed, FloatType
 
 _WARPS = 4
 
 
-class InTriton:
-    """A `cascade.Coder`, on the current stream."""
+class InTriton(Coder):
+    """On the current stream."""
 
     def count(self, weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType) -> torch.Tensor:
         blocks = triton.cdiv(len(weights), BLOCK)

@@ -62,7 +62,7 @@ class ImageCompression:
         self._device = threading.Lock()
         # One segment after the other, in the same memory: the kernel clears new pages slower than a card compresses.
         self._one = threading.Lock()
-        self._landed = torch.empty(0, dtype=torch.uint8)
+        self._landed: torch.Tensor | None = None
         self._stream = None
         if memory.device.type == "cuda":
             self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
@@ -141,8 +141,7 @@ class ImageCompression:
                 await self._need.renew()
         finally:
             self._trim()
-            with self._one:
-                self._landed = self._landed[:0].clone()
+            self._landed = None  # a segment that is still computed has it until it is done
 
     def _does_it_pay(self, image: WeightImage) -> bool | None:
         """None: it cannot be told yet."""
@@ -170,9 +169,10 @@ class ImageCompression:
         return True
 
     def _landing(self, size: int) -> torch.Tensor:
-        if len(self._landed) < size:
-            self._landed = torch.empty(size, dtype=torch.uint8)
-        return self._landed[:size]
+        landed = self._landed
+        if landed is None or len(landed) < size:
+            landed = self._landed = torch.empty(size, dtype=torch.uint8)
+        return landed[:size]
 
     @contextmanager
     def _part(self) -> Iterator[None]:

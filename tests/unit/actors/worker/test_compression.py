@@ -258,6 +258,40 @@ def test_device_is_left_alone_while_the_process_is_suspended(
     assert compression.keep_off()
 
 
+def test_event_loop_does_not_wait_for_a_segment_when_it_is_cancelled(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(device="cpu")
+    compression = make(bench)
+    go_on = threading.Event()
+    computing: list[threading.Thread] = []
+
+    def compress_segment(
+        layout: object, index: int, payload: object, device: object, around: Any, memory: object
+    ):  # type: ignore[no-untyped-def]
+        go_on.wait(10)
+
+    async def compress(key: ImageKey) -> bool:
+        computing.append(threading.Thread(target=compression.segment, args=(KEY, 0, bytes)))
+        computing[0].start()
+        bench.compressed.set()
+        await asyncio.Event().wait()
+        return True
+
+    async def scenario() -> None:
+        running = asyncio.create_task(compression.run("on", compress))
+        await asyncio.wait_for(bench.compressed.wait(), 10)
+        running.cancel()
+        await asyncio.wait({running}, timeout=10)
+        assert running.cancelled()
+        assert computing[0].is_alive()
+
+    monkeypatch.setattr(module, "compress_segment", compress_segment)
+    asyncio.run(scenario())
+    go_on.set()
+    computing[0].join()
+
+
 def test_segments_of_another_image_are_not_computed(make: Any) -> None:
     bench = Bench(device="cpu")
     compression = make(bench)
