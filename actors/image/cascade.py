@@ -41,7 +41,8 @@ from actors.image.layout import Compressed, FloatType
 
 BLOCK = 4096  # weights
 ROW = 8  # weights that a thread decodes together; a coded piece starts at a multiple of it, and has whole ones
-RANKS = 13  # exponents that have a code
+EXPONENTS = 256  # that there may be
+RANKS = 13  # of them that have a code
 TABLE_BYTES = 128
 PIECE_BYTES = 2 * 8 + TABLE_BYTES
 _REGION_ALIGNMENT = 64
@@ -70,11 +71,22 @@ class _Piece:
 class Coder:
     """Looks at each weight of coded blocks, in torch's operations. Kernels that take their place give the same bytes."""
 
+    def frequencies(self, weights: torch.Tensor, dtype: FloatType) -> torch.Tensor:
+        """How many of the weights have each exponent. Int64, [256].
+
+        Args:
+            weights: int16.
+        """
+        counts = torch.zeros(EXPONENTS, dtype=torch.int64, device=weights.device)
+        for some in _parts(weights):
+            counts += torch.bincount(_exponents(some, dtype), minlength=EXPONENTS)
+        return counts
+
     def count(self, weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType) -> torch.Tensor:
         """Of each block: how many level-2 codes it has, and words in its tail. Int64, [blocks, 2].
 
         Args:
-            weights: int16.
+            weights: as of `frequencies`.
             ranks: uint8, by exponent.
         """
         found = []
@@ -232,7 +244,8 @@ def _raw(weights: torch.Tensor, begin: int, end: int, dtype: FloatType) -> Itera
 
 def _coded(at: int, dtype: FloatType, weights: torch.Tensor, coder: Coder) -> _Piece | None:
     """None: it would not shrink."""
-    order = _by_frequency(weights, dtype)
+    # The most frequent first, equal ones by their value.
+    order = coder.frequencies(weights, dtype).argsort(descending=True, stable=True)
     ranks = _ranks(order)
     count = coder.count(weights, ranks, dtype)
     of_block = BLOCK + BLOCK // 4 + _RESTS[dtype] + 8
@@ -246,17 +259,9 @@ def _parts(weights: torch.Tensor) -> Iterator[torch.Tensor]:
     return (weights[at : at + step] for at in range(0, len(weights), step))
 
 
-def _by_frequency(weights: torch.Tensor, dtype: FloatType) -> torch.Tensor:
-    """The 256 exponents, the most frequent first, equal ones by their value."""
-    counts = torch.zeros(256, dtype=torch.int64, device=weights.device)
-    for some in _parts(weights):
-        counts += torch.bincount(_exponents(some, dtype), minlength=256)
-    return counts.argsort(descending=True, stable=True)
-
-
 def _ranks(order: torch.Tensor) -> torch.Tensor:
     ranks = torch.empty_like(order)
-    ranks[order] = torch.arange(256, device=order.device)
+    ranks[order] = torch.arange(EXPONENTS, device=order.device)
     return ranks.clamp_(max=RANKS).to(torch.uint8)
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from actors.image.cascade import BLOCK, PIECE_BYTES, RANKS, ROW, Coder
+from actors.image.cascade import BLOCK, EXPONENTS, PIECE_BYTES, RANKS, ROW, Coder
 from actors.image.layout import Compressed, FloatType
 
 _WARPS = 4
@@ -19,6 +19,13 @@ _WARPS = 4
 
 class InTriton(Coder):
     """On the current stream."""
+
+    def frequencies(self, weights: torch.Tensor, dtype: FloatType) -> torch.Tensor:
+        counts = torch.zeros(EXPONENTS, dtype=torch.int64, device=weights.device)
+        _frequencies[(triton.cdiv(len(weights), BLOCK),)](
+            weights, len(weights), counts, dtype == "float16", EXPONENTS, BLOCK, num_warps=_WARPS
+        )
+        return counts
 
     def count(self, weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType) -> torch.Tensor:
         blocks = triton.cdiv(len(weights), BLOCK)
@@ -266,6 +273,17 @@ def _escapes_of_3(codes):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _frequencies(  # type: ignore[no-untyped-def]
+    weights, count, counts, HALF: tl.constexpr, EXPONENTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _, exponent = _weights_and_exponents(weights, at, count, HALF)
+    found = tl.histogram(exponent, EXPONENTS, mask=at < count)
+    there = tl.arange(0, EXPONENTS)
+    tl.atomic_add(counts + there, found.to(tl.int64), mask=found > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
     weights, ranks, count, found, HALF: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -323,10 +341,15 @@ def _weights_of_block(  # type: ignore[no-untyped-def]
 ):
     """Of this program's block the weights, their exponents and ranks; 0 behind the last one."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    weight = tl.load(weights + at, mask=at < count, other=0).to(tl.int32)
-    exponent = (weight >> 10) & 0x1F if HALF else (weight >> 7) & 0xFF
+    weight, exponent = _weights_and_exponents(weights, at, count, HALF)
     rank = tl.load(ranks + exponent, mask=at < count, other=0).to(tl.int32)
     return weight, exponent, rank
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights_and_exponents(weights, at, count, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    weight = tl.load(weights + at, mask=at < count, other=0).to(tl.int32)
+    return weight, (weight >> 10) & 0x1F if HALF else (weight >> 7) & 0xFF
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -18,13 +18,8 @@ from actors.image.layout import FLOAT_TYPES, Compressed, FloatType, Layout, Tens
 # copies and launches queued up, and the host waited for the device before it could go on to the first forward (H200).
 PART_BYTES = 256 * 2**20
 _SAMPLE_BYTES = 64 * 2**20
-_SAMPLES = 3  # the first time on a device, kernels are loaded
+_SAMPLES = 3  # the first time, kernels are loaded and pages are cleared
 MOST_STORED = 0.95  # of a segment's bytes: else it is kept as it is
-
-
-def _new_memory(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
 
 Decompress = Callable[[torch.Tensor, Compressed, torch.Tensor], None]
 
@@ -36,7 +31,7 @@ def compress_segment(
     device: torch.device,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     part_bytes: int = PART_BYTES,
-    memory: Callable[[int], torch.Tensor] = _new_memory,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[Compressed, ...]] | None:
     """The compressed bytes of a segment, in host memory, and what its parts are; None if that does not pay.
 
@@ -45,7 +40,7 @@ def compress_segment(
         device: where it is done, part by part.
         around: entered for each part; what it raises ends it.
         part_bytes: a multiple of 16.
-        memory: so many bytes, for what is compressed.
+        out: host memory for the result, `room_for` of the payload's size at least; None: new memory.
     """
     slots = [slot for slot in layout.stored() if slot.segment == index]
     dtype = _type_of_most(slots)
@@ -53,19 +48,25 @@ def compress_segment(
         return None
     slots = [slot for slot in slots if slot.dtype == dtype]
     whole, coder = _readable(payload), _coder(device)
-    out = memory(int(MOST_STORED * len(whole)))
+    room = room_for(len(whole))
+    out = torch.empty(room, dtype=torch.uint8) if out is None else out
     stored, abouts = 0, []
     for at in range(0, len(whole), part_bytes):
         with around():
             part = whole[at : at + part_bytes].to(device)
             places = list(_within(slots, at, len(part)))
             piece, about = cascade.compress(part, places, dtype, at, coder)
-            if stored + len(piece) > len(out):
+            if stored + len(piece) > room:
                 return None
             out[stored : stored + len(piece)] = piece
         abouts.append(replace(about, stored_at=stored))
         stored += len(piece)
     return out[:stored], tuple(abouts)
+
+
+def room_for(size: int) -> int:
+    """How many bytes a segment of so many may take compressed."""
+    return int(MOST_STORED * size)
 
 
 def compressed_copy(
@@ -104,6 +105,7 @@ def try_a_part(
     index = sizes.index(max(sizes))
     payload = image.segment(index)[:_SAMPLE_BYTES]
     took_s = []
+    out = torch.empty(room_for(len(payload)), dtype=torch.uint8)
 
     @contextmanager
     def timed() -> Iterator[None]:
@@ -113,7 +115,7 @@ def try_a_part(
             took_s.append(time.perf_counter() - began_s)
 
     for _ in range(_SAMPLES):
-        found = compress_segment(image.layout, index, payload, device, timed)
+        found = compress_segment(image.layout, index, payload, device, timed, out=out)
     stored = 1.0 if found is None else len(found[0]) / len(payload)
     return Sample(stored, min(took_s) / len(payload))
 

@@ -11,11 +11,12 @@ from typing import TypeVar
 import torch
 
 from actors.errors import Unavailable
-from actors.image.compressing import MOST_STORED, compress_segment, try_a_part
+from actors.image.compressing import MOST_STORED, compress_segment, room_for, try_a_part
 from actors.image.config import Compression
 from actors.image.image import WeightImage
 from actors.image.layout import Compressed, ImageKey
 from actors.image.store import ByteArray
+from actors.memory.host_buffers import HostBuffers
 from actors.worker.image_need import ImageNeed
 from actors.worker.lull import QUIET_S
 from actors.worker.model_memory import ModelMemory
@@ -27,7 +28,9 @@ logger = logging.getLogger(__name__)
 _LOOK_FIRST_S = 2.0
 # The store may be short of room, another worker of this node be at it, or the image another since a level 2 sleep.
 _LOOK_AGAIN_S = 60.0
-_PATIENCE_S = 60.0  # of the holder's call, for those who are served and for a deep sleep
+# Of the holder's calls, for those who are served and for a deep sleep, since anything came of them.
+_PATIENCE_S = 60.0
+_HOST_MEMORY_S = 1.0  # another call may be taking some, of 1 GB
 _LOOK_EVERY_S = 0.05
 # Compressing pays by so many wakes at the latest.
 _WAKES = 1000
@@ -60,9 +63,10 @@ class ImageCompression:
         self._closed = threading.Event()
         # Held while a part is computed, and by who wants the device left alone.
         self._device = threading.Lock()
-        # One segment after the other, in the same memory: the kernel clears new pages slower than a card compresses.
+        # One segment after the other; what the last one has become is read meanwhile.
         self._one = threading.Lock()
-        self._landed: torch.Tensor | None = None
+        self._buffers = HostBuffers(self._take_host, self._give_host)
+        self._progress_s = 0.0  # when a part was done last, or asked for
         self._stream = None
         if memory.device.type == "cuda":
             self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
@@ -109,10 +113,13 @@ class ImageCompression:
         if image is None or image.manifest.key != key or image.manifest.compressed:
             raise Unavailable(f"image {key} is not here as it was packed")
         payload, device = image.segment(index), self._memory.device
-        with self._one:
-            found = compress_segment(
-                image.layout, index, payload, device, self._part, memory=self._landing
-            )
+        largest = max(segment.size for segment in image.layout.segments)
+        self._progress_s = time.monotonic()
+        with self._buffers.one(room_for(largest)) as buffer:
+            with self._one:
+                found = compress_segment(
+                    image.layout, index, payload, device, self._part, out=buffer
+                )
             return None if found is None else (keep(found[0].numpy()), found[1])
 
     def keep_off(self) -> bool:
@@ -136,18 +143,20 @@ class ImageCompression:
     async def _have_compressed(
         self, key: ImageKey, compress: Callable[[ImageKey], Awaitable[bool]]
     ) -> None:
+        self._buffers.keep()
         try:
             if await compress(key):
                 await self._need.renew()
         finally:
             self._trim()
-            self._landed = None  # a segment that is still computed has it until it is done
+            self._buffers.let_go()
 
     def _does_it_pay(self, image: WeightImage) -> bool | None:
         """None: it cannot be told yet."""
         transfer = self._memory.last_transfer
         if transfer is None or not transfer.gb_per_s:
             return None  # how fast a wake's copies are
+        self._progress_s = time.monotonic()
         sample = try_a_part(image, self._memory.device, self._part)
         size, key = image.layout.total_bytes, image.manifest.key
         spared_s = (1 - sample.stored) * size / transfer.gb_per_s / 1e9
@@ -168,26 +177,40 @@ class ImageCompression:
         )
         return True
 
-    def _landing(self, size: int) -> torch.Tensor:
-        landed = self._landed
-        if landed is None or len(landed) < size:
-            landed = self._landed = torch.empty(size, dtype=torch.uint8)
-        return landed[:size]
+    def _take_host(self, size: int) -> torch.Tensor:
+        with self._have_device():
+            return self._memory.take_host(size)
+
+    def _give_host(self, memory: torch.Tensor) -> None:
+        with self._device:
+            self._memory.give_host(memory)
 
     @contextmanager
     def _part(self) -> Iterator[None]:
         self._await_quiet()
-        if not self._device.acquire(timeout=_PATIENCE_S):
+        with (
+            self._have_device(),
+            nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
+        ):
+            yield
+        self._progress_s = time.monotonic()
+
+    @contextmanager
+    def _have_device(self) -> Iterator[None]:
+        left_s = self._limit_s - time.monotonic()
+        if not self._device.acquire(timeout=max(left_s, _HOST_MEMORY_S)):
             raise Unavailable("this worker's process is suspended")
         try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                yield
+            yield
         finally:
             self._device.release()
 
+    @property
+    def _limit_s(self) -> float:
+        return self._progress_s + _PATIENCE_S
+
     def _await_quiet(self) -> None:
-        limit_s = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < limit_s:
+        while time.monotonic() < self._limit_s:
             if not self._is_busy():
                 return
             if self._closed.wait(_LOOK_EVERY_S):

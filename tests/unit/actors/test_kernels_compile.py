@@ -99,6 +99,11 @@ def compile_cascade(capability: int) -> None:
         pointers |= dict.fromkeys(("codes", "mantissas", "rests", "tails"), "*u8")
         for kernel in (cascade_kernel._count, cascade_kernel._encode):
             compiled(kernel, capability, types_of(kernel, constants, pointers), constants)
+        constants = {"HALF": half, "EXPONENTS": cascade.EXPONENTS, "BLOCK": cascade.BLOCK}
+        types = types_of(
+            cascade_kernel._frequencies, constants, {"weights": "*i16", "counts": "*i64"}
+        )
+        compiled(cascade_kernel._frequencies, capability, types, constants)
 
 
 def compile_products(capability: int) -> None:
