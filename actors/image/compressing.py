@@ -116,6 +116,8 @@ def try_a_part(
 
     for _ in range(_SAMPLES):
         found = compress_segment(image.layout, index, payload, device, timed, out=out)
+    if not took_s:  # weights of no type that can be compressed
+        return Sample(1.0, 0.0)
     stored = 1.0 if found is None else len(found[0]) / len(payload)
     return Sample(stored, min(took_s) / len(payload))
 

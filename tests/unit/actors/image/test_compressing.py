@@ -1,0 +1,25 @@
+"""What a sample says of an image, before all of it is compressed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.checkpoints.making import write_checkpoint
+from actors.image.compressing import MOST_STORED, try_a_part
+from actors.image.obtain import load_from_disk
+from actors.image.packer import image_key
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"),
+    [(torch.bfloat16, 0.6, 0.7), (torch.float16, 0.8, 0.9), (torch.float32, 1.0, 1.0)],
+)
+def test_sample_says_what_is_left(
+    dtype: torch.dtype, least: float, most: float, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "demo", "demo", dtype="bfloat16")
+    image = load_from_disk(checkpoint, image_key(checkpoint, dtype))
+    sample = try_a_part(image, torch.device("cpu"))
+    assert least <= sample.stored <= most
+    assert (sample.seconds > 0) == (sample.stored < MOST_STORED)
