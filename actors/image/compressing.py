@@ -1,6 +1,5 @@
 """Segments of an image, compressed part by part, where that pays."""
 
-import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,15 @@ import torch
 
 from actors.image import cascade
 from actors.image.image import WeightImage, digest, private_buffers
-from actors.image.layout import FLOAT_TYPES, Compressed, FloatType, Layout, TensorSlot
+from actors.image.layout import (
+    FLOAT_TYPES,
+    Compressed,
+    CompressedSegment,
+    FloatType,
+    Layout,
+    TensorSlot,
+)
+from actors.image.store import ByteArray, writable
 
 # Of a segment: what lands on the device at once, in two thirds of that. With four times as many for 15 GB, a wake's
 # copies and launches queued up, and the host waited for the device before it could go on to the first forward (H200).
@@ -29,43 +36,45 @@ def compress_segment(
     index: int,
     payload: memoryview,
     device: torch.device,
+    out: ByteArray,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     part_bytes: int = PART_BYTES,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, tuple[Compressed, ...]] | None:
-    """The compressed bytes of a segment, in host memory, and what its parts are; None if that does not pay.
+) -> CompressedSegment | None:
+    """How many bytes a segment has compressed, and what its parts are; None if that does not pay.
 
     Args:
         payload: the segment.
         device: where it is done, part by part.
+        out: gets these bytes, if there is room; they are at most `most_stored` of the payload's.
         around: entered for each part; what it raises ends it.
         part_bytes: a multiple of 16.
-        out: host memory for the result, `room_for` of the payload's size at least; None: new memory.
     """
     slots = [slot for slot in layout.stored() if slot.segment == index]
     dtype = _type_of_most(slots)
     if dtype is None:
         return None
     slots = [slot for slot in slots if slot.dtype == dtype]
-    whole, coder = _readable(payload), _coder(device)
-    room = room_for(len(whole))
-    out = torch.empty(room, dtype=torch.uint8) if out is None else out
+    # It is not written, but torch knows no tensor that must not be.
+    whole = torch.from_numpy(writable(np.frombuffer(payload, np.uint8), 0, payload.nbytes))
+    to, coder = torch.from_numpy(out), _coder(device)
     stored, abouts = 0, []
     for at in range(0, len(whole), part_bytes):
         with around():
             part = whole[at : at + part_bytes].to(device)
             places = list(_within(slots, at, len(part)))
             piece, about = cascade.compress(part, places, dtype, at, coder)
-            if stored + len(piece) > room:
+            end = stored + len(piece)
+            if end > most_stored(len(whole)):
                 return None
-            out[stored : stored + len(piece)] = piece
+            if end <= len(to):
+                to[stored:end] = piece
         abouts.append(replace(about, stored_at=stored))
-        stored += len(piece)
-    return out[:stored], tuple(abouts)
+        stored = end
+    return stored, tuple(abouts)
 
 
-def room_for(size: int) -> int:
-    """How many bytes a segment of so many may take compressed."""
+def most_stored(size: int) -> int:
+    """Bytes that compression pays for, of a segment of so many."""
     return int(MOST_STORED * size)
 
 
@@ -75,13 +84,11 @@ def compressed_copy(
     """The same image in memory of this process, compressed where that pays."""
     payloads, parts = [], []
     for index, payload in enumerate(image.segments):
-        found = compress_segment(image.layout, index, payload, device, part_bytes=part_bytes)
+        (copy,) = private_buffers([most_stored(len(payload))])
+        out = np.frombuffer(copy, np.uint8)
+        found = compress_segment(image.layout, index, payload, device, out, part_bytes=part_bytes)
+        payloads.append(payload if found is None else copy[: found[0]])
         parts.append(() if found is None else found[1])
-        if found is not None:
-            (copy,) = private_buffers([len(found[0])])
-            copy[:] = found[0].numpy().data
-            payload = copy
-        payloads.append(payload)
     digests = tuple(digest(payload) for payload in payloads)
     manifest = replace(image.manifest, compressed=tuple(parts), digests=digests)
     return WeightImage(manifest, payloads, image.origin)
@@ -105,7 +112,7 @@ def try_a_part(
     index = sizes.index(max(sizes))
     payload = image.segment(index)[:_SAMPLE_BYTES]
     took_s = []
-    out = torch.empty(room_for(len(payload)), dtype=torch.uint8)
+    out = np.empty(most_stored(len(payload)), np.uint8)
 
     @contextmanager
     def timed() -> Iterator[None]:
@@ -115,10 +122,10 @@ def try_a_part(
             took_s.append(time.perf_counter() - began_s)
 
     for _ in range(_SAMPLES):
-        found = compress_segment(image.layout, index, payload, device, timed, out=out)
+        found = compress_segment(image.layout, index, payload, device, out, timed)
     if not took_s:  # weights of no type that can be compressed
         return Sample(1.0, 0.0)
-    stored = 1.0 if found is None else len(found[0]) / len(payload)
+    stored = 1.0 if found is None else found[0] / len(payload)
     return Sample(stored, min(took_s) / len(payload))
 
 
@@ -138,13 +145,6 @@ def decompressor(device: torch.device, dtypes: Iterable[FloatType]) -> Decompres
         decompress(data.to(device), about, part.to(device))
     torch.cuda.synchronize(device)
     return decompress
-
-
-def _readable(payload: memoryview) -> torch.Tensor:
-    """Its bytes where they are, for as long as it is there. Not to be written: torch knows no such tensors."""
-    address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
-    whole = (ctypes.c_uint8 * payload.nbytes).from_address(address)
-    return torch.from_numpy(np.ctypeslib.as_array(whole))
 
 
 def _coder(device: torch.device) -> cascade.Coder:

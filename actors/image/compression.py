@@ -11,18 +11,19 @@ import ray
 from actors.image.config import COMPRESSED_SHARES
 from actors.image.held import Held, ImageGrant, Published
 from actors.image.image import digest
-from actors.image.layout import Compressed, ImageKey
+from actors.image.layout import Compressed, CompressedSegment, ImageKey
 from actors.image.room import MakeRoom
-from actors.image.store import ByteArray, ReservedSegment, reserve, store_room
+from actors.image.store import ReservedSegment, reserve, store_room
 from actors.threads import on_threads
 
 logger = logging.getLogger(__name__)
 
-# As a worker gives it: an object of its own in the store, and the segment's parts.
-CompressedSegment = tuple["ray.ObjectRef[ByteArray]", tuple[Compressed, ...]]
 _Kept = tuple[ReservedSegment, str, tuple[Compressed, ...]]  # a segment, its digest and its parts
 
-_IN_FLIGHT = 4  # segments: one is compressed, while others travel, are copied and hashed
+# Of what a segment may take, that is reserved for the first ones: matrices of any size take little less.
+_USUAL = 0.945
+_SPARE = 1.002  # a segment differs from the one before by less
+_TIGHT = 0.98  # what takes less than this of its object gets a smaller one
 
 _SEGMENT_TIMEOUT_S = 600.0  # of 1 GB, on a CPU that serves; a card takes a tenth of a second
 
@@ -30,8 +31,8 @@ _SEGMENT_TIMEOUT_S = 600.0  # of 1 GB, on a CPU that serves; a card takes a tent
 class Compressor(Protocol):
     """A worker that looks at the image. Calls block, for a limited time, and raise what Ray raises."""
 
-    def segment(self, key: ImageKey, index: int) -> tuple[ByteArray, tuple[Compressed, ...]] | None:
-        """The compressed bytes, and what its parts are. None: it is to be kept as it is.
+    def segment(self, key: ImageKey, index: int, into: ReservedSegment) -> CompressedSegment | None:
+        """Write the compressed bytes, if there is room. None: it is to be kept as it is.
 
         Raises:
             Unavailable: not now.
@@ -44,12 +45,11 @@ class ActorCompressor:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
 
-    def segment(self, key: ImageKey, index: int) -> tuple[ByteArray, tuple[Compressed, ...]] | None:
-        answer = self._worker.compressed_segment.remote(key, index)
+    def segment(self, key: ImageKey, index: int, into: ReservedSegment) -> CompressedSegment | None:
+        room = into.ref, into.payload_offset, len(into.payload)
+        answer = self._worker.compressed_segment.remote(key, index, *room)
         found: CompressedSegment | None = ray.get(answer, timeout=_SEGMENT_TIMEOUT_S)
-        if found is None:
-            return None
-        return ray.get(found[0], timeout=_SEGMENT_TIMEOUT_S), found[1]
+        return found
 
 
 def compressed(
@@ -67,23 +67,34 @@ def compressed(
     """
     started_s = time.monotonic()
     before = held.grant.manifest
-    expected = int(
-        sum(COMPRESSED_SHARES.get(slot.dtype, 1.0) * slot.size for slot in before.layout.stored())
-    )
-    make_room(expected)
-    on_their_way = sum(sorted(before.stored_sizes)[-_IN_FLIGHT:])
-    store_room().require(expected + on_their_way, recycled_bytes)
+    expected = [0.0] * len(held.segments)
+    for slot in before.layout.stored():
+        expected[slot.segment] += COMPRESSED_SHARES.get(slot.dtype, 1.0) * slot.size
+    make_room(int(sum(expected)))
+    store_room().require(int(sum(expected)), recycled_bytes)
+    shares = [_USUAL]  # of what is expected; the last one is of the segment that was done last
 
+    # A worker computes one after the other. Meanwhile the kernel clears the pages of the next ones.
     def compress(index: int, own: ReservedSegment) -> _Kept:
-        found = compressor.segment(before.key, index)
-        if found is None:
-            return own, before.digests[index], ()
-        segment = reserve(found[0].nbytes)  # what a worker returns would begin anywhere in a page
-        np.copyto(segment.payload, found[0])
-        return segment, digest(segment.payload.data), found[1]
+        room = int(shares[-1] * expected[index])
+        while True:
+            segment = reserve(room)
+            found = compressor.segment(before.key, index, segment)
+            if found is None:
+                return own, before.digests[index], ()
+            size, parts = found
+            if size <= room:
+                break
+            room = size
+        shares.append(_SPARE * size / expected[index])
+        segment = segment.cut(size)
+        if size < _TIGHT * room:
+            smaller = reserve(size)
+            np.copyto(smaller.payload, segment.payload)
+            segment = smaller
+        return segment, digest(segment.payload.data), parts
 
-    indices = range(len(held.segments))
-    kept = on_threads(compress, indices, held.segments, at_once=_IN_FLIGHT)
+    kept = on_threads(compress, range(len(held.segments)), held.segments)
     segments = [segment for segment, _, _ in kept]
     manifest = replace(
         before,

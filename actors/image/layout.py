@@ -115,6 +115,9 @@ class Compressed:
     tails_at: int
 
 
+CompressedSegment = tuple[int, tuple[Compressed, ...]]  # its size in bytes, and its parts
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """An image's layout and what its bytes must hash to."""

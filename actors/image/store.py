@@ -1,10 +1,9 @@
 """Segments in the Ray object store of this node: reserve, fill in place, look at without a copy."""
 
-import ctypes
 import mmap
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +75,10 @@ class ReservedSegment:
     payload: ByteArray  # writable; keeps the object in memory
     view: ByteArray  # Ray's own read-only view of the whole object
 
+    def cut(self, size: int) -> "ReservedSegment":
+        """The same object, of which that many bytes are the payload."""
+        return replace(self, payload=self.payload[:size])
+
 
 def reserve(size: int) -> ReservedSegment:
     """Make an object of at least `size` bytes and give its bytes to write, page-aligned.
@@ -89,12 +92,28 @@ def reserve(size: int) -> ReservedSegment:
     """
     ref = ray.put(np.empty(size + mmap.PAGESIZE, dtype=np.uint8))
     view: ByteArray = ray.get(ref)
-    address = view.__array_interface__["data"][0]
+    address = view.ctypes.data
     if not in_shared_memory(address):
         raise StoreFull("the object store is full: Ray would keep the image in a file on disk")
     offset = -address % mmap.PAGESIZE
-    raw = (ctypes.c_uint8 * size).from_address(address + offset)
-    return ReservedSegment(ref, offset, np.ctypeslib.as_array(raw), view)
+    return ReservedSegment(ref, offset, writable(view, offset, size), view)
+
+
+def writable(view: ByteArray, offset: int, size: int) -> ByteArray:
+    """Bytes of a read-only view, for whoever knows that nobody else reads them yet; they keep the view."""
+    return np.asarray(_Part(view, offset, size))
+
+
+class _Part:
+    """What numpy asks for an array's memory, and the array keeps."""
+
+    def __init__(self, view: ByteArray, offset: int, size: int) -> None:
+        self._view = view
+        address = view.ctypes.data + offset
+        self.__array_interface__ = view.__array_interface__ | {
+            "data": (address, False),  # not read-only
+            "shape": (size,),
+        }
 
 
 def reserve_all(sizes: Sequence[int]) -> list[ReservedSegment]:

@@ -8,7 +8,6 @@ import mmap
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -154,10 +153,7 @@ class CudaDriver:
     def take_host(self, size: int) -> torch.Tensor:
         """See MemoryDriver. Not by torch, whose allocator would keep the pages pinned for its next caller."""
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without large pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        # Cleared here: who registers new pages has the kernel clear them while the driver does nothing else.
-        memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
         flags = cu.CU_MEMHOSTREGISTER_PORTABLE
         self._call(cu.cuMemHostRegister, memory.data_ptr(), size, flags, size=size)
         return memory

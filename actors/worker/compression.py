@@ -6,22 +6,18 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
 
 import torch
 
 from actors.errors import Unavailable
-from actors.image.compressing import MOST_STORED, compress_segment, room_for, try_a_part
+from actors.image.compressing import MOST_STORED, compress_segment, try_a_part
 from actors.image.config import Compression
 from actors.image.image import WeightImage
-from actors.image.layout import Compressed, ImageKey
+from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.store import ByteArray
-from actors.memory.host_buffers import HostBuffers
 from actors.worker.image_need import ImageNeed
 from actors.worker.lull import QUIET_S
 from actors.worker.model_memory import ModelMemory
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +26,6 @@ _LOOK_FIRST_S = 2.0
 _LOOK_AGAIN_S = 60.0
 # Of the holder's calls, for those who are served and for a deep sleep, since anything came of them.
 _PATIENCE_S = 60.0
-_HOST_MEMORY_S = 1.0  # another call may be taking some, of 1 GB
 _LOOK_EVERY_S = 0.05
 # Compressing pays by so many wakes at the latest.
 _WAKES = 1000
@@ -63,9 +58,7 @@ class ImageCompression:
         self._closed = threading.Event()
         # Held while a part is computed, and by who wants the device left alone.
         self._device = threading.Lock()
-        # One segment after the other; what the last one has become is read meanwhile.
-        self._one = threading.Lock()
-        self._buffers = HostBuffers(self._take_host, self._give_host)
+        self._one = threading.Lock()  # segment after the other
         self._progress_s = 0.0  # when a part was done last, or asked for
         self._stream = None
         if memory.device.type == "cuda":
@@ -98,13 +91,8 @@ class ImageCompression:
                     logger.exception("image %s stays as it is for now", image.manifest.key)
             await asyncio.sleep(wait_s)
 
-    def segment(
-        self, key: ImageKey, index: int, keep: Callable[[ByteArray], T]
-    ) -> tuple[T, tuple[Compressed, ...]] | None:
-        """For the holder; None if that segment is better kept as it is. Blocks: not for an event loop.
-
-        Args:
-            keep: takes a copy of the compressed bytes.
+    def segment(self, key: ImageKey, index: int, out: ByteArray) -> CompressedSegment | None:
+        """For the holder; see `compress_segment`. Blocks: not for an event loop.
 
         Raises:
             Unavailable: requests do not stop, or the image is not here any more.
@@ -113,14 +101,9 @@ class ImageCompression:
         if image is None or image.manifest.key != key or image.manifest.compressed:
             raise Unavailable(f"image {key} is not here as it was packed")
         payload, device = image.segment(index), self._memory.device
-        largest = max(segment.size for segment in image.layout.segments)
         self._progress_s = time.monotonic()
-        with self._buffers.one(room_for(largest)) as buffer:
-            with self._one:
-                found = compress_segment(
-                    image.layout, index, payload, device, self._part, out=buffer
-                )
-            return None if found is None else (keep(found[0].numpy()), found[1])
+        with self._one:
+            return compress_segment(image.layout, index, payload, device, out, self._part)
 
     def keep_off(self) -> bool:
         """Have the device left alone until `let_go_on`; False if something is computed right now."""
@@ -143,13 +126,11 @@ class ImageCompression:
     async def _have_compressed(
         self, key: ImageKey, compress: Callable[[ImageKey], Awaitable[bool]]
     ) -> None:
-        self._buffers.keep()
         try:
             if await compress(key):
                 await self._need.renew()
         finally:
             self._trim()
-            self._buffers.let_go()
 
     def _does_it_pay(self, image: WeightImage) -> bool | None:
         """None: it cannot be told yet."""
@@ -177,33 +158,17 @@ class ImageCompression:
         )
         return True
 
-    def _take_host(self, size: int) -> torch.Tensor:
-        with self._have_device():
-            return self._memory.take_host(size)
-
-    def _give_host(self, memory: torch.Tensor) -> None:
-        with self._device:
-            self._memory.give_host(memory)
-
     @contextmanager
     def _part(self) -> Iterator[None]:
         self._await_quiet()
-        with (
-            self._have_device(),
-            nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
-        ):
-            yield
-        self._progress_s = time.monotonic()
-
-    @contextmanager
-    def _have_device(self) -> Iterator[None]:
-        left_s = self._limit_s - time.monotonic()
-        if not self._device.acquire(timeout=max(left_s, _HOST_MEMORY_S)):
+        if not self._device.acquire(timeout=max(0.0, self._limit_s - time.monotonic())):
             raise Unavailable("this worker's process is suspended")
         try:
-            yield
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                yield
         finally:
             self._device.release()
+        self._progress_s = time.monotonic()
 
     @property
     def _limit_s(self) -> float:

@@ -410,14 +410,6 @@ class ModelMemory:
         self.suspended = False
         self.residue_bytes, self._comes_back_bytes = self._comes_back_bytes, 0
 
-    def take_host(self, size: int) -> torch.Tensor:
-        """See MemoryDriver."""
-        return self._driver.take_host(size)
-
-    def give_host(self, memory: torch.Tensor) -> None:
-        """See MemoryDriver."""
-        self._driver.give_host(memory)
-
     def trim(self) -> None:
         """While unmapped: give back what somebody else's work has left in torch's hands since."""
         self._read_asleep()

@@ -41,7 +41,7 @@ from actors.image.attach import build_on_meta
 from actors.image.config import Compression
 from actors.image.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
-from actors.image.layout import Compressed, ImageKey
+from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.store import ByteArray
 from actors.memory.cpu_card import CpuCard
 from actors.memory.transfer import TransferStats
@@ -319,10 +319,10 @@ class ModelWorker:
         await self._compression.run(how, compress)
 
     async def compressed_segment(
-        self, key: ImageKey, index: int, keep: Callable[[ByteArray], T]
-    ) -> tuple[T, tuple[Compressed, ...]] | None:
+        self, key: ImageKey, index: int, out: ByteArray
+    ) -> CompressedSegment | None:
         """See ImageCompression.segment."""
-        return await asyncio.to_thread(self._compression.segment, key, index, keep)
+        return await asyncio.to_thread(self._compression.segment, key, index, out)
 
     async def grow_kv(self, granted: bool) -> KvResized:
         """Map what it said it is short of, if that was granted; what came.

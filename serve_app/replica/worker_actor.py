@@ -25,9 +25,9 @@ from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import log_to
 
 if TYPE_CHECKING:
-    from actors.image.compression import CompressedSegment
-    from actors.image.layout import ImageKey
+    from actors.image.layout import CompressedSegment, ImageKey
     from actors.image.obtain import FastLoad
+    from actors.image.store import ByteArray
     from actors.worker.model_worker import ModelWorker
 
 
@@ -151,11 +151,16 @@ class WorkerActor:
         """See ModelWorker. Asked by the holder of the image."""
         return self._worker is not None and await self._worker.let_go(key)
 
-    async def compressed_segment(self, key: "ImageKey", index: int) -> "CompressedSegment | None":
-        """See ModelWorker. Asked by the holder of the image."""
+    async def compressed_segment(
+        self, key: "ImageKey", index: int, view: "ByteArray", offset: int, size: int
+    ) -> "CompressedSegment | None":
+        """See ModelWorker. Asked by the holder of the image, into an object that it has reserved."""
         if self._worker is None:
             raise Unavailable("this worker still starts")
-        return await self._worker.compressed_segment(key, index, ray.put)
+        from actors.image.store import writable
+
+        out = writable(view, offset, size)
+        return await self._worker.compressed_segment(key, index, out)
 
     async def _set_compiled_aside(self, worker: "ModelWorker") -> None:
         await worker.compiled()

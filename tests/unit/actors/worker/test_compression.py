@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +21,7 @@ from actors.worker import compression as module
 from actors.worker.compression import ImageCompression
 
 KEY = cast("ImageKey", "key")
+OUT = np.empty(0, np.uint8)
 
 
 @dataclass
@@ -36,12 +37,11 @@ class Bench:
     renewed: bool = True
     asked: list[ImageKey] = field(default_factory=list)
     trimmed: int = 0
-    given: SimpleQueue[torch.Tensor] = field(default_factory=SimpleQueue)
     error: Exception | None = None  # of a sample
 
     def __post_init__(self) -> None:
         self.compressed = asyncio.Event()
-        layout = SimpleNamespace(total_bytes=int(15e9), segments=[SimpleNamespace(size=100)])
+        layout = SimpleNamespace(total_bytes=int(15e9))
         manifest = SimpleNamespace(key=KEY, compressed=())
         self.image: Any = SimpleNamespace(origin="image", manifest=manifest, layout=layout)
         self.image.segment = lambda index: memoryview(bytes(index))
@@ -62,12 +62,6 @@ class Bench:
 
     def trim(self) -> None:
         self.trimmed += 1
-
-    def take_host(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
-    def give_host(self, memory: torch.Tensor) -> None:
-        self.given.put(memory)
 
 
 @pytest.fixture
@@ -223,16 +217,16 @@ def test_a_segment_waits_for_requests_but_not_for_good(
     computed = threading.Event()
 
     def compress_segment(
-        layout: object, index: int, payload: object, device: object, around: Any, out: object
+        layout: object, index: int, payload: object, device: object, out: object, around: Any
     ):  # type: ignore[no-untyped-def]
         with around():
             computed.set()
 
     monkeypatch.setattr(module, "compress_segment", compress_segment)
     with pytest.raises(Unavailable, match="had other work"):
-        compression.segment(KEY, 0, bytes)
+        compression.segment(KEY, 0, OUT)
     monkeypatch.setattr(module, "_PATIENCE_S", 10.0)
-    waiting = threading.Thread(target=compression.segment, args=(KEY, 0, bytes))
+    waiting = threading.Thread(target=compression.segment, args=(KEY, 0, OUT))
     waiting.start()
     assert not computed.wait(0.1)
     bench.busy = False
@@ -247,7 +241,7 @@ def test_segments_that_wait_for_each_other_give_up_together(
     compression = make(bench)
 
     def compress_segment(
-        layout: object, index: int, payload: object, device: object, around: Any, out: object
+        layout: object, index: int, payload: object, device: object, out: object, around: Any
     ):  # type: ignore[no-untyped-def]
         with around():
             pytest.fail("it was busy")
@@ -256,47 +250,11 @@ def test_segments_that_wait_for_each_other_give_up_together(
     monkeypatch.setattr(module, "_PATIENCE_S", 1.0)
     began_s = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(compression.segment, KEY, 0, bytes) for _ in range(4)]
+        waiting = [pool.submit(compression.segment, KEY, 0, OUT) for _ in range(4)]
         for each in waiting:
             with pytest.raises(Unavailable, match="had other work"):
                 each.result()
     assert time.monotonic() < began_s + 3
-
-
-def test_a_segment_is_read_while_the_next_is_computed(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(device="cpu")
-    compression = make(bench)
-    next_is_computed = threading.Event()
-
-    def compress_segment(
-        layout: object, index: int, payload: object, device: object, around: Any, out: Any
-    ):  # type: ignore[no-untyped-def]
-        out[:] = index
-        if index == 1:
-            next_is_computed.set()
-        return out, ()
-
-    def keep(data: Any) -> int:
-        assert next_is_computed.wait(10)
-        return int(data[0])
-
-    async def compress(key: ImageKey) -> bool:
-        kept = [asyncio.to_thread(compression.segment, key, index, keep) for index in range(2)]
-        assert await asyncio.gather(*kept) == [(0, ()), (1, ())]
-        assert bench.given.empty()
-        return await bench.compress(key)
-
-    async def scenario() -> None:
-        running = asyncio.create_task(compression.run("on", compress))
-        await asyncio.wait_for(bench.compressed.wait(), 10)
-        running.cancel()
-
-    monkeypatch.setattr(module, "compress_segment", compress_segment)
-    asyncio.run(scenario())
-    for _ in range(2):
-        bench.given.get(timeout=10)
 
 
 def test_device_is_left_alone_while_the_process_is_suspended(
@@ -307,7 +265,7 @@ def test_device_is_left_alone_while_the_process_is_suspended(
     inside, go_on = threading.Event(), threading.Event()
 
     def compress_segment(
-        layout: object, index: int, payload: object, device: object, around: Any, out: object
+        layout: object, index: int, payload: object, device: object, out: object, around: Any
     ):  # type: ignore[no-untyped-def]
         with around():
             inside.set()
@@ -316,9 +274,9 @@ def test_device_is_left_alone_while_the_process_is_suspended(
     monkeypatch.setattr(module, "compress_segment", compress_segment)
     assert compression.keep_off()
     with pytest.raises(Unavailable, match="suspended"):
-        compression.segment(KEY, 0, bytes)
+        compression.segment(KEY, 0, OUT)
     compression.let_go_on()
-    computing = threading.Thread(target=compression.segment, args=(KEY, 0, bytes))
+    computing = threading.Thread(target=compression.segment, args=(KEY, 0, OUT))
     computing.start()
     inside.wait()
     assert not compression.keep_off()
@@ -336,12 +294,12 @@ def test_event_loop_does_not_wait_for_a_segment_when_it_is_cancelled(
     computing: list[threading.Thread] = []
 
     def compress_segment(
-        layout: object, index: int, payload: object, device: object, around: Any, out: object
+        layout: object, index: int, payload: object, device: object, out: object, around: Any
     ):  # type: ignore[no-untyped-def]
         go_on.wait(10)
 
     async def compress(key: ImageKey) -> bool:
-        computing.append(threading.Thread(target=compression.segment, args=(KEY, 0, bytes)))
+        computing.append(threading.Thread(target=compression.segment, args=(KEY, 0, OUT)))
         computing[0].start()
         bench.compressed.set()
         await asyncio.Event().wait()
@@ -365,7 +323,7 @@ def test_segments_of_another_image_are_not_computed(make: Any) -> None:
     bench = Bench(device="cpu")
     compression = make(bench)
     with pytest.raises(Unavailable):
-        compression.segment(cast("ImageKey", "other"), 0, bytes)
+        compression.segment(cast("ImageKey", "other"), 0, OUT)
     bench.image.manifest.compressed = ((),)
     with pytest.raises(Unavailable):
-        compression.segment(KEY, 0, bytes)
+        compression.segment(KEY, 0, OUT)
