@@ -14,7 +14,7 @@ from actors.image.compressing import MOST_STORED, compress_segment, try_a_part
 from actors.image.config import Compression
 from actors.image.image import WeightImage
 from actors.image.layout import CompressedSegment, ImageKey
-from actors.image.store import ByteArray
+from actors.image.store import ByteArray, map_pages
 from actors.worker.image_need import ImageNeed
 from actors.worker.lull import QUIET_S
 from actors.worker.model_memory import ModelMemory
@@ -102,6 +102,7 @@ class ImageCompression:
             raise Unavailable(f"image {key} is not here as it was packed")
         payload, device = image.segment(index), self._memory.device
         self._progress_s = time.monotonic()
+        map_pages(out)  # while others are computed
         with self._one:
             return compress_segment(image.layout, index, payload, device, out, self._part)
 
