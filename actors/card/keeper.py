@@ -62,6 +62,7 @@ class CardKeeper:
         self._members: dict[str, _Member] = {}  # by tenant
         self._timers: dict[str, asyncio.TimerHandle] = {}  # by card
         self._sights: dict[str, asyncio.TimerHandle] = {}  # by card: about to be told
+        self._drifts: dict[str, int] = {}  # by card, as last told
         self._gathers_until_s: float | None = None
         self._pidfds: dict[str, int] = {}  # of those whose process is about to end
 
@@ -101,12 +102,7 @@ class CardKeeper:
                     member.process_id = account.process_id
                     if account.device_free is not None:
                         drift = ledger.read_device(member.total, account.device_free, account.short)
-                        if drift is not None and abs(drift) > _DRIFT_TOLD:
-                            logger.warning(
-                                "%s: the device holds %d bytes more than is known",
-                                member.card,
-                                drift,
-                            )
+                        self._tell_drift(member.card, drift)
                 case Want():
                     ledger.ask(
                         member.name,
@@ -126,6 +122,14 @@ class CardKeeper:
                 case _:
                     assert_never(message)
         self._decide(member.card)
+
+    def _tell_drift(self, card: str, drift: int | None) -> None:
+        """Once for each that there is."""
+        if drift is None or abs(drift - self._drifts.get(card, 0)) <= _DRIFT_TOLD:
+            return
+        self._drifts[card] = drift
+        level = logging.WARNING if abs(drift) > _DRIFT_TOLD else logging.INFO
+        logger.log(level, "%s: the device holds %d bytes more than is known", card, drift)
 
     def _join(self, member: _Member, join: Join, now_s: float) -> None:
         member.name, member.card, member.total = join.tenant, join.card, join.device_total

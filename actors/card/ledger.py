@@ -83,7 +83,8 @@ class CardLedger:
         self._last_order = -1
         self._others = 0  # of the device, and of the budget:
         self._foreign = 0
-        self._drift = 0
+        self._drift = 0  # by the last figure
+        self._believed = 0  # by two that agree
         self._last_wait_s = 0.0  # how long the last one waited that got something
         self._seen: tuple[object, ...] = ()  # what `status` told last
         self._seen_s = 0.0  # since when it tells that
@@ -202,7 +203,8 @@ class CardLedger:
                 is compared with, makes no room smaller.
 
         Returns:
-            By how many bytes the device holds more than the ledger knows; None: not now.
+            By how many bytes the device holds more than the ledger knows, as far as two figures in a row say so; None:
+            not now.
         """
         if not short and (
             self._granted or self._orders or any(t.coming for t in self._tenants.values())
@@ -213,7 +215,9 @@ class CardLedger:
         sure = self._drift if short else min(before, self._drift)
         self._others = max(0, sure)
         self._foreign = max(0, self.budget - (total - sure))
-        return self._drift
+        two = (self._drift, self._drift) if short else (before, self._drift)
+        self._believed = sorted((*two, self._believed))[1]
+        return self._believed
 
     # --- what follows ---
 

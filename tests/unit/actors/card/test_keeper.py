@@ -99,6 +99,30 @@ def test_grant_where_there_is_room(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_drift_is_told_when_two_figures_agree_and_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, budget=2**30) as site:
+            a = await Tenant(site, "a").place()
+            for free, told in (
+                (700, []),
+                (1024, []),
+                (700, []),
+                (701, [323]),
+                (702, [323]),
+                (1024, [323]),
+                (1024, [323, 0]),
+            ):
+                a.client.settled(held=0, device_free=free * 2**20)
+                await seen(a)
+                said = [r.args[1] // 2**20 for r in caplog.records if "more than is known" in r.msg]
+                assert said == told
+
+    caplog.set_level("INFO")
+    run(scenario)
+
+
 def test_idle_neighbour_makes_room(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with card_site(tmp_path, BUDGET) as site:

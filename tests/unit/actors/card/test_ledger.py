@@ -205,17 +205,19 @@ def test_refusal_says_when_to_come_back() -> None:
 
 def test_drift_is_believed_when_it_is_seen_twice() -> None:
     book = ledger("a")
-    assert book.read_device(100, 70, short=False) == 30
+    assert book.read_device(100, 70, short=False) == 0
     assert book.card().free == 100
     assert book.read_device(100, 70, short=False) == 30
     assert book.card().free == 70
-    assert book.read_device(100, 100, short=False) == 0
+    assert book.read_device(100, 100, short=False) == 30
     assert book.card().free == 100
+    assert book.read_device(100, 105, short=False) == 0
+    assert book.read_device(100, 110, short=False) == -5
 
 
 def test_grant_that_was_not_there_is_drift_at_once() -> None:
     book = ledger("a")
-    book.read_device(100, 30, short=True)
+    assert book.read_device(100, 30, short=True) == 70
     assert book.card().free == 30
 
 
