@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from actors.checkpoints.chatml import SPECIAL_TOKENS, byte_level, for_transformers
 from actors.checkpoints.quantizing import quantised, write_index
-from actors.checkpoints.writing import RECIPE_FILE, whole_directory
+from actors.checkpoints.writing import RECIPE_FILE, whole_directory, write_shard
 from actors.quantization.making import QuantizeName, Quantizer, is_quantized, quantizer
 
 ShapeName = Literal["demo", "tiny", "deepseek-r1-distill-qwen-1.5b", "deepseek-r1-distill-qwen-7b"]
@@ -287,7 +286,7 @@ def _write_weights(
             else:
                 shard[name] = tensor
             on_progress(done, total)
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        write_shard(shard, directory / file)
         stored += sum(tensor.nbytes for tensor in shard.values())
         weight_map.update(dict.fromkeys(shard, file))
     if len(shards) > 1:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from actors.checkpoints.directory import (
     CONFIG_NAME,
@@ -19,7 +18,7 @@ from actors.checkpoints.directory import (
     quantization_of,
 )
 from actors.checkpoints.variants import VARIANT_FILE
-from actors.checkpoints.writing import RECIPE_FILE, whole_directory
+from actors.checkpoints.writing import RECIPE_FILE, whole_directory, write_shard
 from actors.quantization.making import QuantizeName, Quantizer, is_quantized, quantizer
 
 
@@ -63,7 +62,7 @@ def quantize_checkpoint(
         stored = 0
         for file in files:
             tensors = _quantised_file(file, how)
-            save_file(tensors, partial / file.name, metadata={"format": "pt"})
+            write_shard(tensors, partial / file.name)
             weight_map.update(dict.fromkeys(tensors, file.name))
             stored += sum(tensor.nbytes for tensor in tensors.values())
             done += file.stat().st_size

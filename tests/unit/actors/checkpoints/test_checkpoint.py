@@ -30,6 +30,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint", "tiny")
 
 
+def test_files_have_the_mode_of_any_new_file(tiny: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.touch()
+    assert {file.stat().st_mode for file in tiny.iterdir()} == {other.stat().st_mode}
+
+
 def test_transformers_reads_every_parameter(tiny: Path) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(tiny, output_loading_info=True)
     assert not any(info.values())
@@ -187,7 +193,7 @@ def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(*args: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(checkpoint, "save_file", lambda *args, **kwargs: fail())
+    monkeypatch.setattr(checkpoint, "write_shard", fail)
     with pytest.raises(OSError, match="no space left"):
         write_checkpoint(tmp_path / "checkpoint", "tiny")
     assert list(tmp_path.iterdir()) == []

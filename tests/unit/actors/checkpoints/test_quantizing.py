@@ -39,6 +39,7 @@ def test_it_is_what_random_weights_give_quantised(tmp_path: Path) -> None:
         assert found[name] == each, name
     assert {kind for kind, _, _ in found.values()} == {"I32", "I64", "BF16"}
     assert missing_from_checkpoint(made) is None
+    assert len({file.stat().st_mode for file in made.iterdir()}) == 1
     index = json.loads((made / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == found.keys()
     assert not (made / RECIPE_FILE).exists()  # it tells of the plain one
