@@ -53,7 +53,7 @@ _EXPONENT: dict[FloatType, tuple[int, int]] = {  # its lowest bit, and how many
     "bfloat16": (7, 8),
     "float16": (10, 5),
 }
-_RESTS = {"bfloat16": 0, "float16": BLOCK // 4 + BLOCK // 8}  # bytes per block
+RESTS = {"bfloat16": 0, "float16": BLOCK // 4 + BLOCK // 8}  # bytes per block
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _coded(at: int, dtype: FloatType, weights: torch.Tensor, coder: Coder) -> _P
     order = coder.frequencies(weights, dtype).argsort(descending=True, stable=True)
     ranks = _ranks(order)
     count = coder.count(weights, ranks, dtype)
-    of_block = BLOCK + BLOCK // 4 + _RESTS[dtype] + 8
+    of_block = BLOCK + BLOCK // 4 + RESTS[dtype] + 8
     if len(count) * of_block + 4 * int(count[:, 1].sum()) > _MOST_STORED * 2 * len(weights):
         return None
     return _Piece(at, dtype, weights, _table(order), ranks, count)
@@ -297,7 +297,7 @@ def _regions(dtype: FloatType, pieces: int, blocks: int, coded: int, words: int)
     codes_at = _aligned_at(heads_at + 8 * (blocks + 1))
     mantissas_at = _aligned_at(codes_at + coded * BLOCK // 4)
     rests_at = _aligned_at(mantissas_at + coded * BLOCK)
-    tails_at = _aligned_at(rests_at + coded * _RESTS[dtype])
+    tails_at = _aligned_at(rests_at + coded * RESTS[dtype])
     # The kernel reads a word behind the last code of a tail.
     size = _aligned_at(tails_at + 4 * words + 8)
     at = heads_at, codes_at, mantissas_at, rests_at, tails_at
@@ -335,7 +335,7 @@ def _write_kept(data: torch.Tensor, about: Compressed, all_of: torch.Tensor, fir
             missing = -len(weights) % BLOCK
             weights = torch.nn.functional.pad(weights, (0, missing)).view(-1, BLOCK)
             middles, signs = _packed(weights >> 8 & 3, 2), _packed(weights >> 15 & 1, 1)
-            at = about.rests_at + first * _RESTS[about.dtype]
+            at = about.rests_at + first * RESTS[about.dtype]
             _region(data, at, torch.cat([middles, signs], 1).view(-1))
         first += _AT_ONCE
 
@@ -409,7 +409,7 @@ def _kept(data: torch.Tensor, about: Compressed, first: int, count: int) -> torc
     mantissas = data[at : at + count * BLOCK].view(count, BLOCK).long()
     if about.dtype == "bfloat16":
         return (mantissas & 0x80) << 8 | mantissas & 0x7F
-    size = _RESTS[about.dtype]
+    size = RESTS[about.dtype]
     at = about.rests_at + first * size
     rests = data[at : at + count * size].view(count, size)
     middles, signs = _unpacked(rests[:, : BLOCK // 4], 2), _unpacked(rests[:, BLOCK // 4 :], 1)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from actors.image.cascade import BLOCK, EXPONENTS, PIECE_BYTES, RANKS, ROW, Coder
+from actors.image.cascade import BLOCK, EXPONENTS, PIECE_BYTES, RANKS, RESTS, ROW, Coder
 from actors.image.layout import Compressed, FloatType
 
 _WARPS = 4
@@ -53,7 +53,7 @@ class InTriton(Coder):
             level_2.contiguous(),
             data[about.codes_at + first * BLOCK // 4 :],
             data[about.mantissas_at + first * BLOCK :],
-            data[about.rests_at + first * (BLOCK // 4 + BLOCK // 8) :],
+            data[about.rests_at + first * RESTS[about.dtype] :],
             data[about.tails_at :],
             about.dtype == "float16",
             RANKS,

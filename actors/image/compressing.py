@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from actors.image import cascade
+from actors.image.config import MOST_STORED
 from actors.image.image import WeightImage, digest, private_buffers
 from actors.image.layout import (
     FLOAT_TYPES,
@@ -26,7 +27,6 @@ from actors.image.store import ByteArray, writable
 PART_BYTES = 256 * 2**20
 _SAMPLE_BYTES = 64 * 2**20
 _SAMPLES = 3  # the first time, kernels are loaded and pages are cleared
-MOST_STORED = 0.95  # of a segment's bytes: else it is kept as it is
 
 Decompress = Callable[[torch.Tensor, Compressed, torch.Tensor], None]
 

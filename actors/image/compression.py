@@ -3,12 +3,13 @@
 import logging
 import time
 from dataclasses import replace
+from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
 import ray
 
-from actors.image.config import COMPRESSED_SHARES
+from actors.image.config import COMPRESSED_SHARES, MOST_STORED
 from actors.image.held import Held, ImageGrant, Published
 from actors.image.image import digest
 from actors.image.layout import Compressed, CompressedSegment, ImageKey
@@ -70,31 +71,32 @@ def compressed(
     expected = [0.0] * len(held.segments)
     for slot in before.layout.stored():
         expected[slot.segment] += COMPRESSED_SHARES.get(slot.dtype, 1.0) * slot.size
-    make_room(int(sum(expected)))
-    store_room().require(int(sum(expected)), recycled_bytes)
+    pays = [
+        size < MOST_STORED * segment.size
+        for size, segment in zip(expected, before.layout.segments, strict=True)
+    ]
+    whole = int(sum(compress(expected, pays)))
+    make_room(whole)
+    store_room().require(whole, recycled_bytes)
     shares = [_USUAL]  # of what is expected; the last one is of the segment that was done last
 
     # A worker computes one after the other. Meanwhile the kernel clears the pages of the next ones.
-    def compress(index: int, own: ReservedSegment) -> _Kept:
+    def compress_one(index: int, own: ReservedSegment) -> _Kept:
         room = int(shares[-1] * expected[index])
-        while True:
+        while pays[index]:
             segment = reserve(room)
             found = compressor.segment(before.key, index, segment)
             if found is None:
-                return own, before.digests[index], ()
+                break
             size, parts = found
             if size <= room:
-                break
+                shares.append(_SPARE * size / expected[index])
+                segment = _fitting(segment, size)
+                return segment, digest(segment.payload.data), parts
             room = size
-        shares.append(_SPARE * size / expected[index])
-        segment = segment.cut(size)
-        if size < _TIGHT * room:
-            smaller = reserve(size)
-            np.copyto(smaller.payload, segment.payload)
-            segment = smaller
-        return segment, digest(segment.payload.data), parts
+        return own, before.digests[index], ()
 
-    kept = on_threads(compress, range(len(held.segments)), held.segments)
+    kept = on_threads(compress_one, range(len(held.segments)), held.segments)
     segments = [segment for segment, _, _ in kept]
     manifest = replace(
         before,
@@ -112,3 +114,13 @@ def compressed(
     )
     grant = ImageGrant(manifest, tuple(segment.ref for segment in segments), held.grant.load_s)
     return grant, segments
+
+
+def _fitting(segment: ReservedSegment, size: int) -> ReservedSegment:
+    """What is in it, in an object that is not much larger."""
+    segment = segment.cut(size)
+    if size >= _TIGHT * segment.view.nbytes:
+        return segment
+    smaller = reserve(size)
+    np.copyto(smaller.payload, segment.payload)
+    return smaller

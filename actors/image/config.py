@@ -10,6 +10,7 @@ Compression = Literal["auto", "on", "off"]
 
 # Of the bytes of weights in these types, what a compressed image has at most, small models included (the demo model: 0.704).
 COMPRESSED_SHARES = {"bfloat16": 0.71, "float16": 0.88}
+MOST_STORED = 0.95  # of a segment's bytes: else it is kept as it is
 
 
 class ImageConfig(BaseModel):

@@ -10,8 +10,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from actors.errors import Unavailable
-from actors.image.compressing import MOST_STORED, compress_segment, try_a_part
-from actors.image.config import Compression
+from actors.image.compressing import compress_segment, try_a_part
+from actors.image.config import MOST_STORED, Compression
 from actors.image.image import WeightImage
 from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.store import ByteArray, map_pages

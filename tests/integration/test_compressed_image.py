@@ -193,6 +193,13 @@ class OfSize:
         return size, ()
 
 
+def held(image: WeightImage) -> Held:
+    segments = reserve_all([len(part) for part in image.segments])
+    grant = ImageGrant(image.manifest, tuple(segment.ref for segment in segments), 0.0)
+    request = ImageRequest("demo", ModelSource(id="demo"), "auto")
+    return Held(grant, segments, "disk", request, 0.0)
+
+
 def test_objects_are_as_large_as_what_is_in_them(plain: WeightImage) -> None:
     """What was reserved for a segment may be too small, or much too large."""
     sizes = [
@@ -200,11 +207,7 @@ def test_objects_are_as_large_as_what_is_in_them(plain: WeightImage) -> None:
         for share, part in zip(cycle((0.9, 0.3, 0.67)), plain.segments, strict=False)
     ]
     worker = OfSize(sizes)
-    segments = reserve_all([len(part) for part in plain.segments])
-    grant = ImageGrant(plain.manifest, tuple(segment.ref for segment in segments), 0.0)
-    request = ImageRequest("demo", ModelSource(id="demo"), "auto")
-    held = Held(grant, segments, "disk", request, 0.0)
-    made, kept = compressed(held, worker, lambda size: None, 0)
+    made, kept = compressed(held(plain), worker, lambda size: None, 0)
     for index, segment in enumerate(kept):
         (*_, room) = worker.rooms[index]
         assert len(worker.rooms[index]) == (1 if sizes[index] <= worker.rooms[index][0] else 2)
@@ -212,3 +215,14 @@ def test_objects_are_as_large_as_what_is_in_them(plain: WeightImage) -> None:
         assert bytes(segment.payload) == bytes([index]) * sizes[index]
         assert segment.view.nbytes <= sizes[index] / 0.98 + mmap.PAGESIZE + 1
         assert digest(segment.payload.data) == made.manifest.digests[index]
+
+
+def test_segments_that_cannot_shrink_are_neither_asked_for_nor_given_room(checkpoint: Path) -> None:
+    image = load_from_disk(checkpoint, image_key(checkpoint, torch.float32))
+    before, worker = held(image), OfSize([0] * len(image.segments))
+    asked: list[int] = []
+    made, kept = compressed(before, worker, asked.append, 0)
+    assert asked == [0]
+    assert kept == before.segments
+    assert not any(made.manifest.compressed)
+    assert not any(worker.rooms)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from actors.checkpoints.making import write_checkpoint
-from actors.image.compressing import MOST_STORED, try_a_part
+from actors.image.compressing import try_a_part
+from actors.image.config import MOST_STORED
 from actors.image.obtain import load_from_disk
 from actors.image.packer import image_key
 
