@@ -11,6 +11,7 @@
 #   soak     soak, eval, wishes                            6 min: 400 cycles of 0.35 s (SOAK_CYCLES), 1:00, 1:50
 #   others   others, kept                                  6 min: 4:10, 1:50
 #   compressed, parts    a compressed image's wake, and one of them part by part    4 min
+#   packing  an image made, and compressed afterwards    2 min
 #   many     many: 16 models of 1.5B, VARIANTS one by one  8 min for each of VARIANTS (shared)
 #   many7    5 models of 7B, likewise
 #   recipes  quantised checkpoints beside plain weights    8 min: 2:30 for each of RECIPES (plain gptq-4-128 fp8-block)
@@ -150,6 +151,7 @@ step() {
     parts) module=docs.results.timeline run parts 150 "$checkpoint" --compressed --engine "$blocks" --json "$work/parts.json" ;;
     compressed) run compressed 200 bench wake "$checkpoint" --variants pipelined,compressed \
         --cycles 20 --limit-s 60 --requests 4 --engine "$blocks" --json "$work/compressed.json" ;;
+    packing) module=docs.results.packing run packing 200 "$checkpoint" --json "$work/packing.json" ;;
     wake_default) run wake_default 150 bench wake "$checkpoint" --variants pipelined --cycles 20 --limit-s 45 \
         --engine num_blocks=null max_batch_tokens=8192 max_requests_per_batch=256 --json "$work/wake_default.json" ;;
     throughput)  # in one process, whoever reads events has the interpreter's lock from the engine

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from actors.checkpoints.making import write_checkpoint
 from actors.image.obtain import load_from_disk
 from actors.image.packer import image_key
+from docs.results.packing import one_round
+from docs.results.packing import tables as packing_tables
 from docs.results.pages.bench import PagesBench, with_page_size
 from docs.results.pages.bench import Plan as PagesPlan
 from docs.results.pages.bench import tables as pages_tables
@@ -234,6 +236,17 @@ def test_compressed_image_copies_less_and_says_the_same(
     text = "\n".join(as_text(tables(result)))
     assert "TTFT from the compressed image / (all bytes / that)" in text
     assert f"{result['compressed_bytes'] / result['weights_bytes']:.1%} of the bytes" in text
+
+
+@STORE
+def test_time_an_image_takes_to_be_made_and_compressed(
+    ray_store: int, large_subject: Subject
+) -> None:
+    found = one_round(large_subject)
+    assert 0 < found["compressed_bytes"] < 0.7 * found["raw_bytes"]
+    assert min(found["raw_s"], found["compress_s"]) > 0
+    (table,) = packing_tables({"rounds": [found]})
+    assert table.rows[0][-1] == f"{1 + found['compress_s'] / found['raw_s']:.2f} x"
 
 
 @STORE
