@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
@@ -110,16 +110,26 @@ def start_apart(work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> F
 
 
 def on_threads(
-    work: Callable[..., T], *of: Iterable[Any], at_once: int = MEMORY_THREADS
+    work: Callable[..., T],
+    *of: Iterable[Any],
+    sizes: Sequence[float] | None = None,
+    at_once: int = MEMORY_THREADS,
 ) -> list[T]:
     """As `map`, on several threads. After a failure, which this raises, no more is begun.
 
     For what waits for memory, a disk or another process: it has to do without the interpreter.
+
+    Args:
+        sizes: one for each; the largest is begun first, so that no thread still has it when all others are done.
     """
+    each = list(zip(*of, strict=True))
+    order: Sequence[int] = range(len(each))
+    if sizes is not None:
+        order = sorted(order, key=lambda index: sizes[index], reverse=True)
     with ThreadPoolExecutor(at_once, thread_name_prefix=getattr(work, "__name__", "work")) as pool:
-        begun = [pool.submit(work, *each) for each in zip(*of, strict=True)]
+        begun = {index: pool.submit(work, *each[index]) for index in order}
         try:
-            return [each.result() for each in begun]
+            return [begun[index].result() for index in range(len(each))]
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -96,7 +96,8 @@ def compressed(
             room = size
         return own, before.digests[index], ()
 
-    kept = on_threads(compress_one, range(len(held.segments)), held.segments)
+    numbers = range(len(held.segments))
+    kept = on_threads(compress_one, numbers, held.segments, sizes=expected)
     segments = [segment for segment, _, _ in kept]
     manifest = replace(
         before,

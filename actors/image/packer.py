@@ -225,7 +225,9 @@ def pack(
         report(segment.size)
         return found
 
-    digests, checksums = zip(*on_threads(fill, layout.segments, by_segment, targets), strict=True)
+    sizes = [segment.size for segment in layout.segments]
+    filled = on_threads(fill, layout.segments, by_segment, targets, sizes=sizes)
+    digests, checksums = zip(*filled, strict=True)
     return digests, checksums
 
 

@@ -137,7 +137,7 @@ def reserve_all(sizes: Sequence[int]) -> list[ReservedSegment]:
     Raises:
         StoreFull: as `reserve`.
     """
-    return on_threads(reserve, sizes)
+    return on_threads(reserve, sizes, sizes=sizes)
 
 
 def in_shared_memory(address: int) -> bool:

@@ -106,3 +106,14 @@ def test_after_a_failure_no_more_is_begun() -> None:
     with pytest.raises(RuntimeError, match="full"):
         on_threads(work, range(100), at_once=1)
     assert len(begun) < 100
+
+
+def test_the_largest_is_begun_first_and_results_keep_their_order() -> None:
+    begun: list[str] = []
+
+    def upper(name: str) -> str:
+        begun.append(name)
+        return name.upper()
+
+    assert on_threads(upper, "abcd", sizes=[1, 3, 2, 3], at_once=1) == ["A", "B", "C", "D"]
+    assert begun == ["b", "d", "c", "a"]
