@@ -1,10 +1,10 @@
-"""Products with quantised weights on a card: `matmul` chooses between two ways, by the rows.
+"""Products with quantised weights on a card: `matmul` chooses between three ways, by the rows.
 
 `fused` dequantises tiles of the weight on the way to the tensor cores: it reads the fewest bytes, and
 dequantises anew for each tile of rows. `dequantised` writes the weight out, some of its rows at a time, for torch's
-own product: more bytes, which many rows are worth.
+own product: more bytes, which many rows are worth. For numbers of rows between them, of FP8, there is `pairs`.
 
-Each weight is what the reference makes of it, to the bit. Sums are taken in an order that depends on shapes
+Each weight is what the reference makes of it, to the bit; in `pairs` it is not even rounded. Sums are taken in an order that depends on shapes
 alone: the same bits each time, whatever else is in the batch. A program adds up a share of the input channels; where
 there are several shares, a second kernel adds those.
 
@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from actors.quantization import pairs
 from actors.quantization.routing import most_tiles, tile_rows
 from actors.quantization.scheme import WRITTEN_BYTES, Kind, Scheme
 from actors.quantization.unpacking import eights, floats, fours
@@ -82,6 +83,7 @@ TILES: dict[Kind, tuple[tuple[int, Tile], ...]] = {
 # On compute capability 9.0, where it was measured, for int4 and fp8. Older cards have too little shared memory.
 _TURNED = Tile(256, 128, 128, warps=8, stages=3, programs=1, turned=True)
 _TURNED_ABOVE, _TURNED_UP_TO = 128, 1024  # rows
+_PAIRS_ABOVE, _PAIRS_UP_TO = 64, 768  # likewise
 
 
 @cache
@@ -122,6 +124,8 @@ def _quantized_matmul(
     rows: int,
 ) -> Tensor:
     scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
+    if in_pairs(x, weight, scheme):
+        return pairs.product(x, weight, scales, scheme)
     tile = variant(x, scheme)
     if tile is None:
         return dequantised(x, weight, scales, zeros, scheme)
@@ -141,8 +145,17 @@ def _(
     return x.new_empty((x.size(0), weight.size(0)))
 
 
+def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` computes rows `x` [M, K] in `pairs`; of a card that is no H100 or H200, it is not known to pay."""
+    return (
+        _PAIRS_ABOVE < len(x) <= _PAIRS_UP_TO
+        and is_hopper(x.device)
+        and pairs.fit(x, weight, scheme)
+    )
+
+
 def variant(x: Tensor, scheme: Scheme) -> Tile | None:
-    """How `matmul` computes rows `x` [M, K]: `fused` with a tile, or, when None, `dequantised`."""
+    """How `matmul` computes rows `x` [M, K] otherwise: `fused` with a tile, or, when None, `dequantised`."""
     M, K = x.shape
     if x.dtype == torch.float32 or not scheme.fits_tensor_cores(K):
         return None

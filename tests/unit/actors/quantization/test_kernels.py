@@ -122,6 +122,7 @@ def test_shares_of_the_input_channels(kind: str, monkeypatch: pytest.MonkeyPatch
         check(kernels.matmul(*case.of(x)), x, case)
 
 
+@pytest.mark.skipif(not CARD, reason="the interpreter adds as numpy does: by a row's place")
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_a_row_is_the_same_whatever_is_beside_it(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -267,13 +268,14 @@ SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)]
     ids=str,
 )
 def test_real_sizes(scheme: Scheme, N: int, K: int) -> None:
-    from actors.quantization.kernels import matmul
+    from actors.quantization.kernels import in_pairs, matmul
 
     case = make_case(scheme, K, N, torch.bfloat16)
-    for M in (1, 16, 64, 256, 1000):
+    for M in (1, 16, 64, 256, 1000, 2000):
         x = inputs(M, K, torch.bfloat16)
         y = matmul(*case.of(x))
-        check(y, x, case)
+        if not in_pairs(x, case.weight, scheme):  # see test_pairs.py
+            check(y, x, case)
         assert torch.equal(y, matmul(*case.of(x)))
 
 

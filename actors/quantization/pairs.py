@@ -1,0 +1,151 @@
+"""Products of bfloat16 rows with FP8 weights on FP8's tensor cores, without quantising the rows.
+
+A bfloat16 has 8 significant bits, an e4m3 has 4: each row is the sum of two rows of e4m3 numbers, times a power of 2
+for each block of its channels. The product of twice as many rows in FP8 takes the tensor cores as long as one in bfloat16,
+and reads half the weights. It is torch's, with scales for blocks; ours are the kernels before it and after it.
+
+Of a block whose largest number is A, numbers of A * 2**-9 and more are what the pairs stand for, exactly, and smaller
+ones are off by A * 2**-17 at most. Weights are not rounded, as those of the other ways are.
+"""
+
+# Kernels have no types that mypy knows.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from actors.quantization.scheme import Scheme
+
+BLOCK = 128  # channels, of both operands
+# The product wants each block's factors, and each column's scales, to begin at multiples of 16 bytes.
+_ROWS_ALIGNED = 2
+_CHANNELS_ALIGNED = 4 * BLOCK
+_SPLIT_ROWS = 8
+_ADDED = 1024
+
+
+def fit(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
+    """Whether `product` takes such operands."""
+    (N, K) = weight.shape
+    one_scale = scheme.group >= K  # of a column; otherwise of a block
+    return (
+        x.dtype == torch.bfloat16
+        and scheme.kind == "fp8"
+        and (one_scale or scheme.group == scheme.rows == BLOCK)
+        and K % _CHANNELS_ALIGNED == 0
+        and N % BLOCK == 0
+    )
+
+
+def product(x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """The rows `x` [M, K] times the weight [N, K]: [M, N]; see `kernels.matmul`, and `fit`."""
+    x = x.contiguous()
+    (M, K), N = x.shape, len(weight)
+    blocks = scheme.group == BLOCK
+    parts, factors, of_weight = split(x, scales if blocks else None, N)
+    both = torch._scaled_mm(
+        parts.view(-1, K), weight.T, factors.T, of_weight.T, out_dtype=torch.bfloat16
+    )
+    out = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    _add[(triton.cdiv(M * N, _ADDED),)](
+        both,
+        len(both) // 2 * N,
+        scales,
+        out,
+        M * N,
+        N,
+        scheme.rows,
+        SCALED=not blocks,
+        BLOCK=_ADDED,
+        num_warps=4,
+    )
+    return out
+
+
+def split(x: Tensor, scales: Tensor | None, N: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of `x` [M, K], as the product takes them.
+
+    Args:
+        scales: [K/128, N/128], of blocks. None: the weight counts as it is.
+
+    Returns:
+        e4m3 [2, R, K], where R is M or one more; what they are to be multiplied by, float32 [K/128, 2 * R]; the weight's
+        scales, [N/128, K/128].
+    """
+    (M, K), device = x.shape, x.device
+    R = triton.cdiv(M, _ROWS_ALIGNED) * _ROWS_ALIGNED
+    parts = torch.empty((2, R, K), dtype=torch.float8_e4m3fn, device=device)
+    factors = torch.empty((K // BLOCK, 2 * R), dtype=torch.float32, device=device)
+    of_weight = torch.empty((N // BLOCK, K // BLOCK), dtype=torch.float32, device=device)
+    _split[(triton.cdiv(R, _SPLIT_ROWS), K // BLOCK)](
+        x,
+        of_weight if scales is None else scales,
+        parts,
+        factors,
+        of_weight,
+        M,
+        R,
+        K,
+        N // BLOCK,
+        ONES=scales is None,
+        ROWS=_SPLIT_ROWS,
+        BLOCK=BLOCK,
+        COLUMNS=triton.next_power_of_2(N // BLOCK),
+        num_warps=4,
+    )
+    return parts, factors, of_weight
+
+
+@triton.jit(do_not_specialize=["M", "R", "columns"])
+def _split(
+    x, scales, parts, factors, of_weight, M, R, K, columns,
+    ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A block of some rows. The first programs also write the weight's scales, each in its own place."""
+    block = tl.program_id(1)
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = m.to(tl.int64)[:, None] * K + (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = (m < R)[:, None]
+    values = tl.load(x + at, mask=(m < M)[:, None], other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(values), 1)
+    # The largest becomes 128 to 256, of the 448 that there are. Exponents of float32 are 127 more than they mean.
+    exponent = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 8), 254)
+    factor = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    inverse = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+    values = values * inverse[:, None]
+    # Rounded to four significant bits here, to even: what conversions do with others than e4m3 numbers depends on who
+    # does them. Below the least normal number the second of the pair is as good.
+    bits = values.to(tl.int32, bitcast=True)
+    first = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    first = tl.where(tl.abs(values) < 0.015625, 0.0, first)
+    tl.store(parts + at, first.to(tl.float8e4nv), mask=inside)
+    second = parts + R.to(tl.int64) * K
+    tl.store(second + at, (values - first).to(tl.float8e4nv), mask=inside)
+    # NaN, if one of them is, or is infinite: e4m3 has no number for that.
+    factor += tl.sum(values * 0.0, 1)
+    factors += block * 2 * R
+    tl.store(factors + m, factor, mask=m < R)
+    tl.store(factors + R + m, factor, mask=m < R)
+    if tl.program_id(0) == 0:
+        column = tl.arange(0, COLUMNS)
+        there = column < columns
+        if ONES:
+            scale = tl.full([COLUMNS], 1.0, tl.float32)
+        else:
+            scale = tl.load(scales + block * columns + column, mask=there, other=0.0)
+        tl.store(of_weight + column * (K // BLOCK) + block, scale, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add(both, half, scales, out, size, N, rows, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of both halves' first `size` numbers, times the columns' scales."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    first = tl.load(both + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(both + half.to(tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
+    found = first + second
+    if SCALED:
+        found *= tl.load(scales + at % N // rows, mask=inside, other=0.0)
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,148 @@
+"""Rows as pairs of FP8 numbers: what they stand for and, on a card, their products."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.quantization.scheme import Scheme
+from tests.unit.actors.quantization.cases import (
+    CARD,
+    DEVICE,
+    OF_CARD,
+    RUNS_KERNELS,
+    inputs,
+    make_case,
+)
+
+pytestmark = [RUNS_KERNELS, *OF_CARD]
+ON_HOPPER = pytest.mark.skipif(
+    not CARD or torch.cuda.get_device_capability() != (9, 0), reason="no H100 or H200"
+)
+BLOCKS = Scheme("fp8", 128, 128)
+M, K = 13, 512
+
+
+def pairs_of(x: Tensor) -> Tensor:
+    """What they add up to, float32."""
+    from actors.quantization.pairs import split
+
+    parts, factors, _ = split(x, None, 128)
+    assert torch.equal(*factors.chunk(2, 1))
+    both = (parts[0].float() + parts[1].float())[: len(x)]
+    return (both.view(-1, K // 128, 128) * factors.T[: len(x), :, None]).view(-1, K)
+
+
+def largest(x: Tensor) -> Tensor:
+    """Of each number's block."""
+    return x.float().abs().view(-1, K // 128, 128).amax(2).repeat_interleave(128, 1)
+
+
+def test_pairs_are_the_numbers() -> None:
+    random = torch.Generator().manual_seed(2)
+    sizes = torch.randint(-60, 60, (M, 1), generator=random).float()
+    x = (torch.randn((M, K), generator=random) * torch.exp2(sizes)).bfloat16().to(DEVICE)
+    x[3] = 0
+    found, most = pairs_of(x), largest(x)
+    large = x.float().abs() >= most * 2.0**-9
+    assert torch.equal(found[large], x.float()[large])
+    cut_off = 1 if CARD else 2  # the interpreter does not round
+    assert bool(((found - x.float()).abs() <= cut_off * most * 2.0**-17).all())
+    assert bool((found[3] == 0).all())
+
+
+def test_every_significant_bit_of_both_signs() -> None:
+    """The 256 numbers of one exponent and the next, at every place of a block's range that is exact."""
+    bits = torch.arange(256).to(torch.int16) + 0x3F80
+    numbers = bits.view(torch.bfloat16)
+    for smaller in range(9):
+        x = (numbers * 2.0**-smaller).to(torch.bfloat16)
+        x = torch.cat([x, -x]).repeat(4).view(4, K).to(DEVICE)
+        x[:, ::128] = 2  # of the blocks' own exponent
+        assert torch.equal(pairs_of(x), x.float()), smaller
+
+
+@pytest.mark.filterwarnings(
+    "ignore:invalid value"
+)  # the interpreter's, of a difference of infinities
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_spoils_its_row_only(bad: float) -> None:
+    from actors.quantization.pairs import split
+
+    x = inputs(M, K, torch.bfloat16)
+    x[5, 130] = bad
+    _, factors, _ = split(x, None, 128)
+    assert factors.isnan().nonzero().tolist() == [[1, 5], [1, M + 1 + 5]]
+
+
+def test_scales_of_the_weight_in_their_places() -> None:
+    from actors.quantization.pairs import split
+
+    scales = torch.rand((K // 128, 3), device=DEVICE)
+    x = inputs(M, K, torch.bfloat16)
+    assert torch.equal(split(x, scales, 3 * 128)[2], scales.T)
+    assert bool((split(x, None, 3 * 128)[2] == 1).all())
+
+
+def test_what_does_not_fit() -> None:
+    from actors.quantization.pairs import fit
+
+    def fits(scheme: Scheme, N: int, K: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        x, weight = (torch.empty(shape, device="meta") for shape in ((200, K), (N, K)))
+        return fit(x.to(dtype), weight, scheme)
+
+    assert fits(BLOCKS, 384, 512)
+    assert fits(Scheme("fp8", 512), 384, 512)
+    assert fits(Scheme("fp8", 512, 1 << 20), 384, 512)
+    assert not fits(BLOCKS, 384, 512, torch.float16)
+    assert not fits(BLOCKS, 320, 512)
+    assert not fits(BLOCKS, 384, 640)
+    assert not fits(Scheme("fp8", 256, 128), 384, 512)
+    assert not fits(Scheme("int8", 512), 384, 512)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(("N", "K"), [(4608, 3584), (3584, 18944), (128, 512)])
+@pytest.mark.parametrize("group", ["blocks", "columns", "one"])
+def test_nearer_to_the_truth_than_a_product_of_rounded_weights(group: str, N: int, K: int) -> None:
+    """Tensor cores keep some 14 bits of a block's sum: less is lost than by bfloat16 weights."""
+    from actors.quantization.kernels import in_pairs, matmul
+
+    scheme = {"blocks": BLOCKS, "columns": Scheme("fp8", K), "one": Scheme("fp8", K, 1 << 20)}
+    case = make_case(scheme[group], K, N, torch.float32)
+    for rows in (65, 200, 256, 768):
+        x = inputs(rows, K, torch.bfloat16)
+        assert in_pairs(x, case.weight, case.scheme)
+        y = matmul(*case.of(x))
+        exact = x.double() @ case.dequantised.double().T
+        plain = x @ case.dequantised.bfloat16().T
+        off, plain_off = ((each.double() - exact).square().mean().sqrt() for each in (y, plain))
+        assert off < plain_off
+        assert torch.equal(y, matmul(*case.of(x)))
+
+
+@ON_HOPPER
+def test_a_row_is_the_same_whatever_is_beside_it() -> None:
+    from actors.quantization.pairs import product
+
+    case = make_case(BLOCKS, 3584, 4608, torch.bfloat16)
+    x = inputs(256, 3584, torch.bfloat16)
+    y = product(*case.of(x)[:3], BLOCKS)
+    other = x.roll(100, 0)
+    other[:100] *= 3
+    assert torch.equal(product(other, case.weight, case.scales, BLOCKS)[100:], y[:156])
+
+
+@ON_HOPPER
+def test_replayed_in_a_graph() -> None:
+    from actors.quantization.kernels import matmul
+
+    case = make_case(BLOCKS, 3584, 3584, torch.bfloat16)
+    x = inputs(200, 3584, torch.bfloat16)
+    expected = matmul(*case.of(x))
+    place = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = matmul(*case.of(place))
+    place.copy_(x)
+    graph.replay()
+    assert torch.equal(y, expected)
