@@ -83,7 +83,8 @@ TILES: dict[Kind, tuple[tuple[int, Tile], ...]] = {
 # On compute capability 9.0, where it was measured, for int4 and fp8. Older cards have too little shared memory.
 _TURNED = Tile(256, 128, 128, warps=8, stages=3, programs=1, turned=True)
 _TURNED_ABOVE, _TURNED_UP_TO = 128, 1024  # rows
-_PAIRS_ABOVE, _PAIRS_UP_TO = 64, 768  # likewise
+# Likewise. Few rows want the shares that `fused` makes of many input channels.
+_PAIRS_FROM, _WIDE_PAIRS_FROM, _PAIRS_UP_TO = 65, 64, 768
 
 
 @cache
@@ -147,11 +148,9 @@ def _(
 
 def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
     """Whether `matmul` computes rows `x` [M, K] in `pairs`; of a card that is no H100 or H200, it is not known to pay."""
-    return (
-        _PAIRS_ABOVE < len(x) <= _PAIRS_UP_TO
-        and is_hopper(x.device)
-        and pairs.fit(x, weight, scheme)
-    )
+    N, K = weight.shape
+    least = _WIDE_PAIRS_FROM if N > K else _PAIRS_FROM
+    return least <= len(x) <= _PAIRS_UP_TO and is_hopper(x.device) and pairs.fit(x, weight, scheme)
 
 
 def variant(x: Tensor, scheme: Scheme) -> Tile | None:
