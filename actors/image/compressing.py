@@ -96,10 +96,16 @@ def compressed_copy(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What compressing a part of an image has shown."""
+    """What compressing a part of an image has shown.
 
-    stored: float  # bytes for each byte
-    seconds: float  # for each byte
+    Attributes:
+        stored, seconds: for each byte.
+        size: of what the image has of weights like that, in bytes; quantised ones are not.
+    """
+
+    stored: float
+    seconds: float
+    size: int
 
 
 def try_a_part(
@@ -107,8 +113,11 @@ def try_a_part(
     device: torch.device,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Sample:
-    """Compress some of the largest segment; arguments as of `compress_segment`."""
-    sizes = [segment.size for segment in image.layout.segments]
+    """Compress some of the segment that has most to compress; arguments as of `compress_segment`."""
+    sizes = [0] * len(image.layout.segments)
+    for slot in image.layout.stored():
+        if slot.dtype in FLOAT_TYPES:
+            sizes[slot.segment] += slot.size
     index = sizes.index(max(sizes))
     payload = image.segment(index)[:_SAMPLE_BYTES]
     took_s = []
@@ -124,9 +133,9 @@ def try_a_part(
     for _ in range(_SAMPLES):
         found = compress_segment(image.layout, index, payload, device, out, timed)
     if not took_s:  # weights of no type that can be compressed
-        return Sample(1.0, 0.0)
+        return Sample(1.0, 0.0, 0)
     stored = 1.0 if found is None else found[0] / len(payload)
-    return Sample(stored, min(took_s) / len(payload))
+    return Sample(stored, min(took_s) / len(payload), sum(sizes))
 
 
 def decompressor(device: torch.device, dtypes: Iterable[FloatType]) -> Decompress:

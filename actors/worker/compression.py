@@ -140,22 +140,23 @@ class ImageCompression:
             return None  # how fast a wake's copies are
         self._progress_s = time.monotonic()
         sample = try_a_part(image, self._memory.device, self._part)
-        size, key = image.layout.total_bytes, image.manifest.key
-        spared_s = (1 - sample.stored) * size / transfer.gb_per_s / 1e9
-        if sample.stored > MOST_STORED or sample.seconds * size > _WAKES * spared_s:
+        spared = (1 - sample.stored) * sample.size
+        spared_s, takes_s = spared / transfer.gb_per_s / 1e9, sample.seconds * sample.size
+        key, left = image.manifest.key, 100 * (1 - spared / image.layout.total_bytes)
+        if sample.stored > MOST_STORED or takes_s > _WAKES * spared_s:
             logger.info(
                 "image %s is kept as it is: compressed it would have %.0f %% of its bytes, for %.1f s of work",
                 key,
-                100 * sample.stored,
-                sample.seconds * size,
+                left,
+                takes_s,
             )
             return False
         logger.info(
             "image %s is compressed to %.0f %% of its bytes, which spares each wake %.0f ms and takes %.1f s once",
             key,
-            100 * sample.stored,
+            left,
             1e3 * spared_s,
-            sample.seconds * size,
+            takes_s,
         )
         return True
 

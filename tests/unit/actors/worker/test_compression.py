@@ -32,6 +32,7 @@ class Bench:
     gb_per_s: float | None = 50.0
     stored: float = 0.668
     seconds_per_gb: float = 0.1
+    gb: float = 15.0  # that can be compressed, of 15
     busy: bool = False
     done: bool = True  # what the holder says
     renewed: bool = True
@@ -77,7 +78,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], ImageCompression]
         def sample(image: object, device: object, around: object) -> Sample:
             if bench.error is not None:
                 raise bench.error
-            return Sample(bench.stored, bench.seconds_per_gb / 1e9)
+            return Sample(bench.stored, bench.seconds_per_gb / 1e9, int(1e9 * bench.gb))
 
         monkeypatch.setattr(module, "try_a_part", sample)
         memory: Any = bench
@@ -135,6 +136,15 @@ def test_what_pays_is_told(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     run(make(bench), "auto", bench)
     assert "compressed to 67 % of its bytes, which spares each wake 100 ms and takes 1.5 s" in (
+        caplog.text
+    )
+
+
+def test_quantised_weights_are_not_counted(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    bench = Bench(gb=3.0)
+    run(make(bench), "auto", bench)
+    assert "compressed to 93 % of its bytes, which spares each wake 20 ms and takes 0.3 s" in (
         caplog.text
     )
 
