@@ -73,7 +73,7 @@ test-clients: $(STAMP) $(CLIENTS)/.installed
 
 # uv finds the versions. Those of what our dependencies need are today's.
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest $(ARGS) tests/unit
+	$(OLDEST)/bin/python -m pytest -m "not (gpu or slow)" $(ARGS) tests/unit
 
 reference-quantization: $(REFERENCE)/.installed
 	PYTHONPATH=$(CURDIR) $(REFERENCE)/bin/python tests/reference/quantization.py
