@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -94,6 +95,17 @@ def check(y: Tensor, x: Tensor, case: Case) -> None:
     bound = order + (exact.abs() + order) * (finfo.eps / 2) + finfo.tiny * finfo.eps
     assert y.dtype == x.dtype
     assert bool(((y.double() - exact).abs() <= bound).all())
+
+
+def replayed(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What a CUDA graph of the work gives for inputs that came after it was captured."""
+    place = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = work(place)
+    place.copy_(x)
+    graph.replay()
+    return y
 
 
 def schemes(K: int) -> list[Scheme]:

@@ -12,6 +12,7 @@ from tests.unit.actors.quantization.cases import (
     RUNS_KERNELS,
     inputs,
     make_case,
+    replayed,
 )
 
 pytestmark = [RUNS_KERNELS, *OF_CARD]
@@ -138,11 +139,5 @@ def test_replayed_in_a_graph() -> None:
 
     case = make_case(BLOCKS, 3584, 3584, torch.bfloat16)
     x = inputs(200, 3584, torch.bfloat16)
-    expected = matmul(*case.of(x))
-    place = torch.zeros_like(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = matmul(*case.of(place))
-    place.copy_(x)
-    graph.replay()
-    assert torch.equal(y, expected)
+    expected = matmul(*case.of(x))  # compiles the kernels
+    assert torch.equal(replayed(lambda place: matmul(*case.of(place)), x), expected)
