@@ -131,13 +131,13 @@ many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models with weights of 
 }
 
 quantised() {  # RECIPE, or plain: its wake, and its engine
-    local from=$checkpoint
+    local from=$checkpoint variants=pipelined
     if [ "$1" != plain ]; then
-        from=$checkpoint-$1
+        from=$checkpoint-$1 variants=pipelined,compressed  # which its embedding and its head are
         run "$1_checkpoint" 120 make-checkpoint "$from" --shape "$shape" --quantize "$1"
     fi
     module=docs.results.throughput run "throughput_$1" 100 "$from" --engine "$blocks" max_events_per_s=1000 --concurrency 1 64 256 --json "$work/throughput_$1.json"
-    run "wake_$1" 100 bench wake "$from" --variants pipelined --prompt-tokens 7 2048 --cycles 8 --limit-s 20 --requests 4 --engine "$blocks" --json "$work/wake_$1.json"
+    run "wake_$1" 100 bench wake "$from" --variants $variants --prompt-tokens 7 2048 --cycles 8 --limit-s 30 --requests 4 --engine "$blocks" --json "$work/wake_$1.json"
     [ "$1" = plain ] || rm -rf "$from"
 }
 
