@@ -20,9 +20,8 @@ import httpx
 
 from tests.e2e.lateness import Waits, watched_machine
 
-_PROJECT = Path(__file__).parents[
-    2
-]  # nothing of the server is imported: clients of other people use this, too
+# Nothing of the server is imported: clients of other people use this, too.
+_PROJECT = Path(__file__).parents[2]
 
 _GOING_TOKENS = 20
 _PING_INTERVAL_S = 0.02
