@@ -82,9 +82,10 @@ TILES: dict[Kind, tuple[tuple[int, Tile], ...]] = {
 }
 # On compute capability 9.0, where it was measured, for int4 and fp8. Older cards have too little shared memory.
 _TURNED = Tile(256, 128, 128, warps=8, stages=3, programs=1, turned=True)
-_TURNED_ABOVE, _TURNED_UP_TO = 128, 1024  # rows
+_TURNED_ABOVE = 128  # rows
+_TURNED_UP_TO: dict[Kind, int] = {"int4": 1024, "fp8": 320}
 # Likewise. Few rows want the shares that `fused` makes of many input channels.
-_PAIRS_FROM, _WIDE_PAIRS_FROM, _PAIRS_UP_TO = 65, 64, 768
+PAIRS_FROM, _WIDE_PAIRS_FROM, PAIRS_UP_TO = 65, 64, 768
 
 
 @cache
@@ -93,7 +94,7 @@ def tiles(kind: Kind, on_hopper: bool) -> tuple[tuple[int, Tile], ...]:
     if kind == "int8" or not on_hopper:
         return TILES[kind]
     *few, (_, many) = TILES[kind]
-    return (*few, (_TURNED_ABOVE, many), (_TURNED_UP_TO, _TURNED))
+    return (*few, (_TURNED_ABOVE, many), (_TURNED_UP_TO[kind], _TURNED))
 
 
 def matmul(
@@ -147,10 +148,18 @@ def _(
 
 
 def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
-    """Whether `matmul` computes rows `x` [M, K] in `pairs`; of a card that is no H100 or H200, it is not known to pay."""
-    N, K = weight.shape
-    least = _WIDE_PAIRS_FROM if N > K else _PAIRS_FROM
-    return least <= len(x) <= _PAIRS_UP_TO and is_hopper(x.device) and pairs.fit(x, weight, scheme)
+    """Whether `matmul` computes rows `x` [M, K] in `pairs`. On a card that is no H100 or H200, it is not known to pay."""
+    M, (N, K) = len(x), weight.shape
+    return (
+        (_WIDE_PAIRS_FROM if N > K else PAIRS_FROM) <= M <= PAIRS_UP_TO
+        and pairs.bytes_taken(M, N, K) <= WRITTEN_BYTES
+        and takes_pairs(scheme, N, K, x.dtype, x.device)
+    )
+
+
+def takes_pairs(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether such a weight is multiplied in `pairs` there, by some numbers of rows."""
+    return is_hopper(device) and pairs.fit(scheme, N, K, dtype)
 
 
 def variant(x: Tensor, scheme: Scheme) -> Tile | None:

@@ -26,17 +26,21 @@ _SPLIT_ROWS = 8
 _ADDED = 1024
 
 
-def fit(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
-    """Whether `product` takes such operands."""
-    (N, K) = weight.shape
+def fit(scheme: Scheme, N: int, K: int, dtype: torch.dtype) -> bool:
+    """Whether `product` takes such a weight, for rows of that type."""
     one_scale = scheme.group >= K  # of a column; otherwise of a block
     return (
-        x.dtype == torch.bfloat16
+        dtype == torch.bfloat16
         and scheme.kind == "fp8"
         and (one_scale or scheme.group == scheme.rows == BLOCK)
         and K % _CHANNELS_ALIGNED == 0
         and N % BLOCK == 0
     )
+
+
+def bytes_taken(M: int, N: int, K: int) -> int:
+    """What `product` takes on the card beside inputs and outputs."""
+    return 2 * M * (2 * N + K)
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:

@@ -19,12 +19,20 @@ def summary(model: nn.Module, device: torch.device) -> str | None:
     text = ", ".join(f"{count} of {kind}" for kind, count in told.most_common())
     if device.type == "cpu":
         return f"quantised weights: {text}; written out for each product"
-    from actors.quantization.kernels import is_hopper, tiles  # Triton is there where a GPU is
+    from actors.quantization import kernels  # Triton is there where a GPU is
 
     kinds = sorted({each.scheme.kind for each in weights})
-    most = {kind: tiles(kind, is_hopper(device))[-1][0] for kind in kinds}
-    bounds = ", ".join(f"{rows} rows ({kind})" for kind, rows in most.items())
-    return f"quantised weights: {text}; fused products up to {bounds}, written out for more"
+    most = {kind: kernels.tiles(kind, kernels.is_hopper(device))[-1][0] for kind in kinds}
+    ways = "fused products up to " + ", ".join(
+        f"{rows} rows ({kind})" for kind, rows in most.items()
+    )
+    if any(
+        kernels.takes_pairs(each.scheme, each.out_features, each.in_features, each.dtype, device)
+        for each in weights
+        if isinstance(each, QuantizedLinear)
+    ):
+        ways += f", but of FP8 pairs from {kernels.PAIRS_FROM} to {kernels.PAIRS_UP_TO}"
+    return f"quantised weights: {text}; {ways}, written out for more"
 
 
 def written_bytes(model: nn.Module) -> int:

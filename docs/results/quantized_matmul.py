@@ -113,7 +113,7 @@ def measure(
                     "bf16_ms": milliseconds(partial(torch.mm, x, plain.T)),
                     "dequantised_ms": milliseconds(partial(dequantised, *parts)),
                     "pairs_ms": milliseconds(partial(pairs.product, x, weight, scales, scheme))
-                    if pairs.fit(x, weight, scheme)
+                    if pairs.fit(scheme, N, K, x.dtype)
                     else math.inf,
                     "fused_ms": {
                         json.dumps(vars_of(tile)): milliseconds(partial(fused, *parts, tile))

@@ -1,10 +1,14 @@
 """Rows as pairs of FP8 numbers: what they stand for and, on a card, their products."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from actors.quantization.linear import QuantizedLinear
 from actors.quantization.scheme import Scheme
+from actors.quantization.summary import summary
 from tests.unit.actors.quantization.cases import (
     CARD,
     DEVICE,
@@ -87,18 +91,39 @@ def test_scales_of_the_weight_in_their_places() -> None:
 def test_what_does_not_fit() -> None:
     from actors.quantization.pairs import fit
 
-    def fits(scheme: Scheme, N: int, K: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        x, weight = (torch.empty(shape, device="meta") for shape in ((200, K), (N, K)))
-        return fit(x.to(dtype), weight, scheme)
-
+    fits = partial(fit, dtype=torch.bfloat16)
     assert fits(BLOCKS, 384, 512)
     assert fits(Scheme("fp8", 512), 384, 512)
     assert fits(Scheme("fp8", 512, 1 << 20), 384, 512)
-    assert not fits(BLOCKS, 384, 512, torch.float16)
+    assert not fits(BLOCKS, 384, 512, dtype=torch.float16)
     assert not fits(BLOCKS, 320, 512)
     assert not fits(BLOCKS, 384, 640)
     assert not fits(Scheme("fp8", 256, 128), 384, 512)
     assert not fits(Scheme("int8", 512), 384, 512)
+
+
+def test_rows_that_are_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many of a wide weight would take more memory than a weight that is written out."""
+    from actors.quantization import kernels
+
+    monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
+    for N, K, rows in ((37888, 3584, {64, 65, 256}), (3584, 18944, {65, 256, 512, 768})):
+        weight = torch.empty((N, K), device="meta", dtype=torch.float8_e4m3fn)
+        tried = (1, 63, 64, 65, 256, 512, 768, 769, 2048)
+        x = {M: torch.empty((M, K), device="meta", dtype=torch.bfloat16) for M in tried}
+        assert {M for M in tried if kernels.in_pairs(x[M], weight, BLOCKS)} == rows
+
+
+def test_pairs_are_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actors.quantization import kernels
+
+    monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
+    for dtype, told in ((torch.bfloat16, ", but of FP8 pairs from 65 to 768"), (torch.float16, "")):
+        with torch.device("meta"):
+            model = QuantizedLinear(512, 384, False, BLOCKS, dtype)
+        text = summary(model, torch.device("cuda"))
+        assert text is not None
+        assert text.endswith(f"fused products up to 320 rows (fp8){told}, written out for more")
 
 
 @ON_HOPPER
