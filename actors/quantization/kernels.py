@@ -4,9 +4,9 @@
 dequantises anew for each tile of rows. `dequantised` writes the weight out, some of its rows at a time, for torch's
 own product: more bytes, which many rows are worth. For numbers of rows between them, of FP8, there is `pairs`.
 
-Each weight is what the reference makes of it, to the bit; in `pairs` it is not even rounded. Sums are taken in an order that depends on shapes
-alone: the same bits each time, whatever else is in the batch. A program adds up a share of the input channels; where
-there are several shares, a second kernel adds those.
+Each weight is what the reference makes of it, to the bit; in `pairs` it is not even rounded. Sums are taken in an
+order that depends on shapes alone: the same bits each time, whatever else is in the batch. A program adds up a share
+of the input channels; where there are several shares, a second kernel adds those.
 
 Nothing synchronises with the host, so a launch may be captured in a CUDA graph.
 """

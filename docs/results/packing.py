@@ -30,9 +30,8 @@ from serve_app.bench.local import (
     subject_of,
 )
 
-_STORE = (
-    2.0  # raw images, in its size: the raw one and the compressed one are both there for a moment
-)
+# Of a raw image's size: it and the compressed one are both there for a moment.
+_STORE = 2.0
 _ENGINE = {"use_torch_compile": False, "num_blocks": 256}  # nothing is asked of it
 _LIMIT_S = 300.0
 

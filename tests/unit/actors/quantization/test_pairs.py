@@ -66,9 +66,8 @@ def test_every_significant_bit_of_both_signs() -> None:
         assert torch.equal(pairs_of(x), x.float()), smaller
 
 
-@pytest.mark.filterwarnings(
-    "ignore:invalid value"
-)  # the interpreter's, of a difference of infinities
+# The interpreter warns of a difference of infinities.
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_spoils_its_row_only(bad: float) -> None:
     from actors.quantization.pairs import split
@@ -129,8 +128,8 @@ def test_pairs_are_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @ON_HOPPER
 @pytest.mark.parametrize(("N", "K"), [(4608, 3584), (3584, 18944), (128, 512)])
 @pytest.mark.parametrize("group", ["blocks", "columns", "one"])
-def test_nearer_to_the_truth_than_a_product_of_rounded_weights(group: str, N: int, K: int) -> None:
-    """Tensor cores keep some 14 bits of a block's sum: less is lost than by bfloat16 weights."""
+def test_products_are_off_by_two_roundings(group: str, N: int, K: int) -> None:
+    """A plain product of rounded weights is off by one at least: of the output."""
     from actors.quantization.kernels import in_pairs, matmul
 
     scheme = {"blocks": BLOCKS, "columns": Scheme("fp8", K), "one": Scheme("fp8", K, 1 << 20)}
