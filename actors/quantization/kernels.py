@@ -1,10 +1,11 @@
-"""Products with quantised weights on a card: `matmul` chooses between three ways, by the rows.
+"""Products with quantised weights on a card: `matmul` chooses between four ways, by the rows.
 
 `fused` dequantises tiles of the weight on the way to the tensor cores: it reads the fewest bytes, and
 dequantises anew for each tile of rows. `dequantised` writes the weight out, some of its rows at a time, for torch's
-own product: more bytes, which many rows are worth. For numbers of rows between them, of FP8, there is `pairs`.
+own product: more bytes, which many rows are worth. For numbers of rows between them, of FP8, there is `pairs`; for one
+row of FP8 there is `single_row`.
 
-Each weight is what the reference makes of it, to the bit; in `pairs` it is not even rounded. Sums are taken in an
+Each weight is what the reference makes of it, to the bit; in the last two it is not even rounded. Sums are taken in an
 order that depends on shapes alone: the same bits each time, whatever else is in the batch. A program adds up a share
 of the input channels; where there are several shares, a second kernel adds those.
 
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.quantization import pairs
+from actors.quantization import pairs, single_row
 from actors.quantization.routing import most_tiles, tile_rows
 from actors.quantization.scheme import WRITTEN_BYTES, Kind, Scheme
 from actors.quantization.unpacking import eights, floats, fours
@@ -126,6 +127,8 @@ def _quantized_matmul(
     rows: int,
 ) -> Tensor:
     scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
+    if is_single_row(x, scheme):
+        return single_row.product(x, weight, scales, scheme, has_fp8(x.device))
     if in_pairs(x, weight, scheme):
         return pairs.product(x, weight, scales, scheme)
     tile = variant(x, scheme)
@@ -145,6 +148,16 @@ def _(
     rows: int,
 ) -> Tensor:
     return x.new_empty((x.size(0), weight.size(0)))
+
+
+def is_single_row(x: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` computes rows `x` [M, K] without tensor cores. Where FP8 is not converted by the card, it is not known to pay."""
+    return len(x) == 1 and takes_single_rows(scheme, x.size(1), x.dtype, x.device)
+
+
+def takes_single_rows(scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether such a weight is multiplied without tensor cores there, by one row."""
+    return dtype != torch.float32 and has_fp8(device) and single_row.fit(scheme, K)
 
 
 def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
@@ -286,7 +299,7 @@ def _launch(
         ZEROS=zeros is not None,
         ONE_GROUP=scheme.group >= K,
         WORDS=N % 4 == 0,
-        FP8_UNIT=_has_fp8(x.device),
+        FP8_UNIT=has_fp8(x.device),
         BM=tile.rows,
         BN=tile.columns,
         BK=BK,
@@ -346,7 +359,7 @@ def _written(
         KIND=scheme.kind,
         ZEROS=zeros is not None,
         ONE_GROUP=one_group,
-        FP8_UNIT=_has_fp8(weight.device),
+        FP8_UNIT=has_fp8(weight.device),
         BN=BN,
         BK=BK,
         num_warps=4,
@@ -368,7 +381,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @cache
-def _has_fp8(device: torch.device) -> bool:
+def has_fp8(device: torch.device) -> bool:
     """Whether the device converts e4m3 itself."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 

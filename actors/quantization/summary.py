@@ -26,12 +26,20 @@ def summary(model: nn.Module, device: torch.device) -> str | None:
     ways = "fused products up to " + ", ".join(
         f"{rows} rows ({kind})" for kind, rows in most.items()
     )
+    apart = []
+    linear = [each for each in weights if isinstance(each, QuantizedLinear)]
+    if any(
+        kernels.takes_single_rows(each.scheme, each.in_features, each.dtype, device)
+        for each in linear
+    ):
+        apart.append("one row without tensor cores")
     if any(
         kernels.takes_pairs(each.scheme, each.out_features, each.in_features, each.dtype, device)
-        for each in weights
-        if isinstance(each, QuantizedLinear)
+        for each in linear
     ):
-        ways += f", but of FP8 pairs from {kernels.PAIRS_FROM} to {kernels.PAIRS_UP_TO}"
+        apart.append(f"pairs from {kernels.PAIRS_FROM} to {kernels.PAIRS_UP_TO}")
+    if apart:
+        ways += f", but of FP8 {' and '.join(apart)}"
     return f"quantised weights: {text}; {ways}, written out for more"
 
 

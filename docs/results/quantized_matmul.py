@@ -1,7 +1,7 @@
 """What products with quantised weights take beside bfloat16's, by rows: `python -m docs.results.quantized_matmul`.
 
 For each kind, and each projection of the 7B shape as it is merged there: torch's product of plain weights, `fused`
-with each of some tiles, `dequantised`, and of FP8 `pairs`. The last table says what `matmul` would choose at best,
+with each of some tiles, `dequantised`, and of FP8 `pairs` and `single_row`. The last table says what `matmul` would choose at best,
 and what the projections of all layers take then: what TILES in actors/quantization/kernels.py is made from.
 """
 
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from actors.quantization import pairs
-from actors.quantization.kernels import TILES, Tile, dequantised, fused
+from actors.quantization import pairs, single_row
+from actors.quantization.kernels import TILES, Tile, dequantised, fused, has_fp8, is_single_row
 from actors.quantization.scheme import Scheme
 
 LAYERS = 28
@@ -115,6 +115,11 @@ def measure(
                     "pairs_ms": milliseconds(partial(pairs.product, x, weight, scales, scheme))
                     if pairs.fit(scheme, N, K, x.dtype)
                     else math.inf,
+                    "single_row_ms": milliseconds(
+                        partial(single_row.product, x, weight, scales, scheme, has_fp8(x.device))
+                    )
+                    if is_single_row(x, scheme)
+                    else math.inf,
                     "fused_ms": {
                         json.dumps(vars_of(tile)): milliseconds(partial(fused, *parts, tile))
                         for tile in fitting
@@ -131,7 +136,8 @@ def vars_of(tile: Tile) -> dict[str, int]:
 def show(found: Sequence[dict[str, Any]], console: Console) -> None:
     """The best way of each, and the sums over the projections of all layers."""
     table = Table(
-        "kind", "rows", "projection", "bf16 us", "written us", "pairs us", "best fused us", "tile"
+        *("kind", "rows", "projection", "bf16 us", "written us", "pairs us", "single us"),
+        *("best fused us", "tile"),
     )
     for row in found:
         best = min(row["fused_ms"], key=row["fused_ms"].get, default=None)
@@ -144,6 +150,7 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
             f"{1e3 * row['bf16_ms']:.1f}",
             f"{1e3 * row['dequantised_ms']:.1f}",
             f"{1e3 * row['pairs_ms']:.1f}",
+            f"{1e3 * row['single_row_ms']:.1f}",
             fused_us,
             tile,
         )
@@ -153,7 +160,13 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
         mine = [row for row in found if (row["kind"], row["M"]) == (kind, M)]
         plain = LAYERS * sum(row["bf16_ms"] for row in mine)
         best = LAYERS * sum(
-            min(row["dequantised_ms"], row["pairs_ms"], *row["fused_ms"].values()) for row in mine
+            min(
+                row["dequantised_ms"],
+                row["pairs_ms"],
+                row["single_row_ms"],
+                *row["fused_ms"].values(),
+            )
+            for row in mine
         )
         sums.add_row(kind, str(M), f"{plain:.2f}", f"{best:.2f}", f"{plain / best:.2f}")
     console.print(sums)

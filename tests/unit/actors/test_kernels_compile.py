@@ -41,7 +41,8 @@ def test_kernels_compile_for_cards_that_are_not_here(project: Path) -> None:
     )
     assert found.returncode == 0, found.stderr[-3000:]
     of_cascade = 2 * 4  # for both types
-    expected = of_cascade + len(PRODUCTS) + len(WRITTEN)
+    of_single_rows = 2
+    expected = of_cascade + len(PRODUCTS) + len(WRITTEN) + of_single_rows
     of_pairs = 2  # for Hopper only
     assert found.stdout.count("compiled") == expected * len(CAPABILITIES) + of_pairs
 
@@ -110,7 +111,7 @@ def compile_cascade(capability: int) -> None:
 
 def compile_products(capability: int) -> None:
     """With the tile of most rows, which takes the most registers and shared memory."""
-    from actors.quantization import kernels, pairs
+    from actors.quantization import kernels, pairs, single_row
 
     for kind, dtype, of_experts in PRODUCTS:
         # The tiles of experts are those of any card.
@@ -124,6 +125,12 @@ def compile_products(capability: int) -> None:
         types = types_of(kernels._fused, constants, pointers)
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         compiled(kernels._fused, capability, types, constants, options)
+    for one_scale in (False, True):
+        constants = {"ONE_SCALE": one_scale, "WHOLE": one_scale, "FP8_UNIT": capability >= 89}
+        constants |= {"CHANNELS": 4, "BLOCKS": 4, "BLOCK": single_row.BLOCK, "STAGES": 3}
+        pointers = {"x": "*bf16", "out": "*bf16", "weight": "*u8", "scales": "*fp32"}
+        types = types_of(single_row._product, constants, pointers)
+        compiled(single_row._product, capability, types, constants, {"num_warps": 2})
     if capability == 90:
         constants = {"ONES": False, "ROWS": 8, "BLOCK": pairs.BLOCK, "COLUMNS": 512}
         pointers = {"x": "*bf16", "parts": "*fp8e4nv"}
