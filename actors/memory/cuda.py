@@ -20,7 +20,7 @@ from actors.memory.cuda_link import CudaLink
 from actors.memory.cuda_pool import CudaPool
 from actors.memory.dlpack import bytes_at
 from actors.memory.driver import DeviceMemory, MemoryHolder, gib
-from actors.memory.pinned import HostRange
+from actors.memory.pinned import HostRange, RegisteredPages
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class CudaDriver:
             DeviceMemoryError: no such device, or it has no virtual memory management.
         """
         self.device = torch.device("cuda", index)
+        self.pages = RegisteredPages(self)
         self._context: Any = None
         self._call(cu.cuInit, 0)
         _check_visible(self._call(cu.cuDeviceGetCount))
@@ -221,7 +222,7 @@ class CudaDriver:
 
     # What a link needs beyond MemoryDriver.
 
-    def register(self, pages: HostRange) -> bool:
+    def register(self, pages: HostRange) -> None:
         """Page-lock host memory for every context of this process; see HostRegistrar.
 
         Where the device can, for reading only: that is all we do, and memory that this process may
@@ -230,13 +231,7 @@ class CudaDriver:
         flags = cu.CU_MEMHOSTREGISTER_PORTABLE
         if self._registers_read_only:
             flags |= cu.CU_MEMHOSTREGISTER_READ_ONLY
-        args = (pages.address, pages.size, flags)
-        code, _ = self._call_in_context(cu.cuMemHostRegister, args)
-        if code == cu.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED:
-            return False
-        if code != cu.CUresult.CUDA_SUCCESS:
-            raise self._failure(cu.cuMemHostRegister, code, pages.size)
-        return True
+        self._call(cu.cuMemHostRegister, pages.address, pages.size, flags, size=pages.size)
 
     def unregister(self, pages: HostRange) -> None:
         self._call(cu.cuMemHostUnregister, pages.address, size=pages.size)

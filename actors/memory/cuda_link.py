@@ -9,8 +9,8 @@ from actors.errors import DeviceMemoryError
 from actors.memory.driver import Mark, gib
 from actors.memory.pinned import (
     HostRange,
-    HostRegistrar,
     PinnedPages,
+    RegisteredPages,
     StagingRing,
     host_range,
 )
@@ -19,10 +19,11 @@ _STAGING_SLOTS = 4
 _STAGING_SLOT_BYTES = 32 * 2**20
 
 
-class CopyDriver(HostRegistrar, Protocol):
+class CopyDriver(Protocol):
     """What a link needs of its driver."""
 
     device: torch.device
+    pages: RegisteredPages
 
     def create_stream(self) -> torch.cuda.ExternalStream: ...
     def destroy_stream(self, stream: torch.cuda.ExternalStream) -> None: ...
@@ -61,7 +62,7 @@ class CudaLink:
         self._driver = driver
         self._stream = driver.create_stream()
         self._expansions: torch.cuda.ExternalStream | None = None
-        self._pages = PinnedPages(driver, buffers)
+        self._pages = PinnedPages(driver.pages, buffers)
         self.in_place = self._pages.in_place
         self._ring = None if self.in_place else self._make_ring()
 

@@ -6,7 +6,9 @@ No torch and no CUDA here: both come in as callables and Protocols.
 import logging
 import mmap
 import resource
-from collections import deque
+import threading
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,86 +43,110 @@ def host_range(buffer: memoryview) -> HostRange:
     return HostRange(np.frombuffer(buffer, dtype=np.uint8).ctypes.data, buffer.nbytes)
 
 
-def page_ranges(parts: Iterable[HostRange], page: int = mmap.PAGESIZE) -> list[HostRange]:
-    """The pages under these parts, as few ranges as possible, in the order of addresses.
+def page_ranges(part: HostRange, page: int = mmap.PAGESIZE) -> list[HostRange]:
+    """The pages under a part, in the order of addresses: those at its edges, if it has them in part, each apart.
 
     Neighbouring objects of a Ray store share edge pages (its buffers are aligned to 64 bytes), and
-    a page can be registered only once: ranges that touch or overlap become one.
+    a page can be registered only once. All others belong to one object.
     """
-    merged: list[HostRange] = []
-    for part in sorted((p for p in parts if p.size), key=lambda p: p.address):
-        start, end = part.address // page * page, -(-part.end // page) * page
-        if merged and start <= merged[-1].end:
-            last = merged.pop()
-            start, end = last.address, max(end, last.end)
-        merged.append(HostRange(start, end - start))
-    return merged
+    if not part.size:
+        return []
+    first, last = part.address // page * page, -(-part.end // page) * page
+    cuts = sorted({first, -(-part.address // page) * page, part.end // page * page, last})
+    return [HostRange(start, end - start) for start, end in pairwise(cuts)]
 
 
 class HostRegistrar(Protocol):
     """Who page-locks host memory for a device."""
 
-    def register(self, pages: HostRange) -> bool:
+    def register(self, pages: HostRange) -> None:
         """Page-lock whole pages and let the device read them.
 
-        Returns:
-            False, and nothing has changed, if this process has registered some of them already.
+        Raises:
+            DeviceMemoryError: refused, also because some are registered already; nothing has changed.
+        """
+
+    def unregister(self, pages: HostRange) -> None: ...
+
+
+class RegisteredPages:
+    """The ranges of pages that a process has registered, and how many use each. Any thread may call.
+
+    While an image takes another's place both are in use, and may have whole segments in common.
+    """
+
+    def __init__(self, registrar: HostRegistrar) -> None:
+        self._registrar = registrar
+        self._users: Counter[HostRange] = Counter()
+        self._lock = threading.Lock()
+
+    def take(self, wanted: Iterable[HostRange]) -> list[HostRange]:
+        """Register all of these `page_ranges` that are not.
 
         Raises:
             DeviceMemoryError: refused; nothing has changed.
         """
+        taken: list[HostRange] = []
+        with self._lock:
+            try:
+                for pages in wanted:
+                    if not self._users[pages]:
+                        self._registrar.register(pages)
+                    self._users[pages] += 1
+                    taken.append(pages)
+            except DeviceMemoryError:
+                self._give_back(taken)
+                raise
+        return taken
 
-    def unregister(self, pages: HostRange) -> None: ...
+    def give_back(self, taken: Iterable[HostRange]) -> None:
+        """Unregister what nobody else uses. Nothing may be reading, and the memory must still be mapped."""
+        with self._lock:
+            self._give_back(taken)
+
+    def _give_back(self, taken: Iterable[HostRange]) -> None:
+        for pages in taken:
+            self._users[pages] -= 1
+            if not self._users[pages]:
+                del self._users[pages]
+                self._registrar.unregister(pages)
 
 
 class PinnedPages:
     """The pages under some buffers, registered where they are; all of them or none.
 
     Registering costs 0.05-0.07 s per GB, once; the bytes are not copied, and other processes can pin
-    the same shared memory as well. An image that takes another's place may share edge pages with it: those
-    stay unpinned, as they would be unregistered with the other.
+    the same shared memory as well.
     """
 
-    def __init__(self, registrar: HostRegistrar, buffers: Iterable[memoryview]) -> None:
+    def __init__(self, pages: RegisteredPages, buffers: Iterable[memoryview]) -> None:
         """Try to register; a refusal is logged with its remedy, and leaves `in_place` False."""
-        self._registrar = registrar
-        self._registered: list[HostRange] = []
-        wanted = page_ranges(host_range(buffer) for buffer in buffers)
+        self._pages = pages
+        wanted = [each for buffer in buffers for each in page_ranges(host_range(buffer))]
         try:
-            for pages in wanted:
-                self._register(pages)
+            self._taken = pages.take(wanted)
             self.in_place = True
         except DeviceMemoryError as exc:
-            self.release()
-            _warn_refused(sum(pages.size for pages in wanted), exc)
+            _warn_refused(sum(each.size for each in set(wanted)), exc)
+            self._taken = []
             self.in_place = False
+        self._edges = sorted({edge for each in self._taken for edge in (each.address, each.end)})
 
     @property
     def ranges(self) -> tuple[HostRange, ...]:
-        return tuple(self._registered)
+        return tuple(sorted(set(self._taken), key=lambda each: each.address))
 
     def pieces(self, part: HostRange) -> Iterator[HostRange]:
-        """The same bytes, each piece either registered or not: the driver copies none that is both."""
-        edges = {edge for pages in self._registered for edge in (pages.address, pages.end)}
-        inside = sorted(edge for edge in edges if part.address < edge < part.end)
+        """The same bytes, each piece of one range: the driver copies none of two registrations."""
+        edges = self._edges
+        inside = edges[bisect_right(edges, part.address) : bisect_left(edges, part.end)]
         for start, end in pairwise((part.address, *inside, part.end)):
             yield HostRange(start, end - start)
 
     def release(self) -> None:
-        """Unregister. Nothing may be reading, and the memory must still be mapped."""
-        while self._registered:
-            self._registrar.unregister(self._registered.pop())
-
-    def _register(self, pages: HostRange) -> None:
-        if self._registrar.register(pages):
-            self._registered.append(pages)
-            return
-        inner = HostRange(pages.address + mmap.PAGESIZE, pages.size - 2 * mmap.PAGESIZE)
-        if inner.size <= 0:
-            return
-        if not self._registrar.register(inner):
-            raise DeviceMemoryError(f"{gib(inner.size)} of host memory are registered already")
-        self._registered.append(inner)
+        """Unregister what no other image uses; see `RegisteredPages.give_back`."""
+        self._pages.give_back(self._taken)
+        self._taken = []
 
 
 def _warn_refused(size: int, reason: DeviceMemoryError) -> None:

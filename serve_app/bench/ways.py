@@ -60,7 +60,7 @@ def open_unpinned(memory: ModelMemory) -> HostLink:
     from actors.memory.cuda import CudaDriver  # cuda-bindings are there where a GPU is
 
     class Refusing(CudaDriver):
-        def register(self, pages: HostRange) -> bool:
+        def register(self, pages: HostRange) -> None:
             raise DeviceMemoryError("refused for the benchmark")
 
     image = memory.image

@@ -1,5 +1,6 @@
 """CudaDriver, its link and arenas on it, on a real card."""
 
+import itertools
 import logging
 import mmap
 import os
@@ -359,13 +360,13 @@ def test_workspaces_are_given_back_when_nobody_computes(driver: CudaDriver) -> N
     assert torch.equal(x @ x, x)
 
 
-def test_neighbouring_buffers_are_pinned_as_one_range(
+def test_neighbouring_buffers_are_pinned_without_a_gap(
     link: CudaLink, payloads: list[memoryview]
 ) -> None:
     assert link.in_place
-    [pages] = link.pinned
-    assert pages.address <= host_range(payloads[0]).address
-    assert pages.end >= host_range(payloads[-1]).end
+    assert all(a.end == b.address for a, b in itertools.pairwise(link.pinned))
+    assert link.pinned[0].address <= host_range(payloads[0]).address
+    assert link.pinned[-1].end >= host_range(payloads[-1]).end
 
 
 def test_pinned_in_place_is_several_times_as_fast_as_pageable(driver: CudaDriver) -> None:
@@ -403,7 +404,7 @@ def test_refused_pinning_stages_the_same_bytes_and_says_so(
     driver.unregister(occupied)
     assert not link.in_place
     assert link.pinned == ()
-    assert "registered already" in caplog.text
+    assert "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED" in caplog.text
     assert "staging" in caplog.text
     for cycle in range(3):
         arena.map()
@@ -442,24 +443,25 @@ def test_pages_can_be_pinned_again_after_close(
         link.close()
 
 
-def test_buffers_that_share_a_page_are_pinned_while_the_others_still_are(
+def test_images_with_segments_in_common_are_pinned_at_once(
     driver: CudaDriver, arena: DeviceArena, payloads: list[memoryview]
 ) -> None:
-    """An image takes the place of another, beside it in the store: both links are open for a while."""
-    start = host_range(payloads[0]).address // mmap.PAGESIZE * mmap.PAGESIZE
-    before = HostRange(start, mmap.PAGESIZE)
-    assert driver.register(before)
+    """One takes the place of another: both links are open for a while, and the other's goes first."""
+    other = driver.open_link(payloads[1:])
     link = driver.open_link(payloads)
+    assert other.in_place
     assert link.in_place
-    for is_registered in (True, False):
-        if not is_registered:
-            driver.unregister(before)
+    for goes in (None, other):
+        if goes is not None:
+            goes.close()
         arena.map()
         arena.bytes_of(0).fill_(0)
         torch.cuda.synchronize()
         arena.restore(link, dict(enumerate(payloads))).finish()
         assert_holds(arena, payloads)
         arena.unmap()
+    assert len(driver.pages.take(link.pinned)) == len(link.pinned)  # they still are
+    driver.pages.give_back(link.pinned)
     link.close()
 
 

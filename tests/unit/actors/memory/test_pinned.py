@@ -4,6 +4,7 @@ import ctypes
 import logging
 import mmap
 import resource
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from actors.memory.pinned import (
     ByteArray,
     HostRange,
     PinnedPages,
+    RegisteredPages,
     StagingRing,
     host_range,
     page_ranges,
@@ -28,43 +30,42 @@ class Registrar:
         self.left = refuse_nth
         self.registered: list[HostRange] = []
 
-    def register(self, pages: HostRange) -> bool:
+    def register(self, pages: HostRange) -> None:
         self.left -= 1
         if self.left == 0:
             raise DeviceMemoryError("cuMemHostRegister failed: CUDA_ERROR_NOT_PERMITTED")
         if any(pages.address < held.end and held.address < pages.end for held in self.registered):
-            return False
+            raise DeviceMemoryError("cuMemHostRegister failed: CUDA_ERROR_ALREADY_REGISTERED")
         self.registered.append(pages)
-        return True
 
     def unregister(self, pages: HostRange) -> None:
         self.registered.remove(pages)
 
 
+def in_pages(ranges: Iterable[HostRange], start: int = 0) -> list[tuple[int, int]]:
+    """The first page and the end of each."""
+    for each in ranges:
+        assert (each.address - start) % PAGE == each.size % PAGE == 0
+    return [((each.address - start) // PAGE, (each.end - start) // PAGE) for each in ranges]
+
+
 @pytest.mark.parametrize(
-    ("parts", "ranges"),
+    ("part", "ranges"),
     [
-        ([], []),
-        ([(5, 0)], []),
-        ([(0, 1)], [(0, 1)]),
-        ([(PAGE - 1, 2)], [(0, 2)]),
-        ([(PAGE, PAGE)], [(1, 1)]),
-        # Neighbours in a store: the second begins in the page where the first ends.
-        ([(100, 2 * PAGE), (2 * PAGE + 640, PAGE)], [(0, 4)]),
-        # They touch at a page border.
-        ([(0, PAGE), (PAGE, PAGE)], [(0, 2)]),
-        # A page between them.
-        ([(0, PAGE), (2 * PAGE, 1)], [(0, 1), (2, 1)]),
-        # In any order; one inside another.
-        ([(9 * PAGE, 10), (0, 5 * PAGE), (PAGE, PAGE)], [(0, 5), (9, 1)]),
+        ((5, 0), []),
+        ((0, 1), [(0, 1)]),
+        ((5, PAGE - 10), [(0, 1)]),
+        ((PAGE - 1, 2), [(0, 1), (1, 2)]),
+        ((PAGE, PAGE), [(1, 2)]),
+        ((PAGE - 1, PAGE + 1), [(0, 1), (1, 2)]),
+        ((100, 5 * PAGE), [(0, 1), (1, 5), (5, 6)]),
+        ((2 * PAGE, 3 * PAGE + 1), [(2, 5), (5, 6)]),
     ],
 )
-def test_page_ranges_cover_the_parts_with_as_few_as_possible(
-    parts: list[tuple[int, int]], ranges: list[tuple[int, int]]
+def test_page_ranges_have_edge_pages_apart(
+    part: tuple[int, int], ranges: list[tuple[int, int]]
 ) -> None:
-    found = page_ranges([HostRange(address, size) for address, size in parts])
-    assert [(r.address // PAGE, r.size // PAGE) for r in found] == ranges
-    assert all(r.address % PAGE == r.size % PAGE == 0 for r in found)
+    assert in_pages(page_ranges(HostRange(*part))) == ranges
 
 
 def test_host_range_of_a_read_only_view_is_where_its_bytes_are() -> None:
@@ -72,17 +73,16 @@ def test_host_range_of_a_read_only_view_is_where_its_bytes_are() -> None:
     assert host_range(content.data[10:30].toreadonly()) == HostRange(content.ctypes.data + 10, 20)
 
 
-def test_buffers_are_registered_together_and_unregistered_at_the_end() -> None:
+def test_buffers_are_registered_page_by_page_once_and_unregistered_at_the_end() -> None:
+    """Neighbours in a store: the second begins in the page where the first ends."""
     store = memoryview(mmap.mmap(-1, 64 * PAGE))
-    buffers = [store[64 : 3 * PAGE], store[3 * PAGE + 64 : 9 * PAGE], store[20 * PAGE : 21 * PAGE]]
+    buffers = [store[64 : 3 * PAGE + 1], store[3 * PAGE + 64 : 9 * PAGE], store[20 * PAGE :]]
     registrar = Registrar()
-    pinned = PinnedPages(registrar, buffers)
+    pinned = PinnedPages(RegisteredPages(registrar), buffers)
     assert pinned.in_place
-    start = host_range(store).address
-    assert pinned.ranges == (
-        HostRange(start, 9 * PAGE),
-        HostRange(start + 20 * PAGE, PAGE),
-    )
+    found = in_pages(pinned.ranges, host_range(store).address)
+    assert found == [(0, 1), (1, 3), (3, 4), (4, 9), (20, 64)]
+    assert len(registrar.registered) == len(found)
     pinned.release()
     assert registrar.registered == []
 
@@ -100,7 +100,8 @@ def test_refusal_half_way_unregisters_and_says_the_limit_and_the_remedy(
     store = memoryview(mmap.mmap(-1, 64 * PAGE))
     registrar = Registrar(refuse_nth=2)
     with caplog.at_level(logging.WARNING):
-        pinned = PinnedPages(registrar, [store[:PAGE], store[10 * PAGE :]])
+        pages = RegisteredPages(registrar)
+        pinned = PinnedPages(pages, [store[:PAGE], store[10 * PAGE :]])
     assert not pinned.in_place
     assert registrar.registered == []
     [record] = caplog.records
@@ -110,37 +111,46 @@ def test_refusal_half_way_unregisters_and_says_the_limit_and_the_remedy(
     pinned.release()
 
 
-def test_pages_shared_with_an_image_that_goes_stay_unpinned_and_are_pieces_of_their_own() -> None:
+def test_an_image_in_the_place_of_another_keeps_what_both_have() -> None:
+    """A segment, and the page in which another of the second begins where one of the first ends."""
     store = memoryview(mmap.mmap(-1, 64 * PAGE))
     start = host_range(store).address
-    before = [store[640 : 9 * PAGE + 64], store[20 * PAGE : 20 * PAGE + 700]]
-    after = [store[9 * PAGE + 64 : 16 * PAGE + 1], store[20 * PAGE + 704 : 20 * PAGE + 900]]
+    both = store[20 * PAGE : 30 * PAGE + 700]
+    after = [store[9 * PAGE + 64 : 16 * PAGE + 1], both]
     registrar = Registrar()
-    first = PinnedPages(registrar, before)
-    second = PinnedPages(registrar, after)
-    inner = HostRange(start + 10 * PAGE, 6 * PAGE)
+    pages = RegisteredPages(registrar)
+    first = PinnedPages(pages, [store[640 : 9 * PAGE + 64], both])
+    second = PinnedPages(pages, after)
     assert second.in_place
-    assert second.ranges == (inner,)
+    wanted = [(9, 10), (10, 16), (16, 17), (20, 30), (30, 31)]
+    assert in_pages(second.ranges, start) == wanted
+    assert len(registrar.registered) == 4 + 3
     first.release()
-    assert registrar.registered == [inner]
+    first.release()
+    assert sorted(in_pages(registrar.registered, start)) == wanted
     assert list(second.pieces(host_range(after[0]))) == [
         HostRange(start + 9 * PAGE + 64, PAGE - 64),
-        inner,
-        HostRange(inner.end, 1),
+        HostRange(start + 10 * PAGE, 6 * PAGE),
+        HostRange(start + 16 * PAGE, 1),
     ]
-    assert list(second.pieces(host_range(after[1]))) == [host_range(after[1])]
+    assert list(second.pieces(host_range(both[:4096]))) == [host_range(both[:4096])]
+    second.release()
+    assert registrar.registered == []
 
 
-def test_more_than_edges_that_are_registered_already_is_a_refusal(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_refusal_leaves_what_another_image_uses(caplog: pytest.LogCaptureFixture) -> None:
     store = memoryview(mmap.mmap(-1, 64 * PAGE))
     registrar = Registrar()
-    registrar.register(HostRange(host_range(store).address + 5 * PAGE, PAGE))
-    pinned = PinnedPages(registrar, [store])
-    assert not pinned.in_place
+    registrar.register(HostRange(host_range(store).address + 5 * PAGE, PAGE))  # somebody else's
+    pages = RegisteredPages(registrar)
+    first = PinnedPages(pages, [store[: 2 * PAGE]])
+    second = PinnedPages(pages, [store[: 2 * PAGE], store[2 * PAGE :]])
+    assert (first.in_place, second.in_place) == (True, False)
+    assert len(registrar.registered) == 2
+    assert "ALREADY_REGISTERED" in caplog.text
+    second.release()
+    first.release()
     assert len(registrar.registered) == 1
-    assert "registered already" in caplog.text
 
 
 class LateDevice:
