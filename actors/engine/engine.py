@@ -91,6 +91,12 @@ class Engine(Protocol):
         The next step runs module by module, so that hooks can hold it.
         """
 
+    def end_gates(self) -> None:
+        """No hooks hold the model's modules any more. On any thread, at any time."""
+
+    def has_new_graphs(self) -> bool:
+        """Whether steps had some captured since this was asked before. Only while paused."""
+
     def extend_kv(self) -> None:
         """Let sequences have what has been mapped of the KV arena since. On any thread, at any time."""
 
@@ -159,6 +165,7 @@ class TransformersEngine:
         died: Callable[[Exception], None] | None = None,
         budget: int | None = None,
         short: Callable[[], None] | None = None,
+        captures_by_need: bool = False,
     ) -> None:
         """Build the loop, move its KV cache into an arena, and start.
 
@@ -172,6 +179,7 @@ class TransformersEngine:
             died: told of the error that ended the generation loop, there too.
             budget: bytes of the card that it shares with others; the KV cache's parts come and go then.
             short: called on the engine's thread, with each step for which somebody waits for KV cache.
+            captures_by_need: have `warm_up` capture few graphs, and others once a step wants them.
 
         Raises:
             ValueError: the limits contradict each other or the model.
@@ -199,6 +207,7 @@ class TransformersEngine:
             watch=watch,
             died=died,
             short=short,
+            captures_by_need=captures_by_need,
         )
         runner = self._loop.runner
         self._runner = runner if isinstance(runner, GraphRunner) else None
@@ -254,6 +263,13 @@ class TransformersEngine:
         self.extend_kv()
         if self._runner is not None:
             self._runner.expect_gates()
+
+    def end_gates(self) -> None:
+        if self._runner is not None:
+            self._runner.end_gates()
+
+    def has_new_graphs(self) -> bool:
+        return self._runner is not None and self._runner.has_new_graphs()
 
     def extend_kv(self) -> None:
         self._loop.extend_cache()

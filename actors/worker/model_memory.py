@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -134,6 +134,7 @@ class ModelMemory:
         self._link: HostLink | None = None  # of `image`; from `open_link` or the first wake on
         self._arrival: _Arrival | None = None  # of the last wake, until it is settled
         self._graphs = _GraphCost()
+        self._other_bytes = 0  # of the last `sleep_residue`
         self.last_reading = self._driver.memory()
         self.sleep_residue: MemoryLeft | None = None
         self.residue_bytes = 0
@@ -354,15 +355,20 @@ class ModelMemory:
         if corrupted is not None:
             raise WeightsCorrupted(f"segment {corrupted} is not what was packed, after a wake")
 
-    def unmap(self, level: int) -> MemoryChange:
-        """Give memory back: all of it, but for the kept layers at level 1. The device must be idle."""
+    def unmap(self, level: int, *, has_new_graphs: bool = False) -> MemoryChange:
+        """Give memory back: all of it, but for the kept layers at level 1. The device must be idle.
+
+        Args:
+            has_new_graphs: some were captured since the last time, and not in `counting_graphs`: they are what more is
+                left than then.
+        """
         device_before, mapped_before = self._driver.memory(), self.mapped_bytes
         if self._arrival is not None:  # nobody settled that wake, and now nobody can
             self._gates.remove()
             self._arrival = None
         keep = self.kept if level == 1 else frozenset[int]()
         self._unmap(i for i in range(len(self._weights.spans)) if i not in keep)
-        after = self._read_asleep()
+        after = self._read_asleep(has_new_graphs)
         return MemoryChange(
             mapped_before,
             self.mapped_bytes,
@@ -567,9 +573,13 @@ class ModelMemory:
             self._read_suspended_s = time.monotonic()
         return self._read_suspended
 
-    def _read_asleep(self) -> DeviceMemory:
+    def _read_asleep(self, has_new_graphs: bool = False) -> DeviceMemory:
         self.last_reading = after = self._trimmed()
-        self.sleep_residue = left = self._left_of(after)
+        left = self._left_of(after)
+        if has_new_graphs and (grown := left.other - self._other_bytes) > 0:
+            self._graphs = replace(self._graphs, held=self._graphs.held + grown)
+            left = self._left_of(after)
+        self.sleep_residue, self._other_bytes = left, left.other
         if self.device.type != "cpu":
             self.residue_bytes = max(0, left.total - left.kept_layers)
         return after

@@ -447,6 +447,7 @@ class ModelWorker:
             lambda error: self._something_went_wrong(error, "the generation loop"),
             budget,
             None if budget is None else self._demand.short,
+            captures_by_need=budget is None,  # a card's ledger wants to know what graphs take
         )
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:

@@ -115,6 +115,7 @@ class Residency:
         try:
             with self._watchdog.copy:
                 self._memory.settle()
+            self._engine.end_gates()
         except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
             self._fail(exc, "a wake")
         report = self._memory.last_wake
@@ -157,7 +158,7 @@ class Residency:
         if awake and self._has_uncaptured and not self._memory.wake_bytes:
             self._capture_compiled()
         with self._watchdog.unmap:
-            change = self._memory.unmap(level)
+            change = self._memory.unmap(level, has_new_graphs=self._engine.has_new_graphs())
         self._cleared.begin()
         return change
 
@@ -284,6 +285,7 @@ class Residency:
             if self._engine.paused:
                 with self._watchdog.map:
                     self._engine.prepare_wake()
+                self._engine.end_gates()
                 self._engine.resume()
 
     def _capture_compiled(self) -> None:

@@ -264,13 +264,14 @@ def running(
     driver: Callable[[], Any] = PoisonedDriver,
     budget: int | None = None,
     short: Callable[[], None] | None = None,
+    captures_by_need: bool = False,
 ) -> Iterator[Harness]:
     """An engine with a small random model.
 
     Args:
         fill: writes the weights, where transformers' own will not do.
         driver: of the KV cache's memory.
-        budget, short: as of TransformersEngine.
+        budget, short, captures_by_need: as of TransformersEngine.
     """
     config.initializer_range = 0.1  # wide enough that the winner is clear
     torch.manual_seed(0)
@@ -302,7 +303,15 @@ def running(
         for output in step:
             outputs.put(output)
 
-    engine = TransformersEngine(model, limits, kv_arena, sink, budget=budget, short=short)
+    engine = TransformersEngine(
+        model,
+        limits,
+        kv_arena,
+        sink,
+        budget=budget,
+        short=short,
+        captures_by_need=captures_by_need,
+    )
     try:
         engine.pause()
         engine.warm_up()

@@ -48,6 +48,54 @@ def test_greedy_is_that_of_a_plain_forward(name: str, use_graphs: bool) -> None:
         assert (replays[0] > 0) == (use_graphs and name in IN_PAGES)
 
 
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_graphs_are_captured_once_a_step_has_their_size(use_async: bool) -> None:
+    """None while hooks may hold the modules. Tokens are those of a plain forward all the while."""
+    limits = LIMITS.model_copy(update={"use_async_batching": use_async})
+    with running(MODELS["qwen2, 64"](), limits, captures_by_need=True) as h:
+        runner = h.engine._runner
+        assert runner is not None
+        at_start = set(runner._graphs)
+        assert len(at_start) == 3
+        come_and_go(h)
+        assert set(runner._graphs) == at_start
+        assert not h.engine.has_new_graphs()
+        h.engine.end_gates()
+        come_and_go(h)
+        captured = set(runner._graphs) - at_start
+        assert captured
+        assert captured | runner._uncaptured == set(runner.padded_sizes) - at_start
+        h.lose_and_restore()
+        assert h.engine.has_new_graphs()
+        assert not h.engine.has_new_graphs()
+        h.engine.end_gates()
+        with counted_replays() as replays:
+            come_and_go(h)
+        assert replays[0] > 0
+        h.check_greedy()
+
+
+def test_a_graph_that_finds_no_memory_leaves_its_size_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(MODELS["qwen2, 64"](), LIMITS, captures_by_need=True) as h:
+        runner = h.engine._runner
+        assert runner is not None
+        at_start, tried = set(runner._graphs), []
+
+        def no_memory(self: graphs.GraphRunner, size: StepSize) -> None:
+            tried.append(size)
+            raise torch.OutOfMemoryError("none for a graph")
+
+        monkeypatch.setattr(graphs.GraphRunner, "_capture_size", no_memory)
+        h.engine.end_gates()
+        come_and_go(h)
+        h.check_greedy()
+        assert set(runner._graphs) == at_start
+        assert len(tried) == len(set(tried)) > 0
+        assert caplog.text.count("none for a graph") == len(tried)
+
+
 def test_experts_that_cannot_be_captured_run_without_graphs() -> None:
     with running(MODELS["qwen3_moe, 64"](), LIMITS) as h, counted_replays() as replays:
         come_and_go(h)

@@ -43,7 +43,7 @@ class GraphRunner(Runner):
     what needs tensors from the host (penalties, log-probabilities).
 
     Graphs read and write fixed addresses of weights and KV cache, so `launch` and `capture` need both mapped.
-    Nothing is ever captured outside `capture`: a step without a graph runs eagerly, with the same result.
+    A step without a graph runs eagerly, with the same result.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class GraphRunner(Runner):
         in_pages: bool,
         costs: StepCosts | None,
         sizes: Sequence[int],
+        by_need: bool,
         layers: CompiledLayers | None,
         pool: AllocatorPool | None,
     ) -> None:
@@ -64,6 +65,8 @@ class GraphRunner(Runner):
 
         Args:
             sizes: tokens that steps with prompts are padded to, ascending; none has no graphs at all.
+            by_need: capture few sizes at first, and another once a step has it, on the way. A capture takes the host
+                some 60 ms of a 7B model, so a start is more than a second shorter.
             layers: of the model, to be compiled later on.
             pool: what the graphs compute in; torch's own when None. To be mapped whenever one of them
                 runs, and while they are captured.
@@ -71,13 +74,19 @@ class GraphRunner(Runner):
         super().__init__(
             model, cache, inputs, sampler, max_rows, in_pages=in_pages, costs=costs, sizes=sizes
         )
+        self._by_need = by_need
         self._layers = layers
         self._pool = pool
+        self._graph_pool: tuple[int, int] | None = None  # of the last `capture`
         # One for nothing else: cuBLAS's workspace of a thread on it comes out of the graphs' pool, with
         # the first of them, and not from where it would be given back.
         self._capture_stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         self._compiled = False  # the layers, for the graphs that there are
         self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
+        self._uncaptured: set[StepSize] = set()  # until a step has that size
+        self._may_capture = False  # no hooks hold the model's modules
+        self._has_captured = False  # in the step that is being launched
+        self._has_new_graphs = False
         self._is_gated = False  # the next step
         # What all graphs write: the output of the largest, which is captured first.
         self._logits_RV: Tensor | None = None
@@ -85,11 +94,23 @@ class GraphRunner(Runner):
     def expect_gates(self) -> None:
         """Run the next step module by module: hooks hold it until its weights are there."""
         self._is_gated = True
+        self._may_capture = False
+
+    def end_gates(self) -> None:
+        """The hooks are out. Any thread may call."""
+        self._may_capture = True
+
+    def has_new_graphs(self) -> bool:
+        """Whether steps had some captured since this was asked before."""
+        has_new, self._has_new_graphs = self._has_new_graphs, False
+        return has_new
 
     def launch(self, step: Step) -> None:
+        self._has_captured = False
         super().launch(step)
-        if self._is_gated:
-            self._launched[-1].begun = None  # how long the weights took is no cost of a step
+        if self._is_gated or self._has_captured:
+            # How long weights or a capture took is no cost of a step.
+            self._launched[-1].begun = None
         self._is_gated = False
 
     # --- steps ---
@@ -99,6 +120,8 @@ class GraphRunner(Runner):
         super()._upload(slot, by_kernel=by_kernel or self._is_gated)
 
     def _logits(self, step: Step, size: StepSize) -> Tensor:
+        if size in self._uncaptured and self._may_capture:
+            self._capture_on_the_way(size)
         graph = None if self._is_gated else self._graphs.get(size)
         if graph is not None:
             graph.replay()
@@ -115,7 +138,7 @@ class GraphRunner(Runner):
     # --- capture ---
 
     def capture(self) -> None:
-        """Capture graphs of every size, and load what other steps need.
+        """Capture graphs of every size, or of some, see `by_need`, and load what all steps need.
 
         Those of an earlier capture go. Weights, KV cache and pool must be mapped; their contents do
         not matter. The cache must be empty, and no step may be in flight.
@@ -124,8 +147,9 @@ class GraphRunner(Runner):
         self._graphs.clear()
         self._logits_RV = None
         self._is_gated = False
+        self._uncaptured = set(self.padded_sizes) - self._first_sizes()
         # Torch's own goes with the last graph in it, so each capture has another.
-        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool.id
+        self._graph_pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool.id
         with workspaces.in_use(), torch.no_grad():
             self._run_longest_prompt()
             layers = None if self._compiled else self._layers
@@ -136,7 +160,8 @@ class GraphRunner(Runner):
                     # First without a graph: nothing may compile or load while one is captured.
                     with nullcontext() if first is None else first.alone():
                         self._run_padding(size)
-                    self._capture_size(size, pool)
+                    if size not in self._uncaptured:
+                        self._capture_size(size)
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started_s
         logger.info("captured %d graphs in %.1f s", len(self._graphs), seconds)
@@ -159,6 +184,29 @@ class GraphRunner(Runner):
             self._layers.install()
         self._compiled = True
         self.capture()
+
+    def _first_sizes(self) -> set[StepSize]:
+        """What `capture` captures: the largest, whose output all others write to, and what the first answer takes.
+
+        Compiled layers are captured when nobody is served, so then it may take its time.
+        """
+        sizes = self.padded_sizes
+        if not self._by_need or self._compiled or not sizes:
+            return set(sizes)
+        return {sizes[0], self._decode_size(1), self._prompt_size(self._sizes[0])}
+
+    def _capture_on_the_way(self, size: StepSize) -> None:
+        """Waits for the device. Where there is no memory for it, steps of that size stay without."""
+        self._uncaptured.remove(size)
+        self._has_captured = self._has_new_graphs = True
+        started_s = time.perf_counter()
+        try:
+            self._capture_size(size)
+        except torch.OutOfMemoryError as exc:
+            logger.warning("no graph of %s: %s", size, exc)
+            return
+        seconds = time.perf_counter() - started_s
+        logger.info("captured a graph of %s in %.3f s", size, seconds)
 
     def _run_longest_prompt(self) -> None:
         """A prompt as long as a step, and a token behind it: nothing is loaded later on."""
@@ -200,12 +248,12 @@ class GraphRunner(Runner):
         self.inputs.settle(size, self._newest_R)
         return self._forward(self._pages(size), size)
 
-    def _capture_size(self, size: StepSize, pool: tuple[int, int]) -> None:
+    def _capture_size(self, size: StepSize) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
                 graph,
-                pool=pool,  # type: ignore[arg-type]  # annotated int, is a handle
+                pool=self._graph_pool,  # type: ignore[arg-type]  # annotated int, is a handle
                 stream=self._capture_stream,
                 capture_error_mode="thread_local",  # other threads may use the device meanwhile
             ):

@@ -54,6 +54,7 @@ class GenerationLoop:
         watch: AbstractContextManager[None] | None = None,
         died: Callable[[Exception], None] | None = None,
         short: Callable[[], None] | None = None,
+        captures_by_need: bool = False,
     ) -> None:
         """Build it; nothing runs before `start`.
 
@@ -63,6 +64,7 @@ class GenerationLoop:
             watch: entered for as long as a step takes, on the loop's thread.
             died: told of the error that ended the loop, there too.
             short: called there with each step for which somebody waits for blocks.
+            captures_by_need: see `GraphRunner`.
         """
         on_cuda, in_pages = model.device.type == "cuda", decodes_in_pages(model)
         graphs = in_pages and config.use_cuda_graphs
@@ -88,6 +90,7 @@ class GenerationLoop:
                 in_pages=in_pages,
                 costs=costs,
                 sizes=sizes if graphs else [],
+                by_need=captures_by_need,
                 layers=layers if graphs else None,
                 pool=pool,
             )

@@ -208,6 +208,19 @@ def test_graphs_captured_later_count_as_well(bench: Bench) -> None:
     assert (left.graphs, left.torch_reserve, left.other) == (133 * KIB, 30 * KIB, 2 * KIB)
 
 
+def test_graphs_captured_on_the_way_are_what_more_is_left(bench: Bench) -> None:
+    for more, has_new_graphs, graphs, other in (
+        (2, False, 120, 4),
+        (3, True, 123, 4),
+        (0, True, 123, 4),
+    ):
+        bench.wake()
+        bench.driver.beside.not_of_torch += more * KIB
+        left = bench.memory.unmap(1, has_new_graphs=has_new_graphs).left
+        assert left is not None
+        assert (left.graphs, left.other) == (graphs * KIB, other * KIB)
+
+
 def test_sleep_tells_what_went_and_what_the_rest_is_made_of(bench: Bench) -> None:
     bench.wake()
     assert bench.memory.sleep_residue is None

@@ -58,7 +58,7 @@ def no_card() -> Iterator[None]:
 def make_loop() -> Steps:
     model = build(tf.Qwen2Config(**SMALL | {"num_hidden_layers": 1, "head_dim": 16}), device="cpu")
     randomise(model)
-    kind: Any = partial(GraphRunner, layers=None, pool=None)
+    kind: Any = partial(GraphRunner, by_need=False, layers=None, pool=None)
     return model_steps(model.eval(), in_pages=True, sizes=(16, 24), kind=kind, overlaps=True)
 
 
@@ -118,6 +118,58 @@ def test_all_steps_are_replayed_but_the_first_after_a_wake(
         assert FakeGraph.replays - before == steps - wakes
         assert ways == [wakes] + [False] * (steps - 1)
     assert found[0] == found[1]
+
+
+def test_graphs_are_captured_by_need_while_no_hook_holds_a_module(
+    loop: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: GraphRunner = loop.runner
+    monkeypatch.setattr(runner, "_by_need", True)
+    first = runner._first_sizes()
+    assert first == {
+        runner._decode_size(4),
+        runner._decode_size(1),
+        runner._prompt_size(16),
+    }
+    others = set(runner.padded_sizes) - first
+    monkeypatch.setattr(runner, "_graphs", {size: runner._graphs[size] for size in first})
+    monkeypatch.setattr(runner, "_uncaptured", set(others))
+    monkeypatch.setattr(runner, "_may_capture", False)
+    found = []
+    for hooks_are_out in (False, True):
+        if hooks_are_out:
+            runner.end_gates()
+        names = [loop.submit(range(5, 5 + n), 6) for n in (3, 20, 9)]
+        loop.finish()
+        found.append([loop.tokens(name) for name in names])
+        assert runner.has_new_graphs() == hooks_are_out
+        assert set(runner._graphs) - first == others - runner._uncaptured
+        assert bool(others - runner._uncaptured) == hooks_are_out
+        assert not runner.has_new_graphs()
+    assert found[0] == found[1]
+
+
+def test_a_graph_without_memory_is_not_tried_again(
+    loop: Steps, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextmanager
+    def fails(*args: object, **kwargs: object) -> Iterator[None]:
+        raise torch.OutOfMemoryError("none for a graph")
+        yield
+
+    runner: GraphRunner = loop.runner
+    size = runner._decode_size(1)
+    graphs_of = {each: graph for each, graph in runner._graphs.items() if each != size}
+    monkeypatch.setattr(runner, "_graphs", graphs_of)
+    monkeypatch.setattr(runner, "_uncaptured", {size})
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    runner.end_gates()
+    for _ in range(2):
+        name = loop.submit(range(5, 10), 4)
+        loop.finish()
+        assert len(loop.tokens(name)) == 4
+    assert size not in runner._graphs
+    assert caplog.text.count("none for a graph") == 1
 
 
 @pytest.mark.usefixtures("no_card")
