@@ -21,6 +21,7 @@ from actors.image.layout import (
     TensorSlot,
 )
 from actors.image.store import ByteArray, writable
+from actors.memory.pinned import HostRange, page_pieces
 
 # Of a segment: what lands on the device at once, in two thirds of that. With four times as many for 15 GB, a wake's
 # copies and launches queued up, and the host waited for the device before it could go on to the first forward (H200).
@@ -60,17 +61,39 @@ def compress_segment(
     stored, abouts = 0, []
     for at in range(0, len(whole), part_bytes):
         with around():
-            part = whole[at : at + part_bytes].to(device)
+            part = _on_device(whole[at : at + part_bytes], device)
             places = list(_within(slots, at, len(part)))
             piece, about = cascade.compress(part, places, dtype, at, coder)
             end = stored + len(piece)
             if end > most_stored(len(whole)):
                 return None
             if end <= len(to):
-                to[stored:end] = piece
+                _copy_back(piece, to[stored:end])
         abouts.append(replace(about, stored_at=stored))
         stored = end
     return stored, tuple(abouts)
+
+
+def _on_device(part: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Bytes of an image, which may be pinned."""
+    if device.type == "cpu":
+        return part
+    found = torch.empty(len(part), dtype=torch.uint8, device=device)
+    for piece in _pieces(part):
+        found[piece].copy_(part[piece])
+    return found
+
+
+def _copy_back(part: torch.Tensor, to: torch.Tensor) -> None:
+    """To an object whose first and last page may be pinned with its neighbours."""
+    for piece in _pieces(to):
+        to[piece] = part[piece]
+
+
+def _pieces(host: torch.Tensor) -> Iterator[slice]:
+    at = host.data_ptr()
+    for piece in page_pieces(HostRange(at, len(host))):
+        yield slice(piece.address - at, piece.end - at)
 
 
 def most_stored(size: int) -> int:

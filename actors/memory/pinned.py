@@ -56,6 +56,19 @@ def page_ranges(part: HostRange, page: int = mmap.PAGESIZE) -> list[HostRange]:
     return [HostRange(start, end - start) for start, end in pairwise(cuts)]
 
 
+def page_pieces(part: HostRange) -> list[HostRange]:
+    """The same bytes, cut at the edges of its `page_ranges`.
+
+    CUDA copies none that are in two registrations, or in one in part. Of an object in a store, these pieces never are,
+    whatever of it and of its neighbours is registered.
+    """
+    found = []
+    for pages in page_ranges(part):
+        start, end = max(pages.address, part.address), min(pages.end, part.end)
+        found.append(HostRange(start, end - start))
+    return found
+
+
 class HostRegistrar(Protocol):
     """Who page-locks host memory for a device."""
 

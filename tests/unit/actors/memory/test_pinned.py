@@ -17,6 +17,7 @@ from actors.memory.pinned import (
     RegisteredPages,
     StagingRing,
     host_range,
+    page_pieces,
     page_ranges,
 )
 
@@ -66,6 +67,16 @@ def test_page_ranges_have_edge_pages_apart(
     part: tuple[int, int], ranges: list[tuple[int, int]]
 ) -> None:
     assert in_pages(page_ranges(HostRange(*part))) == ranges
+
+
+def test_page_pieces_are_the_same_bytes_cut_at_edges() -> None:
+    def pieces(*part: int) -> list[tuple[int, int]]:
+        return [(each.address, each.size) for each in page_pieces(HostRange(*part))]
+
+    assert pieces(100, 5 * PAGE) == [(100, PAGE - 100), (PAGE, 4 * PAGE), (5 * PAGE, 100)]
+    assert pieces(PAGE, 2 * PAGE) == [(PAGE, 2 * PAGE)]
+    assert pieces(PAGE + 5, 10) == [(PAGE + 5, 10)]
+    assert pieces(5, 0) == []
 
 
 def test_host_range_of_a_read_only_view_is_where_its_bytes_are() -> None:

@@ -180,3 +180,21 @@ def test_no_image_is_exchanged_where_there_is_none_or_another(
     other = WeightImage(replace(image.manifest, checksums=checksums), image.segments, "disk")
     with pytest.raises(LayoutMismatch):
         memory.prepare(other)
+
+
+def test_a_pinned_image_is_compressed_and_both_are_pinned_at_once(
+    image: WeightImage, compressed: WeightImage, device: str, memory_of: MakeMemory
+) -> None:
+    """Segments that stay as they are belong to both."""
+    memory = memory_of(image)
+    memory.open_link()
+    again = compressed_copy(image, torch.device(device), PART_BYTES)
+    assert again.manifest == compressed.manifest
+    prepared = memory.prepare(again)
+    assert prepared.link.in_place
+    before = memory.exchange(prepared)
+    assert before is not None
+    before.close()
+    memory.begin_wake()
+    memory.settle()
+    assert held(memory, image) == [bytes(segment) for segment in image.segments]
