@@ -383,9 +383,10 @@ def _who_may(others: Sequence[Tenant], priority: int, need: "_Need", now_s: floa
 
     Not sleepers with recent requests, as long as idle models and those that can be frozen are enough.
     """
-    may = [t for t in others if _may_sleep(t) and (not t.busy or _gives_way(t, priority))]
+    giving = [t for t in others if not t.busy or _gives_way(t, priority)]
+    may = [t for t in giving if _may_sleep(t)]
     recent = [t for t in may if not t.awake and now_s - t.quiet_since_s < RECENT_S]
-    settling = [t for t in others if t.moving and t.awake and not t.terms.pin]
+    settling = [t for t in giving if t.moving and t.awake and not t.terms.pin]
     quick = [
         t
         for t in may + settling

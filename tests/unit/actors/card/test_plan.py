@@ -253,6 +253,7 @@ def test_sleepers_sleep_deep_before_anybody_busy_sleeps() -> None:
         ({"terms": Terms(preempt=Preempt.FREEZE)}, ["a"]),
         ({"terms": Terms(preempt=Preempt.FREEZE), "moving": True}, []),  # until it has settled
         ({"terms": Terms(preempt=Preempt.FREEZE, priority=1)}, ["b", "c"]),  # gives no way
+        ({"terms": Terms(preempt=Preempt.FREEZE, priority=1), "moving": True}, ["b", "c"]),
         ({}, ["b", "c"]),  # drained, which may take long
     ],
 )
