@@ -85,7 +85,7 @@ def test_a_graph_that_finds_no_memory_leaves_its_size_without(
 
         def no_memory(self: graphs.GraphRunner, size: StepSize) -> None:
             tried.append(size)
-            raise torch.OutOfMemoryError("none for a graph")
+            raise torch.OutOfMemoryError("out of memory for a graph")
 
         monkeypatch.setattr(graphs.GraphRunner, "_capture_size", no_memory)
         h.engine.end_gates()
@@ -93,7 +93,7 @@ def test_a_graph_that_finds_no_memory_leaves_its_size_without(
         h.check_greedy()
         assert set(runner._graphs) == at_start
         assert len(tried) == len(set(tried)) > 0
-        assert caplog.text.count("none for a graph") == len(tried)
+        assert caplog.text.count("out of memory for a graph") == len(tried)
 
 
 def test_experts_that_cannot_be_captured_run_without_graphs() -> None:

@@ -202,7 +202,9 @@ class GraphRunner(Runner):
         started_s = time.perf_counter()
         try:
             self._capture_size(size)
-        except torch.OutOfMemoryError as exc:
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as exc:
+            if "out of memory" not in str(exc):  # the driver's words
+                raise
             logger.warning("no graph of %s: %s", size, exc)
             return
         seconds = time.perf_counter() - started_s

@@ -154,7 +154,7 @@ def test_a_graph_without_memory_is_not_tried_again(
 ) -> None:
     @contextmanager
     def fails(*args: object, **kwargs: object) -> Iterator[None]:
-        raise torch.OutOfMemoryError("none for a graph")
+        raise torch.OutOfMemoryError("out of memory for a graph")
         yield
 
     runner: GraphRunner = loop.runner
@@ -169,7 +169,7 @@ def test_a_graph_without_memory_is_not_tried_again(
         loop.finish()
         assert len(loop.tokens(name)) == 4
     assert size not in runner._graphs
-    assert caplog.text.count("none for a graph") == 1
+    assert caplog.text.count("out of memory for a graph") == 1
 
 
 @pytest.mark.usefixtures("no_card")
