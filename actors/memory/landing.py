@@ -16,7 +16,6 @@ class LandingRing:
 
     def __init__(self, driver: MemoryDriver, slot_bytes: int) -> None:
         """Not mapped yet."""
-        self._slot_bytes = slot_bytes
         self._slots = DeviceArena(driver, [slot_bytes] * SLOTS)
         self._free: list[Mark | None] = [None] * SLOTS
         self._next = 0
