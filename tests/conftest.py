@@ -11,6 +11,7 @@ import pytest
 from filelock import FileLock
 
 from serve_app.process.environment import LOOPBACK
+from tests.interpreter import spare_repetitions
 
 collect_ignore = ["clients"]  # in an environment of their own: make test-clients
 
@@ -47,6 +48,7 @@ if not cuda_available():
     # The decode kernel's tests run in Triton's interpreter. Triton reads this once, when anything
     # imports it for the first time, which may be some other test.
     os.environ["TRITON_INTERPRET"] = "1"
+    spare_repetitions()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
