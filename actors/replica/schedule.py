@@ -20,7 +20,7 @@ from actors.durations import parse_duration_s
 
 _MAX_DURATION_S = 7 * 86_400.0
 # CronSim counts on a wall: around the end of summer time its first answers may lie before where it began.
-_BEFORE = timedelta(hours=3)
+_AROUND = timedelta(hours=3)
 # Firings are looked for from now backwards, in larger and larger steps: those that come often are found in the first.
 _LOOK_BACK = (timedelta(minutes=5), timedelta(hours=1), timedelta(days=1))
 _LOOK_AHEAD = 50  # edges of windows until a change is no longer looked for
@@ -89,9 +89,14 @@ class Window(BaseModel):
 
         In UTC, because datetimes of one other zone are compared, and added to, by their walls.
         """
-        local = (moment - _BEFORE).astimezone(ZoneInfo(self.timezone))
+        zone = ZoneInfo(self.timezone)
+        around = (moment - _AROUND, moment, moment + _AROUND)
+        # Elsewhere there is no need to begin so early, which are 180 firings of a window of every minute.
+        is_even = len({each.astimezone(zone).utcoffset() for each in around}) == 1
         last = moment
-        for firing in CronSim(self.cron, local):
+        for firing in CronSim(
+            self.cron, (moment if is_even else moment - _AROUND).astimezone(zone)
+        ):
             start = firing.astimezone(UTC)
             if start > last:  # two may be one, at the end of an hour that is skipped
                 last = start
