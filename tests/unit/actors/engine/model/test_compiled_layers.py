@@ -138,7 +138,7 @@ def test_attention_knows_a_rehearsal_from_a_step(compiles: list[Any]) -> None:
 
 
 def test_copy_whose_compilation_fails_gives_its_memory_back(
-    model: tf.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    model: tf.PreTrainedModel, compiles: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = CompiledLayers(model)
     with layers.recording():
@@ -152,7 +152,9 @@ def test_copy_whose_compilation_fails_gives_its_memory_back(
         with pytest.raises(torch.OutOfMemoryError):
             layers.compile()
     assert all(p.is_meta for copy in layers._copies for p in copy.parameters())
+    assert not compiles
     layers.compile()
+    assert compiles
 
 
 def test_a_layer_of_the_model_keeps_what_the_copy_shares(compiles: list[Any]) -> None:
