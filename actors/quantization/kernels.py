@@ -157,7 +157,7 @@ def is_single_row(x: Tensor, scheme: Scheme) -> bool:
 
 def takes_single_rows(scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether such a weight is multiplied without tensor cores there, by one row."""
-    return dtype != torch.float32 and has_fp8(device) and single_row.fit(scheme, K)
+    return dtype != torch.float32 and single_row.fit(scheme, K) and has_fp8(device)
 
 
 def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
