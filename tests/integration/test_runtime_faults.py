@@ -346,7 +346,9 @@ def test_engine_whose_device_fails_in_a_pause_ends_without_another_step(
 
     async def scenario(h: Harness) -> None:
         engine = h.worker._engine
-        monkeypatch.setattr(engine, "_runner", SimpleNamespace(compiles=False))
+        monkeypatch.setattr(
+            engine, "_runner", SimpleNamespace(compiles=False, end_gates=lambda: None)
+        )
         users = workspaces._users
         workspaces.begin_use()  # as by a start on a card
 
