@@ -47,6 +47,8 @@ serve-many: $(STAMP)
 	@exec $(VENV)/bin/sleepserve serve configs/many.yaml
 
 # In a process per core, but for those that need the machine to themselves. With arguments, as one command.
+# Each starts dozens of processes, which would compile all modules anew where bytecode is not kept.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: NOT = gpu or slow or browser
 test-all: NOT = gpu or browser
 test test-all: $(STAMP)
