@@ -120,7 +120,7 @@ class GraphRunner(Runner):
         super()._upload(slot, by_kernel=by_kernel or self._is_gated)
 
     def _logits(self, step: Step, size: StepSize) -> Tensor:
-        if size in self._uncaptured and self._may_capture:
+        if size in self._uncaptured and self._may_capture and not self._is_gated:
             self._capture_on_the_way(size)
         graph = None if self._is_gated else self._graphs.get(size)
         if graph is not None:

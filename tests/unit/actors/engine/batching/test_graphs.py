@@ -12,6 +12,7 @@ import transformers as tf
 
 from actors.engine.batching import graphs
 from actors.engine.batching.graphs import GraphRunner
+from actors.engine.batching.runner import Runner
 from tests.unit.actors.engine.batching.steps_on_cpu import Steps, model_steps
 from tests.unit.actors.engine.batching.test_mixed_steps import kernels_run
 from tests.unit.actors.engine.small_models import SMALL, build, randomise
@@ -147,6 +148,13 @@ def test_graphs_are_captured_by_need_while_no_hook_holds_a_module(
         assert bool(others - runner._uncaptured) == hooks_are_out
         assert not runner.has_new_graphs()
     assert found[0] == found[1]
+    monkeypatch.setattr(runner, "_uncaptured", {runner._prompt_size(16)})
+    # The first step of a wake would not be replayed.
+    monkeypatch.setattr(runner, "_is_gated", True)
+    monkeypatch.setattr(runner, "_upload", partial(Runner._upload, runner))
+    loop.submit(range(5, 8), 1)
+    loop.finish()
+    assert runner._uncaptured == {runner._prompt_size(16)}
 
 
 def test_a_graph_without_memory_is_not_tried_again(
