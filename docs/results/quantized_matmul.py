@@ -1,8 +1,8 @@
 """What products with quantised weights take beside bfloat16's, by rows: `python -m docs.results.quantized_matmul`.
 
 For each kind, and each projection of the 7B shape as it is merged there: torch's product of plain weights, `fused`
-with each of some tiles, `dequantised`, and of FP8 `pairs` and `single_row`. The last table says what `matmul` would choose at best,
-and what the projections of all layers take then: what TILES in actors/quantization/kernels.py is made from.
+with each of some tiles, `dequantised`, and of FP8 `pairs` and `single_row`. The last table says what `matmul` would
+choose at best, and what the projections of all layers take then: what TILES in actors/quantization/kernels.py is made from.
 """
 
 import argparse
