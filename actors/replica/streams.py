@@ -88,6 +88,11 @@ class RequestStream:
     _pause: asyncio.Future[None] | None = None
 
     @property
+    def has_begun(self) -> bool:
+        """Something has gone up."""
+        return self._paced_s > -math.inf
+
+    @property
     def is_delivered(self) -> bool:
         """Every continuation's last event has been taken."""
         return all(assembler.final_event_sent for assembler in self.assemblers)
@@ -214,13 +219,18 @@ class OpenStreams:
             stream.fail(error)
 
     def deliver(self, outputs: Sequence[EngineOutput]) -> None:
-        """File a step's outputs."""
+        """File a step's outputs: first tokens first, as those whom they wake run in this order.
+
+        An event takes this loop some 0.2 ms, and a step has one for each of many streams.
+        """
         self._meter.advanced(outputs)
-        for output in outputs:
-            found = self._continuations.get(output.sequence_id)
-            if found is None:
-                continue  # cancelled a moment ago
-            stream, index = found
+        found = [
+            (output, *self._continuations[output.sequence_id])
+            for output in outputs
+            if output.sequence_id in self._continuations  # others were cancelled a moment ago
+        ]
+        found.sort(key=lambda each: each[1].has_begun)
+        for output, stream, index in found:
             if output.error is not None:
                 stream.fail(output.error)
             elif not stream.assemblers[index].is_finished:

@@ -8,7 +8,7 @@
 #   pages    pages                                         5 min: 4:20, and 0:41 for the checkpoint
 #   wake     wake, throughput, wake_default, timeline      7 min: 2:35, 1:30, 1:20, 1:00
 #   serve    serve, http, load                             8 min: 4:05, 2:40, 1:35
-#   soak     soak, eval, wishes                            6 min: 400 cycles of 0.35 s (SOAK_CYCLES), 1:00, 1:50
+#   soak     soak, eval, wishes                            7 min: 400 cycles of 0.35 s (SOAK_CYCLES), 1:00, 2:20
 #   others   others, kept                                  6 min: 4:10, 1:50
 #   compressed, parts    a compressed image's wake, and one of them part by part    4 min
 #   packing  an image made, and compressed afterwards    2 min
@@ -101,12 +101,13 @@ http() {
     run http_cold 120 bench http --url "$url" --endpoint completions --concurrency 4 --requests 80 --idle-every 8 --idle-s 3 --max-tokens 32 --json "$work/http_cold.json"
 }
 
-wishes() {  # what people ask for: sampling, and a second turn
+wishes() {  # what people ask for: sampling, a second turn, and no halt beside a long prompt
     local url="http://127.0.0.1:$port" at_64=(bench http --endpoint completions --concurrency 64)
     run http_sampled 60 "${at_64[@]}" --url "$url" --extra-body '{"temperature": 0.8, "top_p": 0.95}' --json "$work/http_sampled.json"
     run http_qwen 60 "${at_64[@]}" --url "$url" --json "$work/http_qwen.json" \
         --extra-body '{"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}'
     module=docs.results.turns run turns 60 "$url" --json "$work/turns.json"
+    module=docs.results.long_prompt run long_prompt 90 "$url" --json "$work/long_prompt.json"
 }
 
 many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models with weights of their own on one card

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
+from actors.engine.outputs import EngineOutput
 from actors.errors import ReplicaFailed
 from actors.observer import EngineMeter, Observer
 from actors.protocol import (
@@ -116,3 +117,39 @@ def test_end_is_not_held_up() -> None:
         await stream.pace(LONG_S)
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_first_tokens_go_up_before_those_of_streams_under_way() -> None:
+    codec: Any = Mock()
+    codec.stream = lambda prompt_ids: Silent()
+    streams = OpenStreams(Mock(), codec, EngineMeter(Observer()))
+    told: list[str] = []
+
+    async def read(name: str, stream: RequestStream) -> None:
+        await stream.arrived.wait()
+        told.append(name)
+
+    async def scenario() -> None:
+        opened = [
+            streams.open(
+                Prepared(
+                    GenerateRequest("chat", (1,)),
+                    (1,),
+                    ResolvedSampling(),
+                    (3,),
+                    frozenset(),
+                    None,
+                    0.0,
+                )
+            )
+            for _ in range(2)
+        ]
+        await opened[0].pace(0.0)
+        async with asyncio.TaskGroup() as group:
+            for name, stream in zip(("under way", "new"), opened, strict=True):
+                group.create_task(read(name, stream))
+            await asyncio.sleep(0)
+            streams.deliver([EngineOutput(each.sequence_ids[0], (7,), None) for each in opened])
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert told == ["new", "under way"]
