@@ -41,7 +41,8 @@ checkpoint=${CHECKPOINT:-/tmp/deepseek-r1-distill-qwen-7b}
 shape=${SHAPE:-deepseek-r1-distill-qwen-7b}
 config=${CONFIG:-configs/deepseek-r1-distill-qwen-7b_h200.yaml}
 port=${PORT:-8321}
-export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+# Bytecode, as an installed package has it: a start without compiles whatever it imports.
+export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 cd "$project" || exit 1
 page=$("${PY:-python3}" -c 'from actors.engine.config import DEFAULT_PAGE_SIZE; print(DEFAULT_PAGE_SIZE)') || exit 1
 blocks="num_blocks=$((${CACHE_TOKENS:-153600} / page))"
