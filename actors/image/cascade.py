@@ -1,4 +1,4 @@
-"""Lossless compression of 16-bit floats, bfloat16 to two thirds: exponents are coded by their rank, other bits kept.
+"""Lossless compression of floats, bfloat16 to two thirds: exponents are coded by their rank, other bits kept.
 
 A bfloat16 is a byte of sign and mantissa, which stays as it is, and an exponent. Trained weights use few exponents, so
 each is replaced by its rank in the tensor's table, most frequent first, in up to four levels:
@@ -10,7 +10,8 @@ each is replaced by its rank in the tensor's table, most frequent first, in up t
     others    3         3          7          the exponent itself
     bits      2         2          3          8
 
-A float16 has an exponent of five bits, and three more bits that stay as they are: 85 %.
+A float16 has an exponent of five bits, and three more bits that stay as they are: 85 %. Of a float8_e4m3fn's bits half
+are its exponent's: 84 %.
 
 The bytes of a segment become one string of bytes, whose regions start at multiples of 64:
 
@@ -19,7 +20,7 @@ The bytes of a segment become one string of bytes, whose regions start at multip
     heads       of each block, int32: where its tail starts, in words; how many level-2 codes it has | piece << 16.
                 One more closes the list
     codes       level 1, BLOCK / 4 bytes per coded block, the first weight lowest
-    mantissas   BLOCK bytes per coded block; of float16 the lower eight bits
+    mantissas   BLOCK bytes per coded block; of float16 the lower eight bits; of float8 BLOCK / 2, the first weight lowest
     rests       of float16, per coded block: the mantissa's upper two bits, BLOCK / 4 bytes, and the sign, BLOCK / 8
     tails       per block: level 2 and level 3 as one string of bits, the first lowest, and level 4 as bytes backwards
                 from the end; of a raw piece the weights
@@ -49,11 +50,26 @@ _REGION_ALIGNMENT = 64
 LEAST_WEIGHTS = 1 << 16  # fewer are not worth their table
 _MOST_STORED = 0.95  # of a tensor's bytes: else it is kept raw
 _AT_ONCE = 1 << 10  # blocks: what is made on the way takes some 40 bytes a weight
+WORDS: dict[FloatType, torch.dtype] = {  # the bits of a weight
+    "bfloat16": torch.int16,
+    "float16": torch.int16,
+    "float8_e4m3fn": torch.uint8,
+}
 _EXPONENT: dict[FloatType, tuple[int, int]] = {  # its lowest bit, and how many
     "bfloat16": (7, 8),
     "float16": (10, 5),
+    "float8_e4m3fn": (3, 4),
 }
-RESTS = {"bfloat16": 0, "float16": BLOCK // 4 + BLOCK // 8}  # bytes per block
+MANTISSAS: dict[FloatType, int] = {  # bytes per block
+    "bfloat16": BLOCK,
+    "float16": BLOCK,
+    "float8_e4m3fn": BLOCK // 2,
+}
+RESTS: dict[FloatType, int] = {
+    "bfloat16": 0,
+    "float16": BLOCK // 4 + BLOCK // 8,
+    "float8_e4m3fn": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class _Piece:
 
     at: int  # in the segment, in weights
     dtype: FloatType
-    weights: torch.Tensor  # int16
+    weights: torch.Tensor  # of WORDS
     table: torch.Tensor  # uint8
     ranks: torch.Tensor | None  # uint8, by exponent; None: raw
     count: torch.Tensor  # see Coder
@@ -75,7 +91,7 @@ class Coder:
         """How many of the weights have each exponent. Int64, [256].
 
         Args:
-            weights: int16.
+            weights: of WORDS.
         """
         counts = torch.zeros(EXPONENTS, dtype=torch.int64, device=weights.device)
         for some in _parts(weights):
@@ -147,7 +163,7 @@ def compress(
     """Compress a segment, or a part of one.
 
     Args:
-        part: uint8, on any device; its length is even.
+        part: uint8, on any device; its length is one of whole weights.
         tensors: those of that type, each with its offset in the part and its size in bytes. In order; offsets are
             multiples of 16.
         dtype: others are kept as they are.
@@ -156,7 +172,7 @@ def compress(
     Returns:
         The compressed bytes, on the same device, and where what lies in them, as the first of a payload.
     """
-    weights = part.view(torch.int16)
+    weights = part.view(WORDS[dtype])
     pieces = sorted(_pieces(weights, tensors, dtype, coder), key=lambda piece: piece.ranks is None)
     counts = [piece.count for piece in pieces]  # [blocks, 2]
     blocks = sum(len(each) for each in counts)
@@ -194,7 +210,7 @@ def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None
         WeightsCorrupted: these are no bytes that `compress` gives. Others that are not give wrong weights.
     """
     try:
-        _decompress(data, about, out.view(torch.int16))
+        _decompress(data, about, out.view(WORDS[about.dtype]))
     except (IndexError, RuntimeError) as exc:  # torch's, of an index or a size
         raise WeightsCorrupted(f"compressed weights cannot be read: {exc}") from exc
 
@@ -207,8 +223,8 @@ def _decompress(data: torch.Tensor, about: Compressed, weights: torch.Tensor) ->
         begin = base + first * BLOCK
         if first >= about.coded_blocks:
             at = about.tails_at + 4 * int(heads[first, 0])
-            raw = data[at : at + 2 * (end - begin)]
-            weights[begin:end] = _aligned(raw).view(torch.int16)
+            raw = data[at : at + weights.itemsize * (end - begin)]
+            weights[begin:end] = _aligned(raw).view(weights.dtype)
             continue
         for some in range(first, last, _AT_ONCE):
             until = min(some + _AT_ONCE, last)
@@ -221,9 +237,9 @@ def _decompress(data: torch.Tensor, about: Compressed, weights: torch.Tensor) ->
 def _pieces(
     weights: torch.Tensor, tensors: Sequence[tuple[int, int]], dtype: FloatType, coder: Coder
 ) -> Iterator[_Piece]:
-    end = 0  # of what is coded so far
+    end, width = 0, weights.itemsize  # of what is coded so far; of a weight
     for offset, size in tensors:
-        at, count = offset // 2, size // 2 // ROW * ROW
+        at, count = offset // width, size // width // ROW * ROW
         if count < LEAST_WEIGHTS:
             continue
         coded = _coded(at, dtype, weights[at : at + count], coder)
@@ -238,7 +254,8 @@ def _raw(weights: torch.Tensor, begin: int, end: int, dtype: FloatType) -> Itera
     if begin < end:
         none = torch.zeros(TABLE_BYTES, dtype=torch.uint8, device=weights.device)
         lengths = [min(BLOCK, end - at) for at in range(begin, end, BLOCK)]
-        count = torch.tensor([(0, -(-length // 2)) for length in lengths], dtype=torch.int64)
+        words = [(0, -(-length * weights.itemsize // 4)) for length in lengths]
+        count = torch.tensor(words, dtype=torch.int64)
         yield _Piece(begin, dtype, weights[begin:end], none, None, count)
 
 
@@ -248,8 +265,8 @@ def _coded(at: int, dtype: FloatType, weights: torch.Tensor, coder: Coder) -> _P
     order = coder.frequencies(weights, dtype).argsort(descending=True, stable=True)
     ranks = _ranks(order)
     count = coder.count(weights, ranks, dtype)
-    of_block = BLOCK + BLOCK // 4 + RESTS[dtype] + 8
-    if len(count) * of_block + 4 * int(count[:, 1].sum()) > _MOST_STORED * 2 * len(weights):
+    of_block = MANTISSAS[dtype] + BLOCK // 4 + RESTS[dtype] + 8
+    if len(count) * of_block + 4 * int(count[:, 1].sum()) > _MOST_STORED * weights.nbytes:
         return None
     return _Piece(at, dtype, weights, _table(order), ranks, count)
 
@@ -296,7 +313,7 @@ def _regions(dtype: FloatType, pieces: int, blocks: int, coded: int, words: int)
     heads_at = _aligned_at(pieces * PIECE_BYTES)
     codes_at = _aligned_at(heads_at + 8 * (blocks + 1))
     mantissas_at = _aligned_at(codes_at + coded * BLOCK // 4)
-    rests_at = _aligned_at(mantissas_at + coded * BLOCK)
+    rests_at = _aligned_at(mantissas_at + coded * MANTISSAS[dtype])
     tails_at = _aligned_at(rests_at + coded * RESTS[dtype])
     # The kernel reads a word behind the last code of a tail.
     size = _aligned_at(tails_at + 4 * words + 8)
@@ -327,9 +344,11 @@ def _write_kept(data: torch.Tensor, about: Compressed, all_of: torch.Tensor, fir
     """Bits beside the exponents, of some blocks at a time."""
     for some in _parts(all_of):
         weights = some.int()
-        at = about.mantissas_at + first * BLOCK
+        at = about.mantissas_at + first * MANTISSAS[about.dtype]
         if about.dtype == "bfloat16":
             _region(data, at, ((weights >> 8 & 0x80) | (weights & 0x7F)).to(torch.uint8))
+        elif about.dtype == "float8_e4m3fn":
+            _region(data, at, _packed((weights >> 4 & 8 | weights & 7).view(1, -1), 4).view(-1))
         else:
             _region(data, at, (weights & 0xFF).to(torch.uint8))
             missing = -len(weights) % BLOCK
@@ -384,7 +403,7 @@ def _read_pieces(
 def _decode(
     data: torch.Tensor, about: Compressed, first: int, heads: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    """The weights of some coded blocks, int16; `heads` has one more."""
+    """The weights of some coded blocks, of WORDS; `heads` has one more."""
     count = len(heads) - 1
     at = about.codes_at + first * BLOCK // 4
     one = _unpacked(data[at : at + count * BLOCK // 4].view(count, -1), 2)
@@ -400,13 +419,18 @@ def _decode(
     coded = table[(one | two << 2 | three << 4).where(~is_four, 0)].long()
     exponents = coded.where(~is_four, four)
     weights = _kept(data, about, first, count) | exponents << _EXPONENT[about.dtype][0]
-    return weights.view(-1).to(torch.int32).to(torch.int16)
+    return weights.view(-1).to(torch.int32).to(WORDS[about.dtype])
 
 
 def _kept(data: torch.Tensor, about: Compressed, first: int, count: int) -> torch.Tensor:
     """All bits of some blocks' weights but their exponents, [count, BLOCK]."""
-    at = about.mantissas_at + first * BLOCK
-    mantissas = data[at : at + count * BLOCK].view(count, BLOCK).long()
+    of_block = MANTISSAS[about.dtype]
+    at = about.mantissas_at + first * of_block
+    kept = data[at : at + count * of_block].view(count, of_block)
+    if about.dtype == "float8_e4m3fn":
+        nibbles = _unpacked(kept, 4)
+        return (nibbles & 8) << 4 | nibbles & 7
+    mantissas = kept.long()
     if about.dtype == "bfloat16":
         return (mantissas & 0x80) << 8 | mantissas & 0x7F
     size = RESTS[about.dtype]

@@ -11,7 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from actors.image.cascade import BLOCK, EXPONENTS, PIECE_BYTES, RANKS, RESTS, ROW, Coder
+from actors.image.cascade import (
+    BLOCK,
+    EXPONENTS,
+    MANTISSAS,
+    PIECE_BYTES,
+    RANKS,
+    RESTS,
+    ROW,
+    WORDS,
+    Coder,
+)
 from actors.image.layout import Compressed, FloatType
 
 _WARPS = 4
@@ -23,7 +33,7 @@ class InTriton(Coder):
     def frequencies(self, weights: torch.Tensor, dtype: FloatType) -> torch.Tensor:
         counts = torch.zeros(EXPONENTS, dtype=torch.int64, device=weights.device)
         _frequencies[(triton.cdiv(len(weights), BLOCK),)](
-            weights, len(weights), counts, dtype == "float16", EXPONENTS, BLOCK, num_warps=_WARPS
+            weights, len(weights), counts, dtype, EXPONENTS, BLOCK, num_warps=_WARPS
         )
         return counts
 
@@ -31,7 +41,7 @@ class InTriton(Coder):
         blocks = triton.cdiv(len(weights), BLOCK)
         found = torch.empty((blocks, 2), dtype=torch.int64, device=weights.device)
         _count[(blocks,)](
-            weights, ranks, len(weights), found, dtype == "float16", RANKS, BLOCK, num_warps=_WARPS
+            weights, ranks, len(weights), found, dtype, RANKS, BLOCK, num_warps=_WARPS
         )
         return found
 
@@ -52,10 +62,10 @@ class InTriton(Coder):
             starts,
             level_2.contiguous(),
             data[about.codes_at + first * BLOCK // 4 :],
-            data[about.mantissas_at + first * BLOCK :],
+            data[about.mantissas_at + first * MANTISSAS[about.dtype] :],
             data[about.rests_at + first * RESTS[about.dtype] :],
             data[about.tails_at :],
-            about.dtype == "float16",
+            about.dtype,
             RANKS,
             BLOCK,
             num_warps=_WARPS,
@@ -69,11 +79,12 @@ def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None
         data: uint8, aligned to 64 bytes.
         out: uint8, aligned to 16 bytes.
     """
+    weights = out.view(WORDS[about.dtype])
     if about.blocks:
         _decode[(about.blocks,)](
             data,
-            out.view(torch.int16),
-            len(out) // 2,
+            weights,
+            len(weights),
             about.coded_blocks,
             about.stored_size,
             about.heads_at,
@@ -81,7 +92,7 @@ def decompress(data: torch.Tensor, about: Compressed, out: torch.Tensor) -> None
             about.mantissas_at,
             about.rests_at,
             about.tails_at,
-            about.dtype == "float16",
+            about.dtype,
             PIECE_BYTES,
             BLOCK,
             ROW,
@@ -101,7 +112,7 @@ def _decode(  # type: ignore[no-untyped-def]
     mantissas_at,
     rests_at,
     tails_at,
-    HALF: tl.constexpr,
+    DTYPE: tl.constexpr,
     PIECE_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW: tl.constexpr,
@@ -128,7 +139,9 @@ def _decode(  # type: ignore[no-untyped-def]
             data,
             (piece + 16).to(tl.uint32),
             data + codes_at + block.to(tl.int64) * (BLOCK // 4),
-            data + mantissas_at + block.to(tl.int64) * BLOCK,
+            data
+            + mantissas_at
+            + block.to(tl.int64) * (BLOCK // 2 if DTYPE == "float8_e4m3fn" else BLOCK),
             data + rests_at + block.to(tl.int64) * (BLOCK // 4 + BLOCK // 8),
             tail,
             words - start,
@@ -138,14 +151,15 @@ def _decode(  # type: ignore[no-untyped-def]
             # A coded piece starts at a multiple of a row: said, so that stores are as wide.
             out + tl.multiple_of(first, ROW),
             tl.minimum(end - first, BLOCK).to(tl.int32),
-            HALF,
+            DTYPE,
             BLOCK,
             ROW,
         )
     else:
         at = tl.arange(0, BLOCK)
-        there = (at < end - first) & (at < 2 * (words - start) + 2)
-        raw = tl.load(tail.to(tl.pointer_type(tl.int16)) + at, mask=there)
+        of_word: tl.constexpr = 4 if DTYPE == "float8_e4m3fn" else 2
+        there = (at < end - first) & (at < of_word * (words - start + 1))
+        raw = tl.load(tail.to(tl.pointer_type(out.dtype.element_ty)) + at, mask=there)
         tl.store(out + first + at, raw, mask=there)
 
 
@@ -163,12 +177,11 @@ def _decode_rows(  # type: ignore[no-untyped-def]
     bits_2,
     out,
     left,
-    HALF: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW: tl.constexpr,
 ):
     row = tl.arange(0, BLOCK // ROW)
-    bytes_of_row = tl.load(mantissas.to(tl.pointer_type(tl.uint64)) + row)
     one = tl.load(codes.to(tl.pointer_type(tl.uint16)) + row).to(tl.uint32)
     count = _escapes_of_2(one)
     two = _codes(tail, last_word, 2 * (tl.cumsum(count) - count), count, 2)
@@ -180,25 +193,34 @@ def _decode_rows(  # type: ignore[no-untyped-def]
     # Bits 16 and up say which level-1 codes go on; levels 2 and 3 move to where the table has them.
     one = one | (one & (one >> 1) & 0x5555) << 16
     two, three = two << 2, three << 4
-    low, high = bytes_of_row.to(tl.uint32), (bytes_of_row >> 32).to(tl.uint32)
     a, one, two, three, four = _two(data, table, last_byte, one, two, three, four)
     b, one, two, three, four = _two(data, table, last_byte, one, two, three, four)
     c, one, two, three, four = _two(data, table, last_byte, one, two, three, four)
     d, one, two, three, four = _two(data, table, last_byte, one, two, three, four)
-    if HALF:
-        middles = tl.load(rests.to(tl.pointer_type(tl.uint16)) + row).to(tl.uint32)
-        signs = tl.load(rests + BLOCK // 4 + row).to(tl.uint32)
-        a = _two_halves(a, low, middles, signs)
-        b = _two_halves(b, low >> 16, middles >> 4, signs >> 2)
-        c = _two_halves(c, high, middles >> 8, signs >> 4)
-        d = _two_halves(d, high >> 16, middles >> 12, signs >> 6)
+    if DTYPE == "float8_e4m3fn":
+        nibbles = tl.load(mantissas.to(tl.pointer_type(tl.uint32)) + row)
+        a = _two_eighths(a, nibbles) | _two_eighths(b, nibbles >> 8) << 16
+        c = _two_eighths(c, nibbles >> 16) | _two_eighths(d, nibbles >> 24) << 16
+        words = tl.join(a, c)
+        width: tl.constexpr = ROW // 4
     else:
-        a = _two_bfloats(a, low)
-        b = _two_bfloats(b, low >> 16)
-        c = _two_bfloats(c, high)
-        d = _two_bfloats(d, high >> 16)
-    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // ROW, ROW // 2)
-    at = row[:, None] * (ROW // 2) + tl.arange(0, ROW // 2)[None, :]
+        bytes_of_row = tl.load(mantissas.to(tl.pointer_type(tl.uint64)) + row)
+        low, high = bytes_of_row.to(tl.uint32), (bytes_of_row >> 32).to(tl.uint32)
+        if DTYPE == "float16":
+            middles = tl.load(rests.to(tl.pointer_type(tl.uint16)) + row).to(tl.uint32)
+            signs = tl.load(rests + BLOCK // 4 + row).to(tl.uint32)
+            a = _two_halves(a, low, middles, signs)
+            b = _two_halves(b, low >> 16, middles >> 4, signs >> 2)
+            c = _two_halves(c, high, middles >> 8, signs >> 4)
+            d = _two_halves(d, high >> 16, middles >> 12, signs >> 6)
+        else:
+            a = _two_bfloats(a, low)
+            b = _two_bfloats(b, low >> 16)
+            c = _two_bfloats(c, high)
+            d = _two_bfloats(d, high >> 16)
+        words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // ROW, ROW // 2)
+        width: tl.constexpr = ROW // 2
+    at = row[:, None] * width + tl.arange(0, width)[None, :]
     tl.store(out.to(tl.pointer_type(tl.uint32)) + at, words, mask=(row * ROW < left)[:, None])
 
 
@@ -225,6 +247,14 @@ def _two_halves(exponents, mantissas, middles, signs):  # type: ignore[no-untype
     spread |= ((middles & 3) | ((middles & 12) << 14)) << 8
     spread |= ((signs & 1) | ((signs & 2) << 15)) << 15
     return spread | exponents << 10
+
+
+@triton.jit
+def _two_eighths(exponents, nibbles):  # type: ignore[no-untyped-def]
+    """Two weights of eight bits as half a word; of the nibbles, the lowest two are theirs."""
+    spread = (nibbles & 0xF) | ((nibbles & 0xF0) << 4)
+    signs = (spread & 0x0808) << 4
+    return (spread & 0x0707) | signs | (((exponents << 3) | (exponents >> 5)) & 0x7878)
 
 
 @triton.jit
@@ -274,10 +304,10 @@ def _escapes_of_3(codes):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _frequencies(  # type: ignore[no-untyped-def]
-    weights, count, counts, HALF: tl.constexpr, EXPONENTS: tl.constexpr, BLOCK: tl.constexpr
+    weights, count, counts, DTYPE: tl.constexpr, EXPONENTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    _, exponent = _weights_and_exponents(weights, at, count, HALF)
+    _, exponent = _weights_and_exponents(weights, at, count, DTYPE)
     found = tl.histogram(exponent, EXPONENTS, mask=at < count)
     there = tl.arange(0, EXPONENTS)
     tl.atomic_add(counts + there, found.to(tl.int64), mask=found > 0, sem="relaxed")
@@ -285,9 +315,9 @@ def _frequencies(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    weights, ranks, count, found, HALF: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    weights, ranks, count, found, DTYPE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    _, _, rank = _weights_of_block(weights, ranks, count, HALF, BLOCK)
+    _, _, rank = _weights_of_block(weights, ranks, count, DTYPE, BLOCK)
     two, three = tl.sum((rank >= 3).to(tl.int32)), tl.sum((rank >= 6).to(tl.int32))
     bits = 2 * two + 3 * three + 8 * tl.sum((rank >= RANKS).to(tl.int32))
     found += 2 * tl.program_id(0)
@@ -306,24 +336,27 @@ def _encode(  # type: ignore[no-untyped-def]
     mantissas,
     rests,
     tails,
-    HALF: tl.constexpr,
+    DTYPE: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    weight, exponent, rank = _weights_of_block(weights, ranks, count, HALF, BLOCK)
+    weight, exponent, rank = _weights_of_block(weights, ranks, count, DTYPE, BLOCK)
     block = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     quarter = tl.arange(0, BLOCK // 4)
     _store_codes(codes + block * (BLOCK // 4) + quarter, tl.minimum(rank, 3), 2, BLOCK)
-    if HALF:
-        kept = weight & 0xFF
+    mantissas += block * (BLOCK // 2 if DTYPE == "float8_e4m3fn" else BLOCK)
+    if DTYPE == "float8_e4m3fn":
+        nibbles = ((weight >> 4) & 8) | (weight & 7)
+        _store_codes(mantissas + tl.arange(0, BLOCK // 2), nibbles, 4, BLOCK)
+    elif DTYPE == "float16":
+        tl.store(mantissas + at, (weight & 0xFF).to(tl.uint8))
         rests += block * (BLOCK // 4 + BLOCK // 8)
         _store_codes(rests + quarter, (weight >> 8) & 3, 2, BLOCK)
         rests += BLOCK // 4
         _store_codes(rests + tl.arange(0, BLOCK // 8), (weight >> 15) & 1, 1, BLOCK)
     else:
-        kept = ((weight >> 8) & 0x80) | (weight & 0x7F)
-    tl.store(mantissas + block * BLOCK + at, kept.to(tl.uint8))
+        tl.store(mantissas + at, (((weight >> 8) & 0x80) | (weight & 0x7F)).to(tl.uint8))
     start, stop = tl.load(starts + block), tl.load(starts + block + 1)
     tail = tails.to(tl.pointer_type(tl.int32)) + start
     two, three, four = rank >= 3, rank >= 6, rank >= RANKS
@@ -337,19 +370,25 @@ def _encode(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights_of_block(  # type: ignore[no-untyped-def]
-    weights, ranks, count, HALF: tl.constexpr, BLOCK: tl.constexpr
+    weights, ranks, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Of this program's block the weights, their exponents and ranks; 0 behind the last one."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    weight, exponent = _weights_and_exponents(weights, at, count, HALF)
+    weight, exponent = _weights_and_exponents(weights, at, count, DTYPE)
     rank = tl.load(ranks + exponent, mask=at < count, other=0).to(tl.int32)
     return weight, exponent, rank
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weights_and_exponents(weights, at, count, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weights_and_exponents(weights, at, count, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     weight = tl.load(weights + at, mask=at < count, other=0).to(tl.int32)
-    return weight, (weight >> 10) & 0x1F if HALF else (weight >> 7) & 0xFF
+    if DTYPE == "float8_e4m3fn":
+        exponent = (weight >> 3) & 0xF
+    elif DTYPE == "float16":
+        exponent = (weight >> 10) & 0x1F
+    else:
+        exponent = (weight >> 7) & 0xFF
+    return weight, exponent
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -119,29 +119,46 @@ def compressed_copy(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What compressing a part of an image has shown.
+    """What compressing parts of an image has shown.
 
     Attributes:
-        stored, seconds: for each byte.
-        size: of what the image has of weights like that, in bytes; quantised ones are not.
+        size: of what the image has of weights that can be compressed, in bytes.
+        stored: what they would take.
+        seconds: what compressing them would take.
     """
 
+    size: int
     stored: float
     seconds: float
-    size: int
 
 
-def try_a_part(
+def try_parts(
     image: WeightImage,
     device: torch.device,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Sample:
-    """Compress some of the segment that has most to compress; arguments as of `compress_segment`."""
-    sizes = [0] * len(image.layout.segments)
+    """Compress, for each type, some of the segment that has most of it; arguments as of `compress_segment`."""
+    sizes = {dtype: [0] * len(image.layout.segments) for dtype in FLOAT_TYPES}
     for slot in image.layout.stored():
         if slot.dtype in FLOAT_TYPES:
-            sizes[slot.segment] += slot.size
-    index = sizes.index(max(sizes))
+            sizes[slot.dtype][slot.segment] += slot.size
+    size, stored, seconds = 0, 0.0, 0.0
+    for of_type in sizes.values():
+        if total := sum(of_type):
+            share, per_byte_s = _try_a_part(image, of_type.index(max(of_type)), device, around)
+            size += total
+            stored += share * total
+            seconds += per_byte_s * total
+    return Sample(size, stored, seconds)
+
+
+def _try_a_part(
+    image: WeightImage,
+    index: int,
+    device: torch.device,
+    around: Callable[[], AbstractContextManager[None]],
+) -> tuple[float, float]:
+    """Of a segment: bytes that are stored, and seconds it takes, for each byte."""
     payload = image.segment(index)[:_SAMPLE_BYTES]
     took_s = []
     out = np.empty(most_stored(len(payload)), np.uint8)
@@ -155,10 +172,7 @@ def try_a_part(
 
     for _ in range(_SAMPLES):
         found = compress_segment(image.layout, index, payload, device, out, timed)
-    if not took_s:  # weights of no type that can be compressed
-        return Sample(1.0, 0.0, 0)
-    stored = 1.0 if found is None else found[0] / len(payload)
-    return Sample(stored, min(took_s) / len(payload), sum(sizes))
+    return (1.0 if found is None else found[0] / len(payload)), min(took_s) / len(payload)
 
 
 def decompressor(device: torch.device, dtypes: Iterable[FloatType]) -> Decompress:

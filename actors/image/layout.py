@@ -7,7 +7,7 @@ from typing import Literal, get_args
 TENSOR_ALIGNMENT = 256  # bytes; what CUDA kernels may assume of a fresh allocation
 
 TensorKind = Literal["parameter", "buffer"]
-FloatType = Literal["bfloat16", "float16"]  # those that can be compressed
+FloatType = Literal["bfloat16", "float16", "float8_e4m3fn"]  # those that can be compressed
 FLOAT_TYPES: tuple[FloatType, ...] = get_args(FloatType)
 
 PACKER_VERSION = 3  # part of the image key: raise it when the bytes of an image would differ

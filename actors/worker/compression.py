@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from actors.errors import Unavailable
-from actors.image.compressing import compress_segment, try_a_part
+from actors.image.compressing import compress_segment, try_parts
 from actors.image.config import MOST_STORED, Compression
 from actors.image.image import WeightImage
 from actors.image.layout import CompressedSegment, ImageKey
@@ -139,11 +139,11 @@ class ImageCompression:
         if transfer is None or not transfer.gb_per_s:
             return None  # how fast a wake's copies are
         self._progress_s = time.monotonic()
-        sample = try_a_part(image, self._memory.device, self._part)
-        spared = (1 - sample.stored) * sample.size
-        spared_s, takes_s = spared / transfer.gb_per_s / 1e9, sample.seconds * sample.size
+        sample = try_parts(image, self._memory.device, self._part)
+        spared, takes_s = sample.size - sample.stored, sample.seconds
+        spared_s = spared / transfer.gb_per_s / 1e9
         key, left = image.manifest.key, 100 * (1 - spared / image.layout.total_bytes)
-        if sample.stored > MOST_STORED or takes_s > _WAKES * spared_s:
+        if sample.stored >= MOST_STORED * sample.size or takes_s > _WAKES * spared_s:
             logger.info(
                 "image %s is kept as it is: compressed it would have %.0f %% of its bytes, for %.1f s of work",
                 key,

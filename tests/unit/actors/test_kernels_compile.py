@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from actors.image.layout import FLOAT_TYPES
 
 pytest.importorskip("triton")
 
@@ -40,7 +43,7 @@ def test_kernels_compile_for_cards_that_are_not_here(project: Path) -> None:
         check=False,
     )
     assert found.returncode == 0, found.stderr[-3000:]
-    of_cascade = 2 * 4  # for both types
+    of_cascade = len(FLOAT_TYPES) * 4
     of_single_rows = 2
     expected = of_cascade + len(PRODUCTS) + len(WRITTEN) + of_single_rows
     of_pairs = 2  # for Hopper only
@@ -91,20 +94,21 @@ def compile_cascade(capability: int) -> None:
     from actors.image import cascade, cascade_kernel
 
     decode = cascade_kernel._decode
-    for half in (False, True):
-        constants = {"HALF": half, "PIECE_BYTES": cascade.PIECE_BYTES}
+    for dtype, word in cascade.WORDS.items():
+        weights = "*u8" if word == torch.uint8 else "*i16"
+        constants = {"DTYPE": dtype, "PIECE_BYTES": cascade.PIECE_BYTES}
         constants |= {"BLOCK": cascade.BLOCK, "ROW": cascade.ROW}
-        types = types_of(decode, constants, {"data": "*u8", "out": "*i16"})
+        types = types_of(decode, constants, {"data": "*u8", "out": weights})
         compiled(decode, capability, types, constants)
-        constants = {"HALF": half, "RANKS": cascade.RANKS, "BLOCK": cascade.BLOCK}
-        pointers = {"weights": "*i16", "ranks": "*u8", "found": "*i64", "starts": "*i64"}
+        constants = {"DTYPE": dtype, "RANKS": cascade.RANKS, "BLOCK": cascade.BLOCK}
+        pointers = {"weights": weights, "ranks": "*u8", "found": "*i64", "starts": "*i64"}
         pointers |= {"level_2": "*i64"}
         pointers |= dict.fromkeys(("codes", "mantissas", "rests", "tails"), "*u8")
         for kernel in (cascade_kernel._count, cascade_kernel._encode):
             compiled(kernel, capability, types_of(kernel, constants, pointers), constants)
-        constants = {"HALF": half, "EXPONENTS": cascade.EXPONENTS, "BLOCK": cascade.BLOCK}
+        constants = {"DTYPE": dtype, "EXPONENTS": cascade.EXPONENTS, "BLOCK": cascade.BLOCK}
         types = types_of(
-            cascade_kernel._frequencies, constants, {"weights": "*i16", "counts": "*i64"}
+            cascade_kernel._frequencies, constants, {"weights": weights, "counts": "*i64"}
         )
         compiled(cascade_kernel._frequencies, capability, types, constants)
 

@@ -17,8 +17,8 @@ from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.worker.model_memory import ModelMemory
 
-PART_BYTES = 2**20  # several to a segment
-SHARE = {"bfloat16": 0.7, "float16": 0.87}
+PART_BYTES = 2**19  # several to a segment
+SHARE = {"bfloat16": 0.7, "float16": 0.87, "float8_e4m3fn": 0.85}
 
 MakeMemory = Callable[[WeightImage], ModelMemory]
 
@@ -31,12 +31,15 @@ def dtype(request: pytest.FixtureRequest) -> FloatType:
 
 @pytest.fixture(scope="module")
 def checkpoint(dtype: FloatType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("demo") / "demo", "demo", dtype=dtype)
+    place = tmp_path_factory.mktemp("demo") / "demo"
+    if dtype == "float8_e4m3fn":
+        return write_checkpoint(place, "demo", quantize="fp8-block")
+    return write_checkpoint(place, "demo", dtype=dtype)
 
 
 @pytest.fixture(scope="module")
-def image(checkpoint: Path, dtype: FloatType) -> WeightImage:
-    return load_from_disk(checkpoint, image_key(checkpoint, getattr(torch, dtype)))
+def image(checkpoint: Path) -> WeightImage:
+    return load_from_disk(checkpoint, image_key(checkpoint, checkpoint_dtype(checkpoint, "auto")))
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

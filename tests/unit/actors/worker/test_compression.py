@@ -78,9 +78,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], ImageCompression]
         def sample(image: object, device: object, around: object) -> Sample:
             if bench.error is not None:
                 raise bench.error
-            return Sample(bench.stored, bench.seconds_per_gb / 1e9, int(1e9 * bench.gb))
+            size = int(1e9 * bench.gb)
+            return Sample(size, bench.stored * size, bench.seconds_per_gb * bench.gb)
 
-        monkeypatch.setattr(module, "try_a_part", sample)
+        monkeypatch.setattr(module, "try_parts", sample)
         memory: Any = bench
         memory.device = torch.device(bench.device)
         return ImageCompression(memory, memory, bench.trim, lambda: bench.busy)
@@ -121,7 +122,7 @@ def test_who_is_compressed(make: Any, device: str, how: Compression, asks: bool)
     assert bench.trimmed == asks
 
 
-@pytest.mark.parametrize("bench", [Bench(stored=0.97), Bench(seconds_per_gb=10.0)])
+@pytest.mark.parametrize("bench", [Bench(stored=0.97), Bench(seconds_per_gb=10.0), Bench(gb=0.0)])
 def test_what_does_not_pay_is_left_and_told(
     make: Any, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

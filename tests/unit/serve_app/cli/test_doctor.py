@@ -273,10 +273,14 @@ def test_size_of_a_compressed_image_is_told_by_type_and_setting(
     assert compressed == int(size * share)
 
 
-def test_size_of_a_quantised_image_is_told_and_compressed_but_for_the_quantised_weights(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("quantize", "dtype"),
+    [("gptq-4-32-asym", torch.float16), ("fp8-block", torch.bfloat16)],
+)
+def test_size_of_a_quantised_image_is_told_and_what_is_compressed_of_it(
+    quantize: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path / "tiny", "tiny", quantize="gptq-4-32-asym")
+    checkpoint = write_checkpoint(tmp_path / "tiny", "tiny", quantize=quantize)
     file = _two_of_one_checkpoint(checkpoint, tmp_path)
     config = json.loads(file.read_text())
     for model in config["applications"][0]["args"]["models"]:
@@ -285,12 +289,13 @@ def test_size_of_a_quantised_image_is_told_and_compressed_but_for_the_quantised_
     wanted = doctor._wanted(file, False)
     assert wanted is not None
     (size,), (compressed,) = wanted.image_sizes, wanted.compressed_sizes
-    layout = plan(load_reference(checkpoint, torch.float16))
+    layout = plan(load_reference(checkpoint, dtype))
     slots = [slot for slot in layout.stored() if slot.kind == "parameter"]
     assert size == sum(slot.size for slot in slots)
-    halves = sum(slot.size for slot in slots if slot.dtype == "float16")
-    assert 0 < halves < size
-    assert compressed == int(size - halves + COMPRESSED_SHARES["float16"] * halves)
+    assert compressed < size
+    assert compressed == int(
+        sum(COMPRESSED_SHARES.get(slot.dtype, 1.0) * slot.size for slot in slots)
+    )
 
 
 def test_file_without_a_readable_header_is_a_finding(tiny_checkpoint: Path, tmp_path: Path) -> None:
