@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from actors.image.compressing import try_a_part
+from actors.image.compressing import try_parts
 from actors.image.image import WeightImage
 from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.obtain import FastLoad
@@ -50,7 +50,7 @@ class Replica:
     async def start(self) -> None:
         """Return when its image is there, and what compresses it has run once, as of a worker that has decided to."""
         self._model = await build_model(self._subject, self._load)
-        try_a_part(self._image, self._model.worker.memory.device)
+        try_parts(self._image, self._model.worker.memory.device)
 
     @property
     def _image(self) -> WeightImage:
