@@ -202,7 +202,6 @@ def _decode_rows(  # type: ignore[no-untyped-def]
         a = _two_eighths(a, nibbles) | _two_eighths(b, nibbles >> 8) << 16
         c = _two_eighths(c, nibbles >> 16) | _two_eighths(d, nibbles >> 24) << 16
         words = tl.join(a, c)
-        width: tl.constexpr = ROW // 4
     else:
         bytes_of_row = tl.load(mantissas.to(tl.pointer_type(tl.uint64)) + row)
         low, high = bytes_of_row.to(tl.uint32), (bytes_of_row >> 32).to(tl.uint32)
@@ -219,7 +218,7 @@ def _decode_rows(  # type: ignore[no-untyped-def]
             c = _two_bfloats(c, high)
             d = _two_bfloats(d, high >> 16)
         words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // ROW, ROW // 2)
-        width: tl.constexpr = ROW // 2
+    width: tl.constexpr = ROW // (4 if DTYPE == "float8_e4m3fn" else 2)  # words of a row
     at = row[:, None] * width + tl.arange(0, width)[None, :]
     tl.store(out.to(tl.pointer_type(tl.uint32)) + at, words, mask=(row * ROW < left)[:, None])
 
