@@ -13,6 +13,10 @@ REFERENCE := .venv-reference
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
+# Bytecode is written by whoever first imports a module: pip would compile all there are, one after the other, for
+# longer than the rest of its work takes. Where it is not written, each of a dozen processes compiles what it imports.
+export PYTHONDONTWRITEBYTECODE :=
+
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
@@ -47,8 +51,6 @@ serve-many: $(STAMP)
 	@exec $(VENV)/bin/sleepserve serve configs/many.yaml
 
 # In a process per core, but for those that need the machine to themselves. With arguments, as one command.
-# Each starts dozens of processes, which would compile all modules anew where bytecode is not kept.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: NOT = gpu or slow or browser
 test-all: NOT = gpu or browser
 test test-all: $(STAMP)
@@ -115,9 +117,9 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "Installing into $(VENV): a minute or two, once."; \
 	set -ex; \
 	test -x $(PY) || $(PYTHON) -m venv $$site $(VENV); \
-	$(PY) -m pip install --quiet -c constraints.txt $$index -e ".[$$extras]"; \
+	$(PY) -m pip install --quiet --no-compile -c constraints.txt $$index -e ".[$$extras]"; \
 	if [ -z "$$($(PY) -c 'import torch; print(torch.version.cuda or "")')" ]; then \
-		$(PY) -m pip install --quiet -c constraints.txt -e ".[cpu]"; fi
+		$(PY) -m pip install --quiet --no-compile -c constraints.txt -e ".[cpu]"; fi
 	@touch $@
 
 # A torch of PyTorch's CPU index where that can be reached, as above; UV_TORCH_BACKEND, UV_FIND_LINKS and
