@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import INGRESSES
@@ -77,6 +78,7 @@ def replace_one(server: ServeProcess, process_id: int, until_all_run: Callable[[
     until_all_run()
 
 
+@pytest.mark.slow  # each of four processes is replaced, one after the other
 def test_all_processes_tell_the_same_also_after_a_replica_and_all_of_them_have_died(
     drowsy: ServeProcess,
 ) -> None:

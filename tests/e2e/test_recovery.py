@@ -34,11 +34,10 @@ def serving(config: str, **environment: str) -> Iterator[ServeProcess]:
 @pytest.mark.parametrize(
     ("change", "message", "answer"),
     [
-        pytest.param(  # no application could be built, so Serve's proxy has none to ask
+        (  # no application could be built, so Serve's proxy has none to ask
             {"sleep": {"idle_timeout": 3}},
             "sleep.idle_timeout: unknown key; did you mean",
             (404, None),
-            marks=pytest.mark.slow,
         ),
         (  # the first replica was never ready, so neither is the server
             {"engine": {"max_model_len": 10**7}},
@@ -47,6 +46,7 @@ def serving(config: str, **environment: str) -> Iterator[ServeProcess]:
         ),
     ],
 )
+@pytest.mark.slow  # a server each
 def test_configuration_that_cannot_work_is_told_in_the_log(
     servers: Any,
     tiny_checkpoint: Path,
