@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from actors.errors import WeightsCorrupted
 from actors.image import cascade
 from actors.image.config import MOST_STORED
 from actors.image.image import WeightImage, digest, private_buffers
@@ -49,6 +50,9 @@ def compress_segment(
         out: gets these bytes, if there is room; they are at most `most_stored` of the payload's.
         around: entered for each part; what it raises ends it.
         part_bytes: a multiple of 16.
+
+    Raises:
+        WeightsCorrupted: this card's kernels do not give the bytes back.
     """
     slots = [slot for slot in layout.stored() if slot.segment == index]
     dtype = _type_of_most(slots)
@@ -57,13 +61,16 @@ def compress_segment(
     slots = [slot for slot in slots if slot.dtype == dtype]
     # It is not written, but torch knows no tensor that must not be.
     whole = torch.from_numpy(writable(np.frombuffer(payload, np.uint8), 0, payload.nbytes))
-    to, coder = torch.from_numpy(out), _coder(device)
+    to = torch.from_numpy(out)
+    coder, check = _coding(device)
     stored, abouts = 0, []
     for at in range(0, len(whole), part_bytes):
         with around():
             part = _on_device(whole[at : at + part_bytes], device)
             places = list(_within(slots, at, len(part)))
             piece, about = cascade.compress(part, places, dtype, at, coder)
+            if check is not None:
+                _compare(part, piece, about, check)
             end = stored + len(piece)
             if end > most_stored(len(whole)):
                 return None
@@ -193,12 +200,25 @@ def decompressor(device: torch.device, dtypes: Iterable[FloatType]) -> Decompres
     return decompress
 
 
-def _coder(device: torch.device) -> cascade.Coder:
+def _coding(device: torch.device) -> tuple[cascade.Coder, Decompress | None]:
+    """With what a part is compressed, and what must give it back; None: torch's operations need no proof."""
     if device.type == "cpu":
-        return cascade.IN_TORCH
-    from actors.image.cascade_kernel import InTriton
+        return cascade.IN_TORCH, None
+    from actors.image.cascade_kernel import InTriton, decompress
 
-    return InTriton()
+    return InTriton(), decompress
+
+
+def _compare(
+    part: torch.Tensor, piece: torch.Tensor, about: Compressed, decompress: Decompress
+) -> None:
+    """Kernels are compiled for whatever card is there: wakes rely on them once the bytes have come back."""
+    found = torch.empty_like(part)
+    decompress(piece, about, found)
+    if not torch.equal(found, part):
+        raise WeightsCorrupted(
+            f"{about.dtype} weights, compressed on {part.device}, do not come back as they were"
+        )
 
 
 def _type_of_most(slots: Sequence[TensorSlot]) -> FloatType | None:
