@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench.figures import Table, as_text, environment, ms, quantile
+from serve_app.bench.figures import Table, as_text, environment, ms, quantile, spread
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import HttpBench
 from serve_app.bench.http.workers import BenchError, ProcessWorker, processes, workers_for
@@ -33,17 +33,14 @@ class Window:
 
     def gaps(self, record: RequestRecord) -> list[float]:
         """Seconds from one event to the next, of a stream that went on all the time."""
-        if (
-            not record.event_s
-            or not record.event_s[0] < self.begins_s < self.ends_s < record.event_s[-1]
-        ):
+        events = record.event_s
+        if not events or not events[0] < self.begins_s < self.ends_s < events[-1]:
             return []
-        inside = [
-            (before, after)
-            for before, after in pairwise(record.event_s)
+        return [
+            after - before
+            for before, after in pairwise(events)
             if before < self.ends_s and after > self.begins_s
         ]
-        return [after - before for before, after in inside]
 
 
 def summary(
@@ -60,21 +57,10 @@ def summary(
         raise BenchError("the streams ended before a long prompt did; ask for more --answer-tokens")
     return {
         "streams": len(streams),
-        "whole": len(
-            busy
-        ),  # streams by long prompts beside which they went on until its first token
-        "alone_s": _told(quiet),
-        "beside_s": _told([gap for gaps in busy for gap in gaps]),
+        "whole": len(busy),  # streams, by long prompts beside which they went on to its first token
+        "alone_s": spread(quiet),
+        "beside_s": spread([gap for gaps in busy for gap in gaps]),
         "worst_by_median": max(max(gaps) / statistics.median(gaps) for gaps in busy),
-    }
-
-
-def _told(gaps: Sequence[float]) -> dict[str, float]:
-    return {
-        "min": min(gaps),
-        "median": statistics.median(gaps),
-        "p99": quantile(gaps, 0.99),
-        "max": max(gaps),
     }
 
 
