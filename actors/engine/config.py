@@ -105,7 +105,7 @@ class EngineConfig(BaseModel):
         "a GPU.",
     )
     max_events_per_s: float = Field(
-        default=5000.0,
+        default=3500.0,
         gt=0,
         description="Streamed events per second that this replica sends up at most; above it, the "
         "tokens of a stream are coalesced into fewer events.",
