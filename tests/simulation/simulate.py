@@ -23,7 +23,7 @@ _TICK_S = 5.0  # between two decisions
 class ReplicaModel:
     """What a replica takes: one NVIDIA H200, 7B shape, bf16.
 
-    Measured, docs/results, 2026-11-25: `awake_bytes`, `asleep_bytes` (what the driver says is in use
+    Measured, docs/results, newest: `awake_bytes`, `asleep_bytes` (what the driver says is in use
     on the card) from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from serve.json, and so
     `image_start_s` (its redeploy) and `disk_start_s` (its first start), from the built applications until
     the first token. `tokens_per_s` of a batch of so many from throughput.json.
@@ -33,10 +33,10 @@ class ReplicaModel:
 
     awake_bytes: float = 25655312384
     asleep_bytes: float = 992804864
-    ttft_awake_s: float = 0.0138
-    ttft_asleep_s: float = 0.2852
-    image_start_s: float = 5.48
-    disk_start_s: float = 41.93
+    ttft_awake_s: float = 0.0160
+    ttft_asleep_s: float = 0.2885
+    image_start_s: float = 4.41
+    disk_start_s: float = 34.83
     tokens_per_s: Mapping[int, float] = field(
         default_factory=lambda: {1: 219.9, 16: 3170.2, 64: 9754.7, 256: 17160.5}
     )

@@ -30,6 +30,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "soak": ("cycles", "compared", "wrong"),
     "http": ("rounds", "workload"),
     "turns": ("chats", "second"),
+    "long_prompt": ("streams", "worst_by_median"),
     "serve": ("start", "left_processes"),
     "eval": ("baseline", "checks"),
     "timeline": ("timeline", "memory"),
@@ -44,6 +45,7 @@ _NAMES = {
     "soak": "Many sleeps and wakes",
     "http": "Over HTTP",
     "turns": "A chat's second turn",
+    "long_prompt": "A long prompt beside streams",
     "serve": "Behind serve run",
     "eval": "Before and after a sleep",
     "many": "Many models on one card",
@@ -220,6 +222,8 @@ def _tables(kind: str, result: Result) -> list[Table]:
         from serve_app.bench.many.tables import tables
     elif kind == "turns":
         from docs.results.turns import tables
+    elif kind == "long_prompt":
+        from docs.results.long_prompt import tables
     elif kind == "serve":
         from docs.results.serve.tables import tables
     elif kind == "eval":
