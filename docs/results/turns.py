@@ -1,7 +1,6 @@
-"""The first token of a chat's second turn, beside that of its first; chats one after the other or several at once.
+"""The first token of a chat's second turn, beside that of its first.
 
 python -m docs.results.turns URL --json turns.json
-python -m docs.results.turns URL --chats 200 --at-once 8 --prompt-tokens 1000    # of several replicas
 """
 
 import argparse
@@ -17,20 +16,20 @@ from serve_app.bench.http.run import HttpBench
 from serve_app.bench.http.workload import Lengths, Workload
 from serve_app.bench.provenance import provenance
 
+CHATS = 20
+TOKENS = 4000  # of the first question, about
 ANSWER = "So far, so good. What would you like to know of it?"
 QUESTION = "What is the third word?"
 
 
-async def _measure(
-    target: Target, count: int, at_once: int, tokens: int
-) -> list[tuple[RequestRecord, RequestRecord]]:
-    """Both turns of each chat; the second right behind the answer to the first."""
-    bench = HttpBench(target, Workload("", prompt_tokens=Lengths(tokens, tokens), max_tokens=16))
+async def _measure(url: str) -> list[tuple[RequestRecord, RequestRecord]]:
+    """Both turns of each chat, one chat after the other."""
+    target = Target.parse(url, None, 60.0)
+    bench = HttpBench(target, Workload("", prompt_tokens=Lengths(TOKENS, TOKENS), max_tokens=16))
     await bench.run([])  # no load: it finds the model, and how many tokens it makes of a word
-    chats, room = bench.workload, asyncio.Semaphore(at_once)
-
-    async def chat(client: Client, number: int) -> tuple[RequestRecord, RequestRecord]:
-        async with room:
+    chats, found = bench.workload, []
+    async with Client(target) as client:
+        for number in range(CHATS + 1):
             body = chats.body(0, number)
             first = _ended(await client.ask(chats.path, body))
             more = [
@@ -38,11 +37,8 @@ async def _measure(
                 {"role": "user", "content": QUESTION},
             ]
             second = await client.ask(chats.path, body | {"messages": [*body["messages"], *more]})
-            return first, _ended(second)
-
-    async with Client(target) as client:
-        await chat(client, count)  # it may wake the model
-        return await asyncio.gather(*(chat(client, number) for number in range(count)))
+            found.append((first, _ended(second)))
+    return found[1:]  # the first one may have woken the model
 
 
 def _ended(record: RequestRecord) -> RequestRecord:
@@ -75,15 +71,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
-    parser.add_argument("--chats", type=int, default=20)
-    parser.add_argument("--at-once", type=int, default=1)
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=4000, help="of the first question, about"
-    )
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    target = Target.parse(asked.url, None, 60.0)
-    pairs = asyncio.run(_measure(target, asked.chats, asked.at_once, asked.prompt_tokens))
+    pairs = asyncio.run(_measure(asked.url))
     firsts, seconds = (list(turns) for turns in zip(*pairs, strict=True))
     result = {
         "chats": len(pairs),

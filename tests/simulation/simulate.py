@@ -23,8 +23,8 @@ _TICK_S = 5.0  # between two decisions
 class ReplicaModel:
     """What a replica takes: one NVIDIA H200, 7B shape, bf16.
 
-    Measured, docs/results, newest: `awake_bytes`, `asleep_bytes` (what the driver says is in use
-    on the card) from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from serve.json, and so
+    Measured, each from the newest file of its name in docs/results: `awake_bytes`, `asleep_bytes` (what
+    the driver says is in use on the card) from wake.json; `ttft_awake_s`, `ttft_asleep_s`, over HTTP, from serve.json, and so
     `image_start_s` (its redeploy) and `disk_start_s` (its first start), from the built applications until
     the first token. `tokens_per_s` of a batch of so many from throughput.json.
     Chosen: `room`, `max_ongoing_requests`, small so that traces of a few thousand requests need several
