@@ -15,6 +15,10 @@ from serve_app.signals.news import RoutingReport
 _PREFIX_TOKENS = 256
 _PREFIX_CHARS = 4 * _PREFIX_TOKENS
 
+# So many requests more a replica may have than others, and still be asked first for a prefix that it served last:
+# to compute it again takes longer than a turn beside them (docs/decisions/96).
+_PREFIX_WORTH = 4
+
 # Places that a replica has beside those for requests, for the calls that go past the router to all replicas:
 # status, metrics, sleep, wake. In Serve's eyes they are requests, and would wait for one to end. Also taken by
 # requests that several routers send in the same moment to what was one free place.
@@ -127,13 +131,14 @@ def _is_held(candidate: Candidate) -> bool:
     return candidate.report is not None and candidate.report.held
 
 
-def _cost(candidate: Candidate, packed: float, favourite: str | None) -> tuple[int, bool, bool]:
+def _cost(candidate: Candidate, packed: float, favourite: str | None) -> tuple[int, bool]:
     """Of an awake replica with room; sorting is stable, so the oldest of equals stays first."""
     in_flight = candidate.in_flight or 0
     level = in_flight if in_flight >= packed else 0
     # One that could fall asleep is not kept awake for its cache.
-    chosen = level > 0 and candidate.replica_id == favourite
-    return level, not candidate.local, not chosen
+    if level > 0 and candidate.replica_id == favourite:
+        level -= _PREFIX_WORTH
+    return level, not candidate.local
 
 
 # --- who has seen this before ---

@@ -38,7 +38,7 @@ class RequestRecord:
     Attributes:
         first_s: the first token; None where the answer is not streamed, or none came.
         event_s: every event that brought tokens, the first one included.
-        prompt_tokens, output_tokens: of the server's usage; None where it tells none.
+        prompt_tokens, cached_tokens, output_tokens: of the server's usage; None where it tells none.
         status: of HTTP; None where there was no answer.
         error: None if the whole answer came.
         text: of a streamed answer.
@@ -53,6 +53,7 @@ class RequestRecord:
     first_s: float | None = None
     event_s: tuple[float, ...] = ()
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     output_tokens: int | None = None
     status: int | None = None
     error: ErrorKind | None = None
@@ -192,6 +193,7 @@ class _Answer:
     status: int | None = None
     event_s: list[float] = field(default_factory=list)
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     output_tokens: int | None = None
     last_choice_s: float | None = None
     texts: list[str] = field(default_factory=list)
@@ -231,6 +233,7 @@ class _Answer:
             first_s=first_s,
             event_s=tuple(self.event_s),
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
             status=self.status,
             error=self.error,
@@ -243,6 +246,8 @@ class _Answer:
         if usage := body.get("usage"):
             self.prompt_tokens = int(usage["prompt_tokens"])
             self.output_tokens = int(usage["completion_tokens"])
+            if details := usage.get("prompt_tokens_details"):
+                self.cached_tokens = int(details.get("cached_tokens") or 0)
 
     def _take_line(self, line: bytes, now_s: float) -> None:
         if not line.startswith(b"data:"):

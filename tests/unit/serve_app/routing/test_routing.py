@@ -195,12 +195,16 @@ def test_few_requests_stay_with_the_oldest_up_to_what_it_is_meant_to_have() -> N
     assert first(2, 2, 1) == "2"
 
 
-def test_prefix_decides_only_among_equals_that_are_at_work_anyway() -> None:
+def test_a_prefix_is_worth_a_few_requests_more_where_work_is_done_anyway() -> None:
     def first(a: int, b: int, packed: float = 0.0) -> str:
-        return rank([replica("a", AWAKE, a), replica("b", AWAKE, b)], packed, favourite="b")[0][0]
+        candidates = [replica("a", AWAKE, a), replica("b", AWAKE, b)]
+        roomy = [replace(each, limit=16) for each in candidates]
+        return rank(roomy, packed, favourite="b")[0][0]
 
     assert first(1, 1) == "b"
-    assert first(1, 2) == "a"
+    assert first(0, 3) == "b"
+    assert first(1, 4) == "b"
+    assert first(0, 4) == first(1, 5) == first(2, 9) == "a"
     assert first(0, 0) == "a"  # b may fall asleep
     assert first(2, 2, packed=3) == "a"
     assert first(3, 3, packed=3) == "b"
