@@ -33,10 +33,10 @@ class ReplicaModel:
 
     awake_bytes: float = 25655312384
     asleep_bytes: float = 992804864
-    ttft_awake_s: float = 0.0160
-    ttft_asleep_s: float = 0.2885
-    image_start_s: float = 4.41
-    disk_start_s: float = 34.83
+    ttft_awake_s: float = 0.0166
+    ttft_asleep_s: float = 0.2949
+    image_start_s: float = 4.51
+    disk_start_s: float = 33.92
     tokens_per_s: Mapping[int, float] = field(
         default_factory=lambda: {1: 219.9, 16: 3170.2, 64: 9754.7, 256: 17160.5}
     )
