@@ -38,7 +38,7 @@ class RequestRecord:
     Attributes:
         first_s: the first token; None where the answer is not streamed, or none came.
         event_s: every event that brought tokens, the first one included.
-        prompt_tokens, cached_tokens, output_tokens: of the server's usage; None where it tells none.
+        prompt_tokens, output_tokens, cached_tokens: of the server's usage; None where it tells none.
         status: of HTTP; None where there was no answer.
         error: None if the whole answer came.
         text: of a streamed answer.
@@ -53,13 +53,13 @@ class RequestRecord:
     first_s: float | None = None
     event_s: tuple[float, ...] = ()
     prompt_tokens: int | None = None
-    cached_tokens: int | None = None
     output_tokens: int | None = None
     status: int | None = None
     error: ErrorKind | None = None
     message: str = ""
     cold: bool = False
     text: str = ""
+    cached_tokens: int | None = None
 
     @property
     def error_class(self) -> str:

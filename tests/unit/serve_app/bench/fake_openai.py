@@ -199,10 +199,11 @@ class FakeOpenAI:
         return {**answer, "usage": _usage(body, tokens)} if self.tells_usage else answer
 
 
-def _usage(body: dict[str, Any], tokens: int) -> dict[str, int]:
+def _usage(body: dict[str, Any], tokens: int) -> dict[str, Any]:
     text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
     prompt = TOKENS_PER_WORD * len(text.split()) + EXTRA_TOKENS
-    return {"prompt_tokens": prompt, "completion_tokens": tokens}
+    cached = {"cached_tokens": prompt // 2}
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "prompt_tokens_details": cached}
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -67,6 +67,7 @@ def test_usage_counts_the_tokens_of_coalesced_events() -> None:
     assert [record.output_tokens for record in current.records] == [8, 8]
     # The server makes 2 tokens of a word and adds 3; the probes have found that out.
     assert [record.prompt_tokens for record in current.records] == [43, 43]
+    assert [record.cached_tokens for record in current.records] == [21, 21]
 
 
 def test_without_usage_events_are_counted() -> None:
@@ -74,6 +75,7 @@ def test_without_usage_events_are_counted() -> None:
         (current,) = run(server, closed(1, 1))
     (record,) = current.records
     assert (record.output_tokens, record.prompt_tokens, record.tokens) == (None, None, 4)
+    assert record.cached_tokens is None
 
 
 def test_answer_without_stream_has_no_first_token() -> None:
