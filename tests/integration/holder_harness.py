@@ -50,6 +50,10 @@ class GatedHolder(WeightHolder):
         if open_at_once:
             self._gate.set()
 
+    async def anew(self, open_at_once: bool, peers: tuple[Any, ...]) -> None:
+        """As a new process would begin, but for the seconds of its imports."""
+        self.__init__(open_at_once, peers)  # type: ignore[misc]
+
     async def wait_until_started(self) -> None: ...
 
     async def open_gate(self) -> None:
@@ -83,6 +87,9 @@ class GatedHolder(WeightHolder):
         return super()._publish(*args)  # type: ignore[arg-type]
 
 
+_given_back: dict[str, list[Any]] = {}  # actors without options, by the address of their Ray
+
+
 class ActorHolder:
     """HolderClient over a plain actor handle."""
 
@@ -90,7 +97,12 @@ class ActorHolder:
         self, open_at_once: bool = True, peers: "tuple[ActorHolder, ...]" = (), **options: Any
     ) -> None:
         others = tuple(peer.actor for peer in peers)
-        self.actor = ray.remote(GatedHolder).options(**options).remote(open_at_once, others)
+        idle = _given_back.get(ray.get_runtime_context().gcs_address)
+        if idle and not options:
+            self.actor = idle.pop()
+            self.actor.anew.remote(open_at_once, others)
+        else:
+            self.actor = ray.remote(GatedHolder).options(**options).remote(open_at_once, others)
 
     async def wait_while_starting(self) -> None:
         await self.actor.wait_until_started.remote()
@@ -114,6 +126,10 @@ class ActorHolder:
 
     async def stats(self) -> list[HeldImage]:
         return await self.actor.stats.remote()
+
+    def give_back(self) -> None:
+        """Its process, which nobody loads in any more, is for the next one."""
+        _given_back.setdefault(ray.get_runtime_context().gcs_address, []).append(self.actor)
 
     def kill(self) -> None:
         """Returns when it is dead; Ray's own only asks for it."""

@@ -54,7 +54,7 @@ def test_image_from_the_store_is_the_one_from_disk(ray_store: int, checkpoint: P
         address = segment.__array_interface__["data"][0]
         assert in_shared_memory(address)  # a view, not a copy
         assert address % 4096 == 0
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
@@ -76,7 +76,7 @@ def test_four_replicas_that_start_at_once_read_the_disk_once(
         (held,) = await holder.stats()
         assert held.lessees == 4
         assert held.bytes == images[0].layout.total_bytes
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
@@ -92,7 +92,7 @@ def test_holder_answers_while_it_loads(ray_store: int, checkpoint: Path) -> None
         assert not loading.done()
         await holder.actor.open_gate.remote()
         assert (await loading).origin == "image"
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
@@ -116,7 +116,7 @@ def test_image_is_never_spilled_under_pressure(ray_store: int, checkpoint: Path)
         again.verify()
         assert list(again.manifest.digests) == expected
         del others
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
@@ -156,7 +156,7 @@ def test_release_by_the_last_lessee_frees_the_store(ray_store: int, checkpoint: 
         assert not await holder.release(key, "me")
         again = await fast_load(holder, checkpoint).obtain()
         again.verify()
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
@@ -191,7 +191,7 @@ def test_image_that_the_holder_does_not_make_is_read_from_disk(
         assert (await load.obtain()).origin == "disk"
         assert sources == [ImageSource.MISSING_KEY]
         assert (await holder.counts()).disk_loads == 0
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
@@ -273,7 +273,7 @@ def test_load_that_takes_too_long_is_not_waited_for_and_not_lost(
         assert (await fast_load(holder, tiny_checkpoint, sources.append).obtain()).origin == "image"
         assert sources == [ImageSource.TIMEOUT, ImageSource.IMAGE]
         assert await holder.actor.loads.remote() == 1
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
@@ -305,7 +305,7 @@ def test_image_with_a_changed_byte_is_dropped_and_loaded_anew(
         assert not await holder.recheck(key)  # this one is right
         counts = await holder.counts()
         assert (counts.disk_loads, counts.corrupted) == (3, 2)
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
@@ -324,7 +324,7 @@ def test_replica_that_is_wrong_about_an_image_does_not_cost_the_others_theirs(
         assert len(await holder.stats()) == 1
         assert (await load.obtain()).origin == "image"
         assert (await holder.counts()).disk_loads == 1
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
@@ -369,7 +369,7 @@ def test_store_without_room_is_refused_with_the_sizes_and_the_replica_loads_from
         with pytest.raises(StoreFull, match="on disk"):
             reserve(60 * MIB)  # what would happen without the check
         del view, filler
-        holder.kill()
+        holder.give_back()
 
     run(scenario)
 
