@@ -143,9 +143,9 @@ class ServeProcess:
         assert len(found) < 2, f"{len(found)} processes of {name}"
         return found[0] if found else None
 
-    def cpu_s(self, title: str) -> float:
-        """Seconds of a core that the processes whose titles start like this have used."""
-        used = [process.cpu_times() for process in self.titled(title)]
+    def cpu_s(self, *titles: str) -> float:
+        """Seconds of a core that the processes whose titles start like one of these have used."""
+        used = [process.cpu_times() for title in titles for process in self.titled(title)]
         return float(sum(each.user + each.system for each in used))
 
     def driver(

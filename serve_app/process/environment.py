@@ -8,6 +8,8 @@ import os
 import sysconfig
 from collections.abc import Mapping
 
+from serve_app.process import haproxy
+
 # Ray 2.60 opens its own ports on every interface unless this is 0 (ray/_private/services.py,
 # resolve_ip_for_localhost), and does not find a cluster on loopback; one machine needs none of them from outside.
 LOOPBACK: Mapping[str, str] = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -34,5 +36,6 @@ OWN_PRIORITY: Mapping[str, str] = {"RAY_worker_niceness": "0"}
 def serve_environment(given: Mapping[str, str]) -> dict[str, str]:
     """What `serve run` is started with on one machine; a variable of the user's own wins."""
     # As if the environment of this interpreter were activated: its programs are found by their names.
-    path = [sysconfig.get_path("scripts"), *filter(None, [given.get("PATH")])]
-    return {**LOOPBACK, **CHEAP_STREAMS, **OWN_PRIORITY, **given, "PATH": os.pathsep.join(path)}
+    path = os.pathsep.join([sysconfig.get_path("scripts"), *filter(None, [given.get("PATH")])])
+    ours = {**LOOPBACK, **CHEAP_STREAMS, **haproxy.environment(path), **OWN_PRIORITY}
+    return {**ours, **given, "PATH": path}

@@ -14,6 +14,7 @@ from serve_app.cli.main import app
 from serve_app.config.http import HttpSettings
 from serve_app.front.app import build_asgi
 from serve_app.process.environment import CHEAP_STREAMS
+from serve_app.process.haproxy import SETTINGS
 
 KB = 1000
 DECISION = ("Question", "Choice", "Reason", "Cost", "Limits", "Measured", "Rejected", "Remaining")
@@ -63,7 +64,8 @@ def test_variables_of_the_environment_are_those_of_the_code(project: Path) -> No
     text = read(project / "docs" / "operations.md")
     exported = " ".join(re.findall(r"^export (.*?)(?: +#.*)?$", text, re.MULTILINE)).split()
     told = dict(each.split("=", 1) for each in exported)
-    assert {name: told.get(name) for name in CHEAP_STREAMS} == CHEAP_STREAMS
+    ours = {**CHEAP_STREAMS, **SETTINGS}
+    assert {name: told.get(name) for name in ours} == ours
 
 
 def test_every_route_is_described(project: Path) -> None:

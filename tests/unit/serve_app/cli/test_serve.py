@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from serve_app.cli.main import app
 from serve_app.config.files import check_file
 from serve_app.config.model import ModelConfig
+from serve_app.process import haproxy
 from serve_app.process.environment import (
     CHEAP_STREAMS,
     LOOPBACK,
@@ -305,4 +306,5 @@ def test_variable_of_the_user_wins() -> None:
     environment = serve_environment({**own, "PATH": "/bin"})
     assert own.items() <= environment.items()
     assert environment["PATH"].endswith(f"{os.pathsep}/bin")
-    assert environment.keys() == {*LOOPBACK, *CHEAP_STREAMS, *OWN_PRIORITY, "PATH"}
+    ours = {*LOOPBACK, *CHEAP_STREAMS, *haproxy.environment(environment["PATH"]), *OWN_PRIORITY}
+    assert environment.keys() == {*ours, "PATH"}

