@@ -15,7 +15,7 @@ from shutil import which
 
 PROGRAM = "sleepserve-haproxy"
 _PROGRAM_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
-_ANY_ADDRESS = re.compile(r"^(\s*bind )\*?:(\d+)$", re.MULTILINE)  # of metrics and statistics
+_ASIDE = re.compile(r"^((?:frontend prometheus|listen stats)\n\s*bind )\S*:", re.MULTILINE)
 
 SETTINGS: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -36,7 +36,7 @@ def environment(path: str) -> dict[str, str]:
 
 def harmless(configuration: str) -> str:
     """The same with metrics and statistics on loopback, and a control socket for this user alone."""
-    on_loopback = _ANY_ADDRESS.sub(r"\g<1>127.0.0.1:\2", configuration)
+    on_loopback = _ASIDE.sub(r"\g<1>127.0.0.1:", configuration)
     return on_loopback.replace(" mode 666 level admin", " mode 600 level admin")
 
 

@@ -39,27 +39,27 @@ def test_user_may_have_serve_s_proxy(folder: Path) -> None:
     assert found["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
 
 
-def test_of_all_that_ray_writes_only_the_front_is_open_to_others() -> None:
+@pytest.mark.parametrize("front", ["127.0.0.1", "*", "::1", "gpu-box"])
+def test_of_all_that_ray_writes_only_the_front_may_be_open_to_others(front: str) -> None:
     """Its template's own lines, so that a Ray that writes others is noticed."""
     from ray.serve._private import haproxy_templates
 
     template = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
-    for name in ("config.metrics_port", "config.stats_port"):
-        template = template.replace(f"{{{{ {name} }}}}", "1234")
-    template = harmless(template)
-    bound = [line.split()[1] for line in template.splitlines() if line.strip().startswith("bind ")]
-    front = "{{"  # its address is a setting
-    assert [address for address in bound if not address.startswith(front)] == ["127.0.0.1:1234"] * 2
-    sockets = [line for line in template.splitlines() if line.strip().startswith("stats socket")]
-    assert sockets
-    assert all(" mode 600 " in line for line in sockets)
+    for name, value in (("frontend_host", front), ("metrics_port", "9101"), ("stats_port", "8404")):
+        template = template.replace(f"{{{{ config.{name} }}}}", value)
+    lines = [line.split() for line in harmless(template).splitlines()]
+    bound = [line[1] for line in lines if line[:1] == ["bind"] and line[1] != "{{"]  # gRPC's front
+    assert bound == ["127.0.0.1:9101", f"{front}:{{{{", "127.0.0.1:8404"]
+    (socket,) = (line for line in lines if line[:2] == ["stats", "socket"])
+    assert socket[socket.index("mode") + 1] == "600"
 
 
 def test_it_becomes_haproxy_with_a_configuration_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, started = tmp_path / "haproxy.cfg", []
-    file.write_text("frontend a\n    bind :9101\n    bind 0.0.0.0:8000\n")
+    rest = "frontend http_frontend\n    bind *:8000\n"
+    file.write_text(f"frontend prometheus\n    bind :9101\n{rest}")
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / PROGRAM))
     monkeypatch.setattr(sys, "argv", [PROGRAM, "-db", "-f", str(file), "-sf", "17"])
     monkeypatch.setattr(os, "execv", lambda *given: started.append(given))
@@ -68,5 +68,5 @@ def test_it_becomes_haproxy_with_a_configuration_of_its_own(
     assert arguments == [program, "-dS", "-db", "-f", str(file), "-sf", "17"]
     assert Path(program).name == "haproxy"
     assert os.access(program, os.X_OK)
-    assert file.read_text() == "frontend a\n    bind 127.0.0.1:9101\n    bind 0.0.0.0:8000\n"
+    assert file.read_text() == f"frontend prometheus\n    bind 127.0.0.1:9101\n{rest}"
     assert list(tmp_path.iterdir()) == [file]
