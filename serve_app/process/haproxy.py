@@ -30,6 +30,8 @@ _FILES: Mapping[str, str] = {
 _MOST_CONNECTIONS = re.compile(r"^(\s*maxconn )(\d+)$", re.MULTILINE)
 _FILES_PER_CONNECTION = 2
 _OTHER_FILES = 128  # listeners, threads, sockets; 23 with Ray 2.60's configuration
+_DEFAULTS = re.compile(r"^defaults$", re.MULTILINE)
+_HEAD_TIMEOUT_S = 60  # a connection that has not told what it wants by then makes room for another
 _ASIDE = re.compile(r"^((?:frontend prometheus|listen stats)\n\s*bind )\S*:", re.MULTILINE)
 
 SETTINGS: Mapping[str, str] = {
@@ -67,9 +69,10 @@ def private_folder(parent: Path = Path("/tmp")) -> Path:
 
 
 def harmless(configuration: str) -> str:
-    """The same with metrics and statistics on loopback, and a control socket for this user alone."""
+    """The same with metrics and statistics on loopback, a control socket for this user alone, and no endless heads."""
     on_loopback = _ASIDE.sub(r"\g<1>127.0.0.1:", configuration)
-    return on_loopback.replace(" mode 666 level admin", " mode 600 level admin")
+    private = on_loopback.replace(" mode 666 level admin", " mode 600 level admin")
+    return _DEFAULTS.sub(rf"\g<0>\n    timeout http-request {_HEAD_TIMEOUT_S}s", private)
 
 
 def fitting(configuration: str, open_files: int) -> str:

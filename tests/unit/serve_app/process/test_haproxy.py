@@ -93,6 +93,7 @@ def test_of_all_that_ray_writes_only_the_front_may_be_open_to_others(front: str)
     assert bound == ["127.0.0.1:9101", f"{front}:{{{{", "127.0.0.1:8404"]
     (socket,) = (line for line in lines if line[:2] == ["stats", "socket"])
     assert socket[socket.index("mode") + 1] == "600"
+    assert ["timeout", "http-request", "60s"] in lines
 
 
 CONFIGURATION = """global
@@ -114,7 +115,8 @@ backend there
 @pytest.mark.parametrize(("open_files", "connections"), [(1024, 448), (8320, 4096), (10**6, 4096)])
 def test_it_starts_with_few_open_files(tmp_path: Path, open_files: int, connections: int) -> None:
     """HAProxy ends at once where it may not open as many as its configuration wants."""
-    configuration = fitting(CONFIGURATION.format(folder=tmp_path), open_files)
+    configuration = fitting(harmless(CONFIGURATION.format(folder=tmp_path)), open_files)
+    assert "\ndefaults\n    timeout http-request 60s\n" in configuration
     assert f"maxconn {connections}\n" in configuration
     (tmp_path / "it.cfg").write_text(configuration)
     most = min(open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
