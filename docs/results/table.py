@@ -112,7 +112,9 @@ def rows(
             "tokens per second over HTTP, by `bench http`", closed, "http_closed"
         ),
         **{f"arrivals_{i}": _arrivals(r) for i, r in enumerate(http_open["rounds"])},
-        "arrivals_haproxy": _arrivals(http_open_haproxy["rounds"][-1], behind="haproxy"),
+        "arrivals_haproxy": _arrivals(
+            http_open_haproxy["rounds"][-1], "over HTTP, through HAProxy", "http_open_haproxy"
+        ),
         "start": Row(
             "a new replica's start to its first token, image in memory",
             f"{again['seconds_to_first_token']:.1f} s",
@@ -170,11 +172,9 @@ def _rates(name: str, found: Mapping[str, float], file: str) -> Row:
     return Row(f"{name}, {counts} requests at once", rates, (file,))
 
 
-def _arrivals(found: Result, behind: str = "") -> Row:
+def _arrivals(found: Result, way: str = "over HTTP", file: str = "http_open") -> Row:
     first, later = (found["times"][name]["percentiles"]["50"] for name in ("ttft", "tpot"))
-    way = {"": "over HTTP", "haproxy": "over HTTP, through HAProxy"}[behind]
     name = f"{found['load']['request_rate']:.0f} requests a second {way}: first token, later ones"
-    file = "_".join(filter(None, ("http_open", behind)))
     return Row(name, f"{1e3 * first:.1f} ms, {1e3 * later:.1f} ms", (file,))
 
 

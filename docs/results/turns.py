@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench.figures import Table, as_text, ms
+from serve_app.bench.figures import Table, as_text, ms, spread
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import HttpBench
 from serve_app.bench.http.workload import Lengths, Workload
@@ -69,12 +69,7 @@ def _told(records: list[RequestRecord]) -> dict[str, Any]:
     return {
         "prompt_tokens": statistics.median(record.prompt_tokens or 0 for record in records),
         "cached_share": sum(record.cached_tokens or 0 for record in records) / tokens,
-        "ttft_s": {
-            "median": statistics.median(seconds),
-            "mean": statistics.mean(seconds),
-            "min": min(seconds),
-            "max": max(seconds),
-        },
+        "ttft_s": {**spread(seconds), "mean": statistics.mean(seconds)},
     }
 
 

@@ -33,10 +33,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_serve_starts_it_where_it_is_installed(folder: Path, tmp_path: Path) -> None:
     found = environment(str(folder))
-    assert (
-        found.items()
-        >= {**SETTINGS, "RAY_SERVE_HAPROXY_BINARY_PATH": str(folder / PROGRAM)}.items()
-    )
+    assert SETTINGS.items() <= found.items()
+    assert found["RAY_SERVE_HAPROXY_BINARY_PATH"] == str(folder / PROGRAM)
     assert environment(str(tmp_path / "nowhere")) == {}
 
 
@@ -112,16 +110,18 @@ backend there
 """
 
 
-@pytest.mark.parametrize(("open_files", "connections"), [(1024, 448), (8320, 4096), (10**6, 4096)])
+@pytest.mark.parametrize(("open_files", "connections"), [(1024, 448), (8320, 4096), (20_000, 4096)])
 def test_it_starts_with_few_open_files(tmp_path: Path, open_files: int, connections: int) -> None:
     """HAProxy ends at once where it may not open as many as its configuration wants."""
     configuration = fitting(harmless(CONFIGURATION.format(folder=tmp_path)), open_files)
     assert "\ndefaults\n    timeout http-request 60s\n" in configuration
     assert f"maxconn {connections}\n" in configuration
     (tmp_path / "it.cfg").write_text(configuration)
-    most = min(open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < open_files:
+        pytest.skip(f"a process may not open more than {most} files here")
     with subprocess.Popen(
-        ["prlimit", f"--nofile={most}", "--", get_haproxy_binary(), "-db", "-f", "it.cfg"],
+        ["prlimit", f"--nofile={open_files}", "--", get_haproxy_binary(), "-db", "-f", "it.cfg"],
         cwd=tmp_path,
     ) as process:
         try:
