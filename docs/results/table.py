@@ -55,7 +55,6 @@ def rows(
     throughput: Result,
     http_closed: Result,
     http_open: Result,
-    http_open_haproxy: Result,
     soak: Result,
     wake_compressed: Result,
     http_cold_compressed: Result,
@@ -112,9 +111,6 @@ def rows(
             "tokens per second over HTTP, by `bench http`", closed, "http_closed"
         ),
         **{f"arrivals_{i}": _arrivals(r) for i, r in enumerate(http_open["rounds"])},
-        "arrivals_haproxy": _arrivals(
-            http_open_haproxy["rounds"][-1], "over HTTP, through HAProxy", "http_open_haproxy"
-        ),
         "start": Row(
             "a new replica's start to its first token, image in memory",
             f"{again['seconds_to_first_token']:.1f} s",
@@ -172,10 +168,12 @@ def _rates(name: str, found: Mapping[str, float], file: str) -> Row:
     return Row(f"{name}, {counts} requests at once", rates, (file,))
 
 
-def _arrivals(found: Result, way: str = "over HTTP", file: str = "http_open") -> Row:
+def _arrivals(found: Result) -> Row:
     first, later = (found["times"][name]["percentiles"]["50"] for name in ("ttft", "tpot"))
-    name = f"{found['load']['request_rate']:.0f} requests a second {way}: first token, later ones"
-    return Row(name, f"{1e3 * first:.1f} ms, {1e3 * later:.1f} ms", (file,))
+    name = (
+        f"{found['load']['request_rate']:.0f} requests a second over HTTP: first token, later ones"
+    )
+    return Row(name, f"{1e3 * first:.1f} ms, {1e3 * later:.1f} ms", ("http_open",))
 
 
 def _medians(found: Mapping[str, Result]) -> dict[str, float]:

@@ -32,7 +32,7 @@ _FILES_PER_CONNECTION = 2
 _OTHER_FILES = 128  # listeners, threads, sockets; 23 with Ray 2.60's configuration
 _DEFAULTS = re.compile(r"^defaults$", re.MULTILINE)
 _HEAD_TIMEOUT_S = 60  # a connection that has not told what it wants by then makes room for another
-_ASIDE = re.compile(r"^((?:frontend prometheus|listen stats)\n\s*bind )\S*:", re.MULTILINE)
+_ASIDE = re.compile(r"^((?:frontend prometheus|listen stats)\n\s*bind )\S+", re.MULTILINE)
 
 SETTINGS: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -68,10 +68,15 @@ def private_folder(parent: Path = Path("/tmp")) -> Path:
     return Path(tempfile.mkdtemp(prefix="haproxy-", dir=parent))
 
 
-def harmless(configuration: str) -> str:
-    """The same with metrics and statistics on loopback, a control socket for this user alone, and no endless heads."""
-    on_loopback = _ASIDE.sub(r"\g<1>127.0.0.1:", configuration)
-    private = on_loopback.replace(" mode 666 level admin", " mode 600 level admin")
+def harmless(configuration: str, folder: Path) -> str:
+    """The same with metrics, statistics and control on sockets in `folder`, for this user alone, and no endless heads.
+
+    On ports, the same for each server, a second one on the machine would not start.
+    """
+    on_sockets = _ASIDE.sub(
+        lambda found: f"{found[1]}unix@{folder / found[1].split()[1]} mode 600", configuration
+    )
+    private = on_sockets.replace(" mode 666 level admin", " mode 600 level admin")
     return _DEFAULTS.sub(rf"\g<0>\n    timeout http-request {_HEAD_TIMEOUT_S}s", private)
 
 
@@ -102,7 +107,7 @@ def _replace(file: Path) -> None:
     """In place, as Serve knows its HAProxy by the path on its command line."""
     new = file.with_name(f"{file.name}.{os.getpid()}")
     _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    configuration = harmless(file.read_text())
+    configuration = harmless(file.read_text(), file.parent)
     if open_files != resource.RLIM_INFINITY:
         configuration = fitting(configuration, open_files)
     new.write_text(configuration)

@@ -33,12 +33,12 @@ class ReplicaModel:
 
     awake_bytes: float = 25655312384
     asleep_bytes: float = 992804864
-    ttft_awake_s: float = 0.0166
-    ttft_asleep_s: float = 0.2949
-    image_start_s: float = 4.51
-    disk_start_s: float = 33.92
+    ttft_awake_s: float = 0.0121
+    ttft_asleep_s: float = 0.2871
+    image_start_s: float = 4.36
+    disk_start_s: float = 33.73
     tokens_per_s: Mapping[int, float] = field(
-        default_factory=lambda: {1: 219.9, 16: 3170.2, 64: 9754.7, 256: 17160.5}
+        default_factory=lambda: {1: 218.1, 16: 3125.3, 64: 9824.7, 256: 16934.1}
     )
     room: int = 16
     idle_timeout_s: float = 60.0

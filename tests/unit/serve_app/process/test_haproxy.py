@@ -86,9 +86,14 @@ def test_of_all_that_ray_writes_only_the_front_may_be_open_to_others(front: str)
     template = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
     for name, value in (("frontend_host", front), ("metrics_port", "9101"), ("stats_port", "8404")):
         template = template.replace(f"{{{{ config.{name} }}}}", value)
-    lines = [line.split() for line in harmless(template).splitlines()]
-    bound = [line[1] for line in lines if line[:1] == ["bind"] and line[1] != "{{"]  # gRPC's front
-    assert bound == ["127.0.0.1:9101", f"{front}:{{{{", "127.0.0.1:8404"]
+    lines = [line.split() for line in harmless(template, Path("/tmp/here")).splitlines()]
+    bound = [line[1:] for line in lines if line[:1] == ["bind"] and line[1] != "{{"]  # gRPC's front
+    assert [words[0] for words in bound] == [
+        "unix@/tmp/here/prometheus",
+        f"{front}:{{{{",
+        "unix@/tmp/here/stats",
+    ]
+    assert bound[0][1:] == bound[2][1:] == ["mode", "600"]
     (socket,) = (line for line in lines if line[:2] == ["stats", "socket"])
     assert socket[socket.index("mode") + 1] == "600"
     assert ["timeout", "http-request", "60s"] in lines
@@ -113,7 +118,7 @@ backend there
 @pytest.mark.parametrize(("open_files", "connections"), [(1024, 448), (8320, 4096), (20_000, 4096)])
 def test_it_starts_with_few_open_files(tmp_path: Path, open_files: int, connections: int) -> None:
     """HAProxy ends at once where it may not open as many as its configuration wants."""
-    configuration = fitting(harmless(CONFIGURATION.format(folder=tmp_path)), open_files)
+    configuration = fitting(harmless(CONFIGURATION.format(folder=tmp_path), tmp_path), open_files)
     assert "\ndefaults\n    timeout http-request 60s\n" in configuration
     assert f"maxconn {connections}\n" in configuration
     (tmp_path / "it.cfg").write_text(configuration)
@@ -148,5 +153,8 @@ def test_it_becomes_haproxy_with_a_configuration_of_its_own(
     assert arguments == [program, "-dS", "-db", "-f", str(file), "-sf", "17"]
     assert Path(program).name == "haproxy"
     assert os.access(program, os.X_OK)
-    assert file.read_text() == f"frontend prometheus\n    bind 127.0.0.1:9101\n{rest}"
+    assert (
+        file.read_text()
+        == f"frontend prometheus\n    bind unix@{tmp_path}/prometheus mode 600\n{rest}"
+    )
     assert list(tmp_path.iterdir()) == [file]
