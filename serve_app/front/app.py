@@ -17,7 +17,6 @@ from serve_app.front.about import About
 from serve_app.front.bodies import Bodies
 from serve_app.front.browsers import Browsers
 from serve_app.front.dialects import OPENAI, Dialect
-from serve_app.front.early_body import TakeEarly
 from serve_app.front.endpoints.catalogue import ENDPOINTS
 from serve_app.front.endpoints.endpoint import Handlers
 from serve_app.front.errors import Edge, http_exception
@@ -88,7 +87,6 @@ def build_asgi(
     app = Starlette(
         routes=_routes(handlers, settings, everybody.account, tracer),
         middleware=[
-            Middleware(TakeEarly),
             *_cors(
                 settings
             ),  # outermost of what answers: a page of another origin may read errors, too

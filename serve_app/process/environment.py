@@ -23,9 +23,6 @@ CHEAP_STREAMS: Mapping[str, str] = {
     # No event goes from thread to thread within a process (docs/decisions/74).
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    # The proxy sends small bodies along with their requests (docs/decisions/83). It imports this when it starts, so
-    # the package has to be there on every node with a proxy.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.front.early_body:proxy_middlewares",
 }
 
 # Ray starts workers, and so all of our processes but itself, at niceness 15, so that they do not starve its own

@@ -13,8 +13,6 @@ import openai
 import psutil
 import pytest
 
-from serve_app.front.early_body import MAX_EARLY_BYTES, PATIENCE_S
-from serve_app.process.environment import CHEAP_STREAMS
 from tests.e2e.serve_process import ServeProcess, wait_until
 
 MODEL = "demo"
@@ -206,10 +204,9 @@ def _head(*headers: bytes) -> bytes:
     return b"\r\n".join([*lines, b"Content-Type: application/json", b"", b""])
 
 
-@pytest.mark.parametrize("room", [0, 2 * MAX_EARLY_BYTES], ids=["small", "large"])
-@pytest.mark.parametrize("pause_s", [0.0, 2 * PATIENCE_S])
+@pytest.mark.parametrize("room", [0, 2**17], ids=["small", "large"])
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
 def test_body_is_the_same_however_it_arrives(own: ServeProcess, pause_s: float, room: int) -> None:
-    """Serve's proxy sends some along with their requests, and has the ingress ask for the others."""
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     expected = own.post("/v1/completions", **asked).json()["choices"]
     for way, packets in WAYS.items():
@@ -223,8 +220,6 @@ def test_body_is_the_same_however_it_arrives(own: ServeProcess, pause_s: float, 
                 response.begin()  # behind any 100 Continue
                 assert response.status == 200, way
                 assert json.load(response)["choices"] == expected, way
-    told = [text for path, text in own.logs().items() if "/logs/serve/proxy_" in path]
-    assert any(CHEAP_STREAMS["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] in text for text in told)
 
 
 # --- the same model with a short idle timeout ---

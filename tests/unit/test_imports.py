@@ -24,7 +24,6 @@ HEAVY = ("torch", "transformers")
     [
         "serve_app.config.files",
         "serve_app.front.app",
-        "serve_app.front.early_body",
         "serve_app.cli.main",
         "serve_app.app",
         "serve_app.asgi",
