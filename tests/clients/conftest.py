@@ -41,14 +41,31 @@ def serving(**environment: str) -> Iterator[str]:
             assert process.wait(STOP_DEADLINE_S) == 0, "the server did not end well"
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[str]:
-    with serving() as url:
-        yield url
+# The environment of each kind. Tests of one kind follow each other, so that one server runs at a time: what another
+# client sees of a server is not what the machine's other work does to it.
+SERVERS = {
+    "server": {},
+    "guarded_server": {"SLEEPSERVE_API_KEYS": USER_KEY, "SLEEPSERVE_ADMIN_KEYS": ADMIN_KEY},
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for kind in SERVERS.keys() & metafunc.fixturenames:
+        metafunc.parametrize("_served", [kind], indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
-def guarded_server(server: str) -> Iterator[str]:
-    """One that takes `USER_KEY` and `ADMIN_KEY`, beside the other."""
-    with serving(SLEEPSERVE_API_KEYS=USER_KEY, SLEEPSERVE_ADMIN_KEYS=ADMIN_KEY) as url:
+def _served(request: pytest.FixtureRequest) -> Iterator[str]:
+    with serving(**SERVERS[request.param]) as url:
         yield url
+
+
+@pytest.fixture
+def server(_served: str) -> str:
+    return _served
+
+
+@pytest.fixture
+def guarded_server(_served: str) -> str:
+    """One that takes `USER_KEY` and `ADMIN_KEY`."""
+    return _served

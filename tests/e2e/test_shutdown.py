@@ -17,8 +17,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.conftest import Servers
-from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until, wait_until_gone
+from tests.e2e.conftest import Servers, config_with
+from tests.e2e.serve_process import PROJECT, ServeProcess, running, wait_until, wait_until_gone
 from tests.e2e.test_redeploy import changed, deploy
 
 LONG = {"model": "tiny", "prompt": "on and on", "max_tokens": 900, "ignore_eos": True}
@@ -157,6 +157,24 @@ def test_interrupt_in_mid_stream_leaves_nothing(servers: Servers, tiny: ServePro
     assert response.status_code == 200
     assert tiny.wake_up()["in_flight"] == 1
     leaves_nothing(servers, tiny, "tiny")
+
+
+@pytest.mark.slow
+def test_two_servers_of_a_machine_do_not_know_each_other(tiny: ServeProcess) -> None:
+    asked = LONG | {"max_tokens": 8, "temperature": 0}
+
+    def text_of(server: ServeProcess) -> str:
+        response = server.post("/v1/completions", **asked)
+        assert response.status_code == 200, response.text
+        text: str = response.json()["choices"][0]["text"]
+        return text
+
+    expected = text_of(tiny)
+    with running(config_with("tiny_cpu.yaml")) as second:
+        second.wait_until_ready()
+        assert text_of(second) == expected
+        assert text_of(tiny) == expected
+    assert text_of(tiny) == expected
 
 
 def leaves_nothing(servers: Servers, server: ServeProcess, model: str) -> None:

@@ -38,7 +38,7 @@ class ReplicaModel:
     image_start_s: float = 4.36
     disk_start_s: float = 33.73
     tokens_per_s: Mapping[int, float] = field(
-        default_factory=lambda: {1: 218.1, 16: 3125.3, 64: 9824.7, 256: 16934.1}
+        default_factory=lambda: {1: 218.0, 16: 3125.2, 64: 9825.0, 256: 16934.5}
     )
     room: int = 16
     idle_timeout_s: float = 60.0
