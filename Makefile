@@ -90,7 +90,7 @@ gpu: $(if $(filter command line,$(origin PY)),,$(STAMP))
 check: $(STAMP)
 	$(PY) -m ruff format --check
 	$(PY) -m ruff check
-	$(PY) -m mypy
+	$(PY) -m mypy --num-workers auto
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 fmt: $(STAMP)

@@ -351,6 +351,7 @@ def test_holder_that_does_not_answer_is_not_waited_for(
     run(scenario)
 
 
+@pytest.mark.slow  # a Ray of its own
 @pytest.mark.parametrize("ray_store", [80 * MIB], indirect=True)
 def test_store_without_room_is_refused_with_the_sizes_and_the_replica_loads_from_disk(
     ray_store: int, checkpoint: Path, caplog: pytest.LogCaptureFixture

@@ -178,6 +178,7 @@ def test_script_ends_by_itself(tiny_checkpoint: Path, project: Path) -> None:
     assert (process.returncode, out) == (0, "length\n"), err
 
 
+@pytest.mark.slow
 def test_script_ends_with_its_exception(tiny_checkpoint: Path, project: Path) -> None:
     with script("llm = make()\nraise OSError('mine')", tiny_checkpoint, project) as process:
         _, err = process.communicate(timeout=EXIT_S)
@@ -204,7 +205,13 @@ WHILE_BUILDING = """
     """
 
 
-@pytest.mark.parametrize("body", [WHILE_GENERATING, WHILE_BUILDING], ids=["generating", "building"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(WHILE_GENERATING, id="generating"),
+        pytest.param(WHILE_BUILDING, id="building", marks=pytest.mark.slow),
+    ],
+)
 def test_script_ends_at_ctrl_c(body: str, tiny_checkpoint: Path, project: Path) -> None:
     with script(body, tiny_checkpoint, project) as process:
         assert process.stdout is not None
@@ -242,7 +249,13 @@ WHOSE_STEP_HANGS = """
     """
 
 
-@pytest.mark.parametrize("ends", ["llm.shutdown()", ""], ids=["shut down", "left open"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param("llm.shutdown()", id="shut down"),
+        pytest.param("", id="left open", marks=pytest.mark.slow),
+    ],
+)
 def test_script_whose_device_hangs_ends(ends: str, tiny_checkpoint: Path, project: Path) -> None:
     """In a step, and in what the control thread does, for which Python would wait."""
     hangs = f"worker._control.submit(threading.Event().wait)\n{ends}"

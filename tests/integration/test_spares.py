@@ -74,27 +74,36 @@ def wait_for_spare(code: str) -> int:
     return process
 
 
-def test_next_one_is_there_already_with_its_imports_done(parents: list[Any]) -> None:
-    code = f"next-{os.getpid()}"
-    first = take(parents, code)
-    assert ray.get(first.imported.remote())
-    assert not spare_processes(code), "it is in use"
+CODE = f"this-{os.getpid()}"
+
+
+@pytest.fixture(scope="module")
+def first(parents: list[Any]) -> Any:
+    """A worker of this code."""
+    worker = take(parents, CODE)
+    assert ray.get(worker.imported.remote())
+    assert not spare_processes(CODE), "it is in use"
+    return worker
+
+
+def test_next_one_is_there_already_with_its_imports_done(parents: list[Any], first: Any) -> None:
     ray.get(first.keep_one_more.remote())
-    spare = wait_for_spare(code)
+    spare = wait_for_spare(CODE)
     ray.get(first.keep_one_more.remote())
-    second = take(parents, code)
+    second = take(parents, CODE)
     assert ray.get(second.process.remote()) == spare
     assert ray.get(second.imported.remote())
     ray.get(second.keep_one_more.remote())
-    assert wait_for_spare(code) != spare, "a third one, and no fourth"
+    assert wait_for_spare(CODE) != spare, "a third one, and no fourth"
 
 
-def test_code_that_has_changed_gets_no_process_of_older_code(parents: list[Any]) -> None:
-    older, newer = (f"{age}-{os.getpid()}" for age in ("older", "newer"))
-    ray.get(take(parents, older).keep_one_more.remote())
-    spare = wait_for_spare(older)
-    assert ray.get(take(parents, newer).process.remote()) != spare
-    assert spare_processes(older) == [spare]
+def test_code_that_has_changed_gets_no_process_of_older_code(
+    parents: list[Any], first: Any
+) -> None:
+    ray.get(first.keep_one_more.remote())
+    spare = wait_for_spare(CODE)
+    assert ray.get(take(parents, f"newer-{os.getpid()}").process.remote()) != spare
+    assert spare_processes(CODE) == [spare]
 
 
 def test_where_no_spare_can_be_had_a_line_says_so_and_nothing_fails(
