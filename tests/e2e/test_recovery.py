@@ -19,6 +19,9 @@ from tests.e2e.conftest import Servers, config_with
 from tests.e2e.serve_process import ServeProcess, running, wait_until
 from tests.fake_hub import FakeHub
 
+# Servers of their own. Of workers that fail, test_workers.py is in `make test`.
+pytestmark = pytest.mark.slow
+
 CHANGED = "changed"  # its checkpoint is replaced while it sleeps
 ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
 SAME = ("process_id", "replica_id")  # whatever becomes of a worker
@@ -46,7 +49,6 @@ def serving(config: str, **environment: str) -> Iterator[ServeProcess]:
         ),
     ],
 )
-@pytest.mark.slow  # a server each
 def test_configuration_that_cannot_work_is_told_in_the_log(
     servers: Any,
     tiny_checkpoint: Path,
