@@ -14,8 +14,9 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.conftest import Servers, config_with
 from tests.e2e.puzzles import Puzzle
-from tests.e2e.serve_process import ServeProcess, wait_until, wait_until_gone
+from tests.e2e.serve_process import ServeProcess, running, wait_until, wait_until_gone
 
 MODEL = "tiny"
 HOLDER = "weights:WeightHolder"
@@ -436,3 +437,17 @@ def test_killed_controller_interrupts_nobody(
 def controller_pid(server: ServeProcess) -> int | None:
     found = [p.pid for p in server.named("ray::ServeContr")]
     return found[0] if found else None
+
+
+@pytest.mark.slow  # a server of its own
+def test_behind_serve_s_own_proxy_it_is_the_same(
+    servers: Servers, puzzles: tuple[Puzzle, ...]
+) -> None:
+    servers.stop()
+    config = config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None})
+    with running(config, RAY_SERVE_ENABLE_HA_PROXY="0") as server:
+        server.wait_until_ready()
+        assert not server.titled("ray::HAProxyManager")
+        assert asyncio.run(gather(server, list(puzzles))) == [each.answer for each in puzzles]
+        test_client_that_leaves_in_mid_stream_frees_the_engine(server, puzzles, "/v1/completions")
+        test_client_that_leaves_a_request_without_stream_frees_the_engine(server)
