@@ -32,7 +32,7 @@ _FILES_PER_CONNECTION = 2
 _OTHER_FILES = 128  # listeners, threads, sockets; 23 with Ray 2.60's configuration
 _DEFAULTS = re.compile(r"^defaults$", re.MULTILINE)
 _HEAD_TIMEOUT_S = 60  # a connection that has not told what it wants by then makes room for another
-_ASIDE = re.compile(r"^((?:frontend prometheus|listen stats)\n\s*bind )\S+", re.MULTILINE)
+_ASIDE = re.compile(r"^((?:frontend|listen) (prometheus|stats)\n\s*bind )\S+", re.MULTILINE)
 
 SETTINGS: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -73,9 +73,7 @@ def harmless(configuration: str, folder: Path) -> str:
 
     On ports, the same for each server, a second one on the machine would not start.
     """
-    on_sockets = _ASIDE.sub(
-        lambda found: f"{found[1]}unix@{folder / found[1].split()[1]} mode 600", configuration
-    )
+    on_sockets = _ASIDE.sub(rf"\g<1>unix@{folder}/\g<2> mode 600", configuration)
     private = on_sockets.replace(" mode 666 level admin", " mode 600 level admin")
     return _DEFAULTS.sub(rf"\g<0>\n    timeout http-request {_HEAD_TIMEOUT_S}s", private)
 

@@ -16,7 +16,8 @@ import pytest
 
 from tests.e2e.conftest import Servers, config_with
 from tests.e2e.puzzles import Puzzle
-from tests.e2e.serve_process import ServeProcess, running, wait_until, wait_until_gone
+from tests.e2e.serve_process import ServeProcess, wait_until, wait_until_gone
+from tests.e2e.test_recovery import serving
 
 MODEL = "tiny"
 HOLDER = "weights:WeightHolder"
@@ -445,8 +446,7 @@ def test_behind_serve_s_own_proxy_it_is_the_same(
 ) -> None:
     servers.stop()
     config = config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None})
-    with running(config, RAY_SERVE_ENABLE_HA_PROXY="0") as server:
-        server.wait_until_ready()
+    with serving(config, RAY_SERVE_ENABLE_HA_PROXY="0") as server:
         assert not server.titled("ray::HAProxyManager")
         assert asyncio.run(gather(server, list(puzzles))) == [each.answer for each in puzzles]
         test_client_that_leaves_in_mid_stream_frees_the_engine(server, puzzles, "/v1/completions")

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Servers, config_with
-from tests.e2e.serve_process import PROJECT, ServeProcess, running, wait_until, wait_until_gone
+from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until, wait_until_gone
+from tests.e2e.test_recovery import serving, text_of
 from tests.e2e.test_redeploy import changed, deploy
 
 LONG = {"model": "tiny", "prompt": "on and on", "max_tokens": 900, "ignore_eos": True}
@@ -161,17 +162,8 @@ def test_interrupt_in_mid_stream_leaves_nothing(servers: Servers, tiny: ServePro
 
 @pytest.mark.slow
 def test_two_servers_of_a_machine_do_not_know_each_other(tiny: ServeProcess) -> None:
-    asked = LONG | {"max_tokens": 8, "temperature": 0}
-
-    def text_of(server: ServeProcess) -> str:
-        response = server.post("/v1/completions", **asked)
-        assert response.status_code == 200, response.text
-        text: str = response.json()["choices"][0]["text"]
-        return text
-
     expected = text_of(tiny)
-    with running(config_with("tiny_cpu.yaml")) as second:
-        second.wait_until_ready()
+    with serving(config_with("tiny_cpu.yaml")) as second:
         assert text_of(second) == expected
         assert text_of(tiny) == expected
     assert text_of(tiny) == expected
