@@ -27,6 +27,7 @@ from actors.quantization.experts import QuantizedExperts, QuantizedStack, fits
 from actors.quantization.formats import Projection, Unserved
 from actors.quantization.linear import QuantizedLinear, QuantizedWeight
 from actors.quantization.packing import repack
+from actors.threads import on_threads
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _STACKED = ("gate_up_proj", "down_proj")
@@ -137,10 +138,13 @@ def load_quantized(
     model, told = loaded
     assert isinstance(model, PreTrainedModel)
     _check_loaded(told, weights, type(model).__name__)
-    for filling in _swap(model, places, dtype):
+
+    def fill(filling: Filling) -> None:
         projection = filling.projection
         stored = {leaf: read(f"{projection.name}.{leaf}") for leaf in projection.tensors}
         filling.fill(repack(projection, stored, dtype))
+
+    on_threads(fill, _swap(model, places, dtype))
     return model
 
 

@@ -4,7 +4,9 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.quantization.formats import Projection
@@ -15,6 +17,8 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _IMPLIED_ZERO = {"int4": 8, "int8": 128}
 # By which one adds 1 to each value of a word at once.
 _ONES = {4: 0x11111111, 8: 0x01010101}
+# Of a word's bytes.
+_LOW_HALVES, _HIGH_HALVES = 0x0F0F0F0F, 0xF0F0F0F0
 
 
 def repack(
@@ -30,23 +34,24 @@ def repack(
     Raises:
         ValueError: they contradict the checkpoint's configuration.
     """
-    if found.packing in ("gptq", "gptq_v2"):
-        q_NK, scales_GN, zeros_GN, groups_K = _from_gptq(found, stored)
-    elif found.packing == "awq":
-        q_NK, scales_GN, zeros_GN, groups_K = _from_awq(stored)
-    elif found.packing == "packed":
-        q_NK, scales_GN, zeros_GN, groups_K = _from_packed(found, stored)
-    elif found.scheme.kind == "fp8":
+    if found.scheme.kind == "fp8":
         return _from_fp8(found, stored)
+    if found.packing in ("gptq", "gptq_v2"):
+        weight, scales_GN, zeros_GN, groups_K = _from_gptq(found, stored)
+    elif found.packing == "awq":
+        weight, scales_GN, zeros_GN, groups_K = _from_awq(found, stored)
+    elif found.packing == "packed":
+        weight, scales_GN, zeros_GN, groups_K = _from_packed(found, stored)
     else:
-        q_NK, scales_GN, zeros_GN, groups_K = _from_int8(found, stored)
+        weight, scales_GN, zeros_GN, groups_K = _from_int8(found, stored)
 
     scheme = found.scheme
     order_K = _order(found, groups_K)
-    if order_K is not None:
-        q_NK = q_NK[:, order_K]
+    if order_K is not None and scheme.kind == "int4":
+        weight = pack_int4(unpack_int4(weight, scheme)[:, order_K], scheme)
+    elif order_K is not None:
+        weight = weight[:, order_K]
     scales_GN = scales_GN.expand(scheme.groups(found.K), found.N)
-    weight = pack_int4(q_NK, scheme) if scheme.kind == "int4" else q_NK
     tensors = {
         "weight": weight.contiguous(),
         "scales": scales_GN.to(dtype).contiguous(),
@@ -115,35 +120,34 @@ def _spread(each: Tensor, scheme: Scheme, shape: torch.Size) -> Tensor:
 
 # --- formats ---
 
-# Values [N, K] as bytes; scales, and zero points as bytes, that expand to [G, N]; the group of each input channel.
+# The weight in our layout, its input channels in their own order; scales, and zero points as bytes, that expand to
+# [G, N]; the group of each input channel.
 _Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _from_gptq(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
     bits = found.bits
-    q_NK = values_of(stored["qweight"], bits).permute(1, 0, 2).reshape(found.N, found.K)
     qzeros = stored["qzeros"]
     if found.packing == "gptq":
         # Stored minus one. Taken from whole words: a zero point of 0 has borrowed from its neighbour, so
         # that it is given back to it here.
         qzeros = qzeros + _ONES[bits]
     zeros_GN = values_of(qzeros, bits).reshape(len(qzeros), found.N)
-    return q_NK, stored["scales"], zeros_GN, stored.get("g_idx")
+    weight = _from_words(found, stored["qweight"])
+    return weight, stored["scales"], zeros_GN, stored.get("g_idx")
 
 
-def _from_awq(stored: Mapping[str, Tensor]) -> _Parts:
+def _from_awq(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
     place = sorted(range(8), key=_AWQ_COLUMNS.__getitem__)
-    q_KN, zeros_GN = (
-        values_of(stored[name], 4)[:, :, place].flatten(1) for name in ("qweight", "qzeros")
-    )
-    return q_KN.T, stored["scales"], zeros_GN, None
+    zeros_GN = values_of(stored["qzeros"], 4)[:, :, place].flatten(1)
+    weight = _from_columns(found, stored["qweight"])
+    return weight, stored["scales"], zeros_GN, None
 
 
 def _from_packed(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
     if stored["weight_shape"].tolist() != [found.N, found.K]:
         shape = " x ".join(map(str, stored["weight_shape"].tolist()))
         raise ValueError(f"{found.name}.weight_shape is {shape}, not {found.N} x {found.K}")
-    q_NK = values_of(stored["weight_packed"], found.bits).flatten(1)
     zeros_GN = None
     if found.scheme.zeros:
         # Packed along the output channels.
@@ -153,21 +157,73 @@ def _from_packed(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
     groups_K = stored.get("weight_g_idx")
     if groups_K is not None and bool((groups_K == -1).all()):
         groups_K = torch.arange(found.K) // found.scheme.group  # none has been chosen
-    return q_NK, _columns(stored["weight_scale"]), zeros_GN, groups_K
+    weight = _from_words(found, stored["weight_packed"].T)
+    return weight, _columns(stored["weight_scale"]), zeros_GN, groups_K
 
 
 def _from_int8(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
     zeros_GN = None
     if found.scheme.zeros:
         zeros_GN = _columns(_from_signed(stored["weight_zero_point"]))
-    q_NK = _from_signed(stored["weight"])
-    return q_NK, _columns(stored["weight_scale"]), zeros_GN, None
+    weight = _from_signed(stored["weight"])
+    return weight, _columns(stored["weight_scale"]), zeros_GN, None
 
 
 def _from_fp8(found: Projection, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     scale = next(name for name in stored if name.startswith("weight_scale"))
     scales_GN = _columns(stored[scale].float()).expand(found.scheme.scales_shape(found.K, found.N))
     return {"weight": stored["weight"].contiguous(), "scales": scales_GN.contiguous()}
+
+
+# With numpy, which keeps to the thread that it is called in, a block of input channels after the other: what is in the
+# caches is spread there.
+
+
+def _from_words(found: Projection, words_WN: Tensor) -> Tensor:
+    """Words of neighbouring input channels."""
+    if found.bits == 8:
+        return words_WN.T.contiguous().view(torch.uint8)
+    turn = found.scheme.block(found.K) // 16  # words of half a block
+    words = words_WN.numpy().view(np.uint32)
+    weight = np.empty((found.N, found.K // 16), np.uint64)
+    for first in range(0, len(words), 2 * turn):
+        values = _spread_values(words[first : first + 2 * turn])
+        values[turn:] <<= 4
+        np.bitwise_or(values[:turn], values[turn:], out=values[:turn])
+        weight[:, first // 2 : first // 2 + turn] = values[:turn].T
+    return torch.from_numpy(weight.view(np.uint8))
+
+
+def _spread_values(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """The eight values of each word, in the bytes of a word of 64 bits."""
+    wide = words.astype(np.uint64)
+    shifted = np.empty_like(wide)
+    for bits, mask in (
+        (16, 0x0000FFFF0000FFFF),
+        (8, 0x00FF00FF00FF00FF),
+        (4, 0x0F0F0F0F0F0F0F0F),
+    ):
+        np.left_shift(wide, bits, out=shifted)
+        wide |= shifted
+        wide &= mask
+    return wide
+
+
+def _from_columns(found: Projection, words_KW: Tensor) -> Tensor:
+    """AWQ's words of eight output channels."""
+    half = found.scheme.block(found.K) // 2
+    # Where each channel is when the even values stand before the odd ones.
+    columns = [*_AWQ_COLUMNS[::2], *_AWQ_COLUMNS[1::2]]
+    place = sorted(range(8), key=columns.__getitem__)
+    words = words_KW.numpy().view(np.uint32)
+    weight = np.empty((found.N, found.K // 2), np.uint8)
+    for first in range(0, found.K, 2 * half):
+        low, high = words[first : first + half], words[first + half : first + 2 * half]
+        even = (low & _LOW_HALVES) | ((high & _LOW_HALVES) << 4)
+        odd = ((low >> 4) & _LOW_HALVES) | (high & _HIGH_HALVES)
+        values = np.stack((even, odd), axis=-1).view(np.uint8)[:, :, place]
+        weight[:, first // 2 : first // 2 + half] = values.reshape(half, -1).T
+    return torch.from_numpy(weight)
 
 
 def values_of(words: Tensor, bits: int) -> Tensor:
