@@ -17,7 +17,7 @@ FROM = ENGINE.model_copy(update={"max_batch_tokens": 64, "min_shared_prefix_toke
 BEGINNING = tuple(5 + i % 200 for i in range(100))
 PROMPTS = [(*BEGINNING, *range(10 + n, 40 * n)) for n in range(1, 4)]
 PROMPTS.append(tuple(7 + i * i % 230 for i in range(260)))
-LONG = {"max_tokens": 200, "ignore_eos": True}
+LONG = {"max_tokens": 100, "ignore_eos": True}
 SAMPLED = LONG | {"temperature": 1.0, "seed": 5, "presence_penalty": 0.5}
 SAMPLINGS: dict[str, dict[str, object]] = {"greedy": LONG, "seeded": SAMPLED}
 

@@ -125,7 +125,8 @@ def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
         async with harness(checkpoint, load(checkpoint), ENGINES[device]) as h:
             expected = await answers(h)
             left = []
-            for prompt in (*PROMPTS, *PROMPTS):
+            # On a card, the first forward of a length loads kernels, which stay.
+            for prompt in PROMPTS * (2 if device == "cuda" else 1):
                 *_, sampled = await h.events(
                     prompt, max_tokens=12, ignore_eos=True, logprobs=0, stream=False
                 )
@@ -140,7 +141,7 @@ def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
                 assert h.worker.memory.sleep_residue is not None
                 left.append(h.worker.memory.sleep_residue.total)
                 await h.runtime.wake()
-            if device == "cuda":  # the first forward of a length loads kernels, which stay
+            if device == "cuda":
                 assert max(left[len(PROMPTS) :]) <= left[len(PROMPTS) - 1] + 16 * MIB
 
     run(scenario)
@@ -246,14 +247,15 @@ def test_sleeping_again_and_again_leaves_no_more_each_time(device: str, checkpoi
     async def scenario() -> None:
         async with harness(checkpoint, load(checkpoint), ENGINES[device]) as h:
             left = []
-            for _ in range(12):
+            rounds = 12 if device == "cuda" else 6
+            for _ in range(rounds):
                 await answers(h)
                 await settled(h)
                 slept = await h.runtime.sleep(1)
                 assert slept.left is not None
                 left.append(slept.left.total)
                 await h.runtime.wake()
-            assert max(left[6:]) - min(left[2:]) < 16 * MIB, left
+            assert max(left[rounds // 2 :]) - min(left[2:]) < 16 * MIB, left
 
     run(scenario)
 
@@ -467,7 +469,7 @@ def test_one_sleeps_and_wakes_while_its_neighbour_generates(device: str, checkpo
             harness(checkpoint, load(checkpoint), engine) as drowsy,
         ):
             expected = await answers(drowsy)
-            long = {"max_tokens": 200, "ignore_eos": True}
+            long = {"max_tokens": 100, "ignore_eos": True}
             undisturbed = await busy.tokens(PROMPTS[0], **long)
             for _ in range(3):
                 generating = asyncio.create_task(busy.tokens(PROMPTS[0], **long))
