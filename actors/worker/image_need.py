@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from actors.image.host_memory import ImageUse, Need
+from actors.holder.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
 from actors.memory.driver import HostLink

@@ -36,10 +36,10 @@ from actors.errors import (
     ShuttingDown,
     Unavailable,
 )
+from actors.holder.host_memory import ImageUse, Need
 from actors.image import packer
 from actors.image.attach import build_on_meta
 from actors.image.config import Compression
-from actors.image.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
 from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.store import ByteArray

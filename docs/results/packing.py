@@ -13,10 +13,10 @@ from typing import Any
 
 import ray
 
+from actors.holder.obtain import FastLoad
 from actors.image.compressing import try_parts
 from actors.image.image import WeightImage
 from actors.image.layout import CompressedSegment, ImageKey
-from actors.image.obtain import FastLoad
 from actors.image.store import ByteArray, writable
 from actors.protocol import HeldImage
 from serve_app.bench.figures import Table, as_text, environment

@@ -14,11 +14,11 @@ from typing import Any
 
 import ray
 
-from actors.image.held import Published
-from actors.image.holder import WeightHolder
+from actors.holder.held import Published
+from actors.holder.holder import WeightHolder
+from actors.holder.room import MakeRoom
 from actors.image.layout import ImageKey
 from actors.image.packer import checkpoint_dtype, image_key
-from actors.image.room import MakeRoom
 from actors.image.store import store_room
 from serve_app.bench.figures import Table, facts, spread
 from serve_app.bench.instance import command_of, finished, read_from_disk, request_for

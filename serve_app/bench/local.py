@@ -19,12 +19,12 @@ from actors.checkpoints.download import ensure_checkpoint
 from actors.checkpoints.sizes import image_sizes
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
+from actors.holder.held import ImageGrant, ImageRequest
+from actors.holder.holder import WeightHolder
+from actors.holder.obtain import FastLoad, HolderClient
 from actors.image.compressing import Decompress, compressed_copy, decompressor
-from actors.image.held import ImageGrant, ImageRequest
-from actors.image.holder import WeightHolder
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
-from actors.image.obtain import FastLoad, HolderClient
 from actors.protocol import GenerateRequest, SamplingParams
 from actors.replica.in_process import InProcessModel, build_in_process
 from actors.worker.model_memory import PreparedImage

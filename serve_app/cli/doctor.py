@@ -401,7 +401,7 @@ def _host(wanted: Wanted) -> list[Finding]:
     compressed = wanted.compressed_sizes
     found = [check_host_memory(sizes, compressed, wanted.image_budget, available)]
     if folder is not None:
-        from actors.image.files import ImageFiles  # what it needs is there, or there were no sizes
+        from actors.holder.files import ImageFiles  # what it needs is there, or there were no sizes
 
         free = psutil.disk_usage(str(folder)).free + sum(ImageFiles(folder).sizes())
         found.append(check_image_disk(sizes, folder, free))

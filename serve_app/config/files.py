@@ -29,7 +29,7 @@ from pydantic import (
 from actors.card.config import CardConfig
 from actors.checkpoints.directory import longest_sequence, unsupported_weights
 from actors.checkpoints.source import Hub
-from actors.image.config import HostConfig, folder_problem
+from actors.holder.config import HostConfig, folder_problem
 from serve_app.config.errors import (
     ConfigError,
     Problem,

@@ -55,7 +55,7 @@ class Kind(StrEnum):
 IMPORTS: Mapping[Kind, tuple[str, ...]] = {
     Kind.REPLICA: ("actors.text.codec",),
     Kind.WORKER: (
-        "actors.image.obtain",
+        "actors.holder.obtain",
         "actors.worker.model_worker",
         "actors.worker.service",
         "serve_app.weights.holders",

@@ -57,8 +57,8 @@ async def load_model(
         Exception: whatever is wrong with checkpoint or configuration, as in a replica.
     """
     tell("importing torch")
-    from actors.image.held import ImageRequest
-    from actors.image.obtain import FastLoad
+    from actors.holder.held import ImageRequest
+    from actors.holder.obtain import FastLoad
     from actors.replica.in_process import build_in_process
     from actors.worker.model_worker import build_module
 

@@ -14,8 +14,8 @@ from actors.card.config import budget_bytes
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
 from actors.errors import EngineDied, Unavailable
+from actors.holder.host_memory import ImageUse, Need
 from actors.image.config import Compression
-from actors.image.host_memory import ImageUse, Need
 from actors.waits import at_most
 from actors.worker.connection import Connection
 from actors.worker.messages import Logged, Obtained, ToWorker
@@ -25,8 +25,8 @@ from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import log_to
 
 if TYPE_CHECKING:
+    from actors.holder.obtain import FastLoad
     from actors.image.layout import CompressedSegment, ImageKey
-    from actors.image.obtain import FastLoad
     from actors.image.store import ByteArray
     from actors.worker.model_worker import ModelWorker
 
@@ -53,8 +53,8 @@ class WorkerSettings:
 
     def load(self) -> "FastLoad":
         """How its image is had, and let go of, on this node."""
-        from actors.image.held import ImageRequest
-        from actors.image.obtain import FastLoad
+        from actors.holder.held import ImageRequest
+        from actors.holder.obtain import FastLoad
         from serve_app.weights.holders import HolderOfThisNode
 
         request = ImageRequest(self.model_id, self.source, self.dtype, self.image_ttl_s)

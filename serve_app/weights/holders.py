@@ -29,10 +29,10 @@ from serve_app.process.node_actor import NAMESPACE, find_or_make
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-    from actors.image.held import ImageGrant, ImageRequest
-    from actors.image.holder import HolderCounts, Wanted, WeightHolder
+    from actors.holder.held import ImageGrant, ImageRequest
+    from actors.holder.holder import HolderCounts, Wanted, WeightHolder
+    from actors.holder.pull import Peer
     from actors.image.layout import ImageKey, Manifest
-    from actors.image.pull import Peer
     from actors.image.store import ByteArray
 
 logger = logging.getLogger(__name__)
@@ -172,13 +172,13 @@ class NodeHolder(Holder):
 
 
 def _request_for(model: ModelConfig) -> "ImageRequest":
-    from actors.image.held import ImageRequest
+    from actors.holder.held import ImageRequest
 
     return ImageRequest(model.model_id, model.source, model.dtype, model.image_ttl_s)
 
 
 def _make_holder(peers: "Callable[[], Iterable[Peer]]") -> "WeightHolder":
-    from actors.image.holder import WeightHolder  # torch stays out of the module
+    from actors.holder.holder import WeightHolder  # torch stays out of the module
 
     loads, loaded = metrics.image_loads(), metrics.image_loaded_bytes()
     evictions = metrics.image_evictions()
@@ -309,7 +309,7 @@ def _deployment() -> "DeploymentHandle[Any]":
 
 def _node_peers() -> "Iterable[Peer]":
     """The actors that hold images for other nodes than this."""
-    from actors.image.pull import ActorPeer
+    from actors.holder.pull import ActorPeer
 
     mine = _PREFIX + _own_node()
     for known in list_named_actors(all_namespaces=True):

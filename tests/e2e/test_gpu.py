@@ -108,7 +108,7 @@ FLIP_A_BYTE = """
 import ctypes
 from pathlib import Path
 from ray import serve
-from actors.image.held import ImageRequest
+from actors.holder.held import ImageRequest
 from actors.image import packer
 from actors.checkpoints.source import ModelSource
 

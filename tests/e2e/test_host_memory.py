@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from actors.checkpoints.making import write_checkpoint
+from actors.holder.obtain import load_from_disk
 from actors.image import packer
-from actors.image.obtain import load_from_disk
 from tests.e2e.puzzles import Puzzle, find_puzzles
 from tests.e2e.serve_process import PROJECT, ServeProcess, running, wait_until
 from tests.e2e.test_scale_out import counts

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from ray._private.utils import get_num_cpus
 
+from actors.holder.obtain import load_from_disk
 from actors.image import packer
-from actors.image.obtain import load_from_disk
 from tests.e2e.conftest import config_with
 from tests.e2e.puzzles import Puzzle
 from tests.e2e.serve_process import PROJECT, ServeProcess, running, wait_until, wait_until_gone
@@ -45,7 +45,7 @@ FLIP_A_BYTE = """
 import ctypes
 from pathlib import Path
 from ray import serve
-from actors.image.held import ImageRequest
+from actors.holder.held import ImageRequest
 from actors.image import packer
 from actors.checkpoints.source import ModelSource
 

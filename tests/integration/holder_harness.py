@@ -13,13 +13,13 @@ import ray
 from ray._private.internal_api import node_stats
 
 from actors.checkpoints.source import ModelSource
+from actors.holder.held import ImageGrant, ImageRequest
+from actors.holder.holder import HolderCounts, WeightHolder
+from actors.holder.obtain import FastLoad, ImageSource, ignore_source
+from actors.holder.pull import ActorPeer
 from actors.image import packer
-from actors.image.held import ImageGrant, ImageRequest
-from actors.image.holder import HolderCounts, WeightHolder
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
-from actors.image.obtain import FastLoad, ImageSource, ignore_source
-from actors.image.pull import ActorPeer
 from actors.image.store import ByteArray
 from actors.protocol import HeldImage
 

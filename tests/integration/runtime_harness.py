@@ -13,10 +13,10 @@ import torch
 
 from actors.engine.config import EngineConfig
 from actors.errors import ReplicaFailed
+from actors.holder.obtain import load_from_disk
 from actors.image import packer
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
-from actors.image.obtain import load_from_disk
 from actors.observer import Observer
 from actors.protocol import GenerateRequest, SamplingParams, TokenEvent
 from actors.replica.in_process import InProcessModel, build_in_process

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from actors.checkpoints.making import write_checkpoint
-from actors.image.obtain import load_from_disk
+from actors.holder.obtain import load_from_disk
 from actors.image.packer import image_key
 from docs.results.packing import one_round
 from docs.results.packing import tables as packing_tables

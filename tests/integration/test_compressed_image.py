@@ -14,14 +14,14 @@ import torch
 from actors.checkpoints.making import write_checkpoint
 from actors.checkpoints.source import ModelSource
 from actors.errors import ImageMissing, Unavailable
+from actors.holder.compression import compressed
+from actors.holder.config import HostConfig
+from actors.holder.held import Held, ImageGrant, ImageRequest
+from actors.holder.holder import WeightHolder
+from actors.holder.obtain import FastLoad, load_from_disk
 from actors.image.compressing import compress_segment
-from actors.image.compression import compressed
-from actors.image.config import HostConfig
-from actors.image.held import Held, ImageGrant, ImageRequest
-from actors.image.holder import WeightHolder
 from actors.image.image import WeightImage, digest
 from actors.image.layout import CompressedSegment, ImageKey
-from actors.image.obtain import FastLoad, load_from_disk
 from actors.image.packer import image_key
 from actors.image.store import ByteArray, ReservedSegment, reserve_all, writable
 from tests.integration.holder_harness import STORE, run

@@ -11,9 +11,9 @@ import ray
 from actors.checkpoints.making import write_checkpoint
 from actors.checkpoints.source import ModelSource
 from actors.errors import ImageMissing, LayoutMismatch, StoreFull
-from actors.image.held import ImageGrant, ImageRequest
+from actors.holder.held import ImageGrant, ImageRequest
+from actors.holder.obtain import FastLoad, ImageSource, load_from_disk
 from actors.image.layout import ImageKey
-from actors.image.obtain import FastLoad, ImageSource, load_from_disk
 from actors.image.store import in_shared_memory, reserve
 from tests.integration.holder_harness import (
     MIB,

@@ -12,11 +12,11 @@ import ray
 
 from actors.checkpoints.making import write_checkpoint
 from actors.errors import HostMemoryFull
-from actors.image.config import HostConfig
-from actors.image.holder import WeightHolder
-from actors.image.host_memory import ImageUse, Need
+from actors.holder.config import HostConfig
+from actors.holder.holder import WeightHolder
+from actors.holder.host_memory import ImageUse, Need
+from actors.holder.obtain import load_from_disk
 from actors.image.layout import ImageKey
-from actors.image.obtain import load_from_disk
 from tests.integration.holder_harness import STORE, bytes_in_store, image_key, image_request, run
 
 pytestmark = [

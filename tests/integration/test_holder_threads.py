@@ -11,11 +11,11 @@ import pytest
 
 from actors.checkpoints.source import Hub, ModelSource
 from actors.errors import ImageMissing, StoreFull
-from actors.image import holder as module
-from actors.image.held import ImageRequest, Published
-from actors.image.holder import WeightHolder
+from actors.holder import holder as module
+from actors.holder.held import ImageRequest, Published
+from actors.holder.holder import WeightHolder
+from actors.holder.room import MakeRoom
 from actors.image.layout import ImageKey
-from actors.image.room import MakeRoom
 from actors.image.store import store_room
 from tests.integration.holder_harness import STORE, image_key, image_request, run
 

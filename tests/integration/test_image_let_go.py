@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.image.host_memory import ImageUse, Need
+from actors.holder.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
 from actors.replica.sleep_config import SleepConfig
 from tests.integration.runtime_harness import PROMPTS, Harness, harness, load

@@ -8,9 +8,9 @@ import pytest
 import ray
 
 from actors.checkpoints.source import ModelSource
+from actors.holder.held import ImageRequest
+from actors.holder.holder import WeightHolder
 from actors.image import packer
-from actors.image.held import ImageRequest
-from actors.image.holder import WeightHolder
 
 pytestmark = pytest.mark.alone
 

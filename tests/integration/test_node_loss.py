@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.image.obtain import load_from_disk
+from actors.holder.obtain import load_from_disk
 from serve_app.bench.serve_process import free_port
 from tests.integration.holder_harness import (
     STORE,

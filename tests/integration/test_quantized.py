@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from actors.checkpoints.making import write_checkpoint
 from actors.checkpoints.quantizing import quantize_checkpoint
 from actors.errors import WeightsCorrupted
+from actors.holder.obtain import load_from_disk
 from actors.image.attach import build_on_meta
 from actors.image.image import WeightImage, private_buffers
-from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.quantization.experts import QuantizedExperts
 from actors.quantization.making import QUANTIZE_NAMES, QuantizeName

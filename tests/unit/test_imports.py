@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.errors import EngineDied
-from actors.image.obtain import ImageSource
+from actors.holder.obtain import ImageSource
 from actors.observer import SleepCause, WakeCause, WakePhase, WakeResult
 from actors.protocol import HeldImage, MemoryChange, Refusal, ReplicaState, TokenEvent
 from serve_app.metrics.instruments import Instruments
@@ -78,7 +78,7 @@ def test_reading_what_other_processes_send_loads_no_torch(message: object, proje
     ("file", "code", "rule"),
     [
         ("actors/replica/lifecycle.py", "import serve_app.config.files", "TID251"),
-        ("actors/image/holder.py", "from ray import serve", "TID251"),
+        ("actors/holder/holder.py", "from ray import serve", "TID251"),
         ("actors/engine/engine.py", "import ray.serve", "TID251"),
         ("actors/protocol.py", "from starlette.requests import Request", "TID251"),
         ("actors/protocol.py", "import fastapi", "TID251"),

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from actors.engine.batching.loop import GenerationLoop
 from actors.engine.batching.scheduling import Step
 from actors.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from actors.image.holder import WeightHolder
+from actors.holder.holder import WeightHolder
 from docs.results.throughput.bench import Load
 from serve_app.bench.figures import Table, facts, spread
 from serve_app.bench.instance import InstanceRequest, finished, holder_of, request_for

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from actors.checkpoints.variants import VARIANT_FILE, steps, variant_of, write_variant
-from actors.image.obtain import load_from_disk
+from actors.holder.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key, load_reference
 from serve_app.cli.main import app
 

@@ -10,10 +10,10 @@ import torch
 
 from actors.checkpoints.making import write_checkpoint
 from actors.errors import WeightsCorrupted
+from actors.holder.obtain import load_from_disk
 from actors.image import cascade, compressing
 from actors.image.compressing import compress_segment, try_parts
 from actors.image.layout import FLOAT_TYPES, Compressed
-from actors.image.obtain import load_from_disk
 from actors.image.packer import image_key
 
 

@@ -9,11 +9,11 @@ import torch
 
 from actors.checkpoints.making import write_checkpoint
 from actors.errors import LayoutMismatch, WeightsCorrupted
+from actors.holder.obtain import load_from_disk
 from actors.image.attach import build_on_meta
 from actors.image.compressing import compressed_copy
 from actors.image.image import WeightImage, private_buffers
 from actors.image.layout import FLOAT_TYPES, FloatType
-from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.worker.model_memory import ModelMemory
 

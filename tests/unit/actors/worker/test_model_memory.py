@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from actors.errors import DeviceMemoryError, DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
+from actors.holder.obtain import load_from_disk
 from actors.image.attach import build_on_meta
 from actors.image.image import WeightImage
 from actors.image.layout import Checksum, Layout, Segment
-from actors.image.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.driver import DeviceMemory, HostLink

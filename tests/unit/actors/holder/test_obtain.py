@@ -19,12 +19,13 @@ from actors.errors import (
     ServingError,
     StoreFull,
 )
-from actors.image import obtain, packer
-from actors.image.files import ImageFiles
-from actors.image.held import ImageGrant, ImageRequest
+from actors.holder import obtain
+from actors.holder.files import ImageFiles
+from actors.holder.held import ImageGrant, ImageRequest
+from actors.holder.obtain import FastLoad, ImageSource, load_from_disk
+from actors.image import packer
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
-from actors.image.obtain import FastLoad, ImageSource, load_from_disk
 
 
 class FakeHolder:

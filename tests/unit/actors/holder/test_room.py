@@ -11,11 +11,11 @@ import pytest
 
 from actors.checkpoints.source import ModelSource
 from actors.errors import HostMemoryFull
-from actors.image.config import HostConfig
-from actors.image.held import Held, HeldImages, ImageGrant, ImageRequest
-from actors.image.host_memory import ImageUse, Need
+from actors.holder.config import HostConfig
+from actors.holder.held import Held, HeldImages, ImageGrant, ImageRequest
+from actors.holder.host_memory import ImageUse, Need
+from actors.holder.room import HostRoom
 from actors.image.layout import ImageKey
-from actors.image.room import HostRoom
 from tests.unit.actors.image.packed import packed
 
 PAGE = 4096

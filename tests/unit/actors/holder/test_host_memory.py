@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.image.host_memory import Need, Resident, may_come, who_goes
+from actors.holder.host_memory import Need, Resident, may_come, who_goes
 
 
 def image(name: str, size: int, idle_s: float, need: Need = Need.NONE) -> Resident[str]:

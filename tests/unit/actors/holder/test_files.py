@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from actors.holder.config import folder_problem
+from actors.holder.files import ImageFiles
 from actors.image import packed_file
-from actors.image.config import folder_problem
-from actors.image.files import ImageFiles
 from tests.unit.actors.image.packed import blank, packed
 
 

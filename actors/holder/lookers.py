@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util import list_named_actors
 
-from actors.image.host_memory import ImageUse, Need
+from actors.holder.host_memory import ImageUse, Need
 from actors.image.layout import ImageKey
 
 logger = logging.getLogger(__name__)

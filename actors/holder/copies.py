@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from actors.errors import HostMemoryFull, WeightsCorrupted
-from actors.image.held import HeldImages, ImageGrant, Published
+from actors.holder.held import HeldImages, ImageGrant, Published
+from actors.holder.pull import Peer, pull
+from actors.holder.room import HostRoom, MakeRoom
 from actors.image.layout import ImageKey, Manifest
-from actors.image.pull import Peer, pull
-from actors.image.room import HostRoom, MakeRoom
 from actors.image.store import ReservedSegment, reserve_all, store_room
 
 logger = logging.getLogger(__name__)

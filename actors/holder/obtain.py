@@ -26,10 +26,10 @@ from actors.errors import (
     StoreFull,
     WeightsCorrupted,
 )
+from actors.holder.files import ImageFiles
+from actors.holder.held import ImageGrant, ImageRequest
+from actors.holder.holder import LOAD_TIMEOUT_S, unread
 from actors.image import packer
-from actors.image.files import ImageFiles
-from actors.image.held import ImageGrant, ImageRequest
-from actors.image.holder import LOAD_TIMEOUT_S, unread
 from actors.image.image import WeightImage, private_buffers
 from actors.image.layout import ImageKey, Manifest
 from actors.threads import start_apart

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from actors.errors import HostMemoryFull
-from actors.image.config import HostConfig
-from actors.image.files import ImageFiles
-from actors.image.held import HeldImages
-from actors.image.host_memory import ImageUse, Need, Resident, may_come, who_goes
+from actors.holder.config import HostConfig
+from actors.holder.files import ImageFiles
+from actors.holder.held import HeldImages
+from actors.holder.host_memory import ImageUse, Need, Resident, may_come, who_goes
 from actors.image.layout import ImageKey
 
 logger = logging.getLogger(__name__)

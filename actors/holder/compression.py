@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
+from actors.holder.held import Held, ImageGrant, Published
+from actors.holder.room import MakeRoom
 from actors.image.config import COMPRESSED_SHARES, MOST_STORED
-from actors.image.held import Held, ImageGrant, Published
 from actors.image.image import digest
 from actors.image.layout import Compressed, CompressedSegment, ImageKey
-from actors.image.room import MakeRoom
 from actors.image.store import ReservedSegment, reserve, store_room
 from actors.threads import on_threads
 

@@ -26,16 +26,16 @@ from actors.checkpoints.download import CheckpointMissing, ensure_checkpoint, fi
 from actors.checkpoints.errors import DownloadError
 from actors.checkpoints.source import ModelSource
 from actors.errors import HostMemoryFull, ImageMissing, LayoutMismatch, WeightsCorrupted
+from actors.holder.compression import ActorCompressor, compressed
+from actors.holder.config import HostConfig
+from actors.holder.copies import from_file, from_peers
+from actors.holder.held import Held, HeldImages, ImageGrant, ImageRequest, Published
+from actors.holder.lookers import RayLookers, alive
+from actors.holder.pull import Peer
+from actors.holder.room import HostRoom, MakeRoom
 from actors.image import packer
-from actors.image.compression import ActorCompressor, compressed
-from actors.image.config import HostConfig
-from actors.image.copies import from_file, from_peers
-from actors.image.held import Held, HeldImages, ImageGrant, ImageRequest, Published
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey, Manifest
-from actors.image.lookers import RayLookers, alive
-from actors.image.pull import Peer
-from actors.image.room import HostRoom, MakeRoom
 from actors.image.store import ByteArray, reserve_all, store_room, was_spilled
 from actors.protocol import HeldImage, Origin
 from actors.threads import start_apart

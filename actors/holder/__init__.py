@@ -1,0 +1,1 @@
+"""Who keeps the packed images of a node: made, held, found, copied, sent to disk."""
