@@ -15,8 +15,8 @@ from tests.e2e.serve_process import PROJECT, ServeProcess
 _ORDER = (
     "test_bench_http",  # own
     "test_demo",  # own, drowsy
-    "test_ingresses",  # drowsy
     "test_shutdown::test_interrupt_of_a_sleeper_leaves_nothing",  # drowsy
+    "test_ingresses",  # crowded
     "test_soak",  # tiny, from here on
     "test_faults",
     "test_operator",
@@ -40,7 +40,7 @@ def _rank(item: pytest.Item) -> int:
     return _ORDER.index(known[0]) if known else len(_ORDER)
 
 
-INGRESSES = 3  # of `drowsy`
+INGRESSES = 3  # of `crowded`
 
 
 class Servers:
@@ -113,6 +113,11 @@ def _on_cuda(**changes: Any) -> str:
     return config_with("demo.yaml", **model, **changes)
 
 
+def _drowsy() -> str:
+    sleep = {"idle_timeout_s": 3, "idle_check_interval_s": 0.1}
+    return config_with("demo.yaml", **_RANDOM, sleep=sleep)
+
+
 def _scaling() -> str:
     """Two models: `pair` has two or three replicas with room for two requests each, `zero` none or one."""
     config = yaml.safe_load(_own_config())
@@ -139,12 +144,8 @@ def _scaling() -> str:
 
 CONFIGS: dict[str, Callable[[], str]] = {
     "own": _own_config,
-    "drowsy": lambda: with_ingresses(
-        config_with(
-            "demo.yaml", **_RANDOM, sleep={"idle_timeout_s": 3, "idle_check_interval_s": 0.1}
-        ),
-        INGRESSES,
-    ),
+    "drowsy": _drowsy,
+    "crowded": lambda: with_ingresses(_drowsy(), INGRESSES),
     "tiny": lambda: config_with("tiny_cpu.yaml", sleep={"idle_timeout_s": None}),
     "scaling": _scaling,
     "cuda": lambda: _on_cuda(num_gpus=1),
@@ -170,8 +171,14 @@ def own(servers: Servers) -> ServeProcess:
 
 @pytest.fixture
 def drowsy(servers: Servers) -> ServeProcess:
-    """A model of the demo's size, which sleeps after 3 idle seconds, behind three ingresses."""
+    """A model of the demo's size, which sleeps after 3 idle seconds."""
     return servers.get("drowsy")
+
+
+@pytest.fixture
+def crowded(servers: Servers) -> ServeProcess:
+    """The same behind three ingresses."""
+    return servers.get("crowded")
 
 
 @pytest.fixture

@@ -80,9 +80,9 @@ def replace_one(server: ServeProcess, process_id: int, until_all_run: Callable[[
 
 @pytest.mark.slow  # each of four processes is replaced, one after the other
 def test_all_processes_tell_the_same_also_after_a_replica_and_all_of_them_have_died(
-    drowsy: ServeProcess,
+    crowded: ServeProcess,
 ) -> None:
-    server = drowsy
+    server = crowded
     (model,) = server.model_states()
 
     def generate(count: int) -> int:

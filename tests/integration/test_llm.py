@@ -171,6 +171,7 @@ def script(body: str, checkpoint: Path, project: Path) -> Iterator[subprocess.Po
             process.kill()
 
 
+@pytest.mark.slow  # so does the example of the documentation
 def test_script_ends_by_itself(tiny_checkpoint: Path, project: Path) -> None:
     body = "print(make().generate('one')[0].outputs[0].finish_reason)"
     with script(body, tiny_checkpoint, project) as process:
