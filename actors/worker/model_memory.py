@@ -5,11 +5,9 @@ Knows nothing of requests, and of the engine only that it wants a KV arena, and 
 
 import gc
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,7 +26,6 @@ from actors.memory.cpu import CpuDriver
 from actors.memory.cpu_card import CpuCard
 from actors.memory.driver import (
     AllocatorPool,
-    DeviceMemory,
     HostLink,
     MemoryDriver,
     describe,
@@ -36,14 +33,12 @@ from actors.memory.driver import (
 )
 from actors.memory.landing import LandingRing
 from actors.memory.transfer import Compact, CompactPart, Payload, Transfer, TransferStats
-from actors.protocol import DeviceNow, MemoryChange, MemoryLeft, WakeReport
+from actors.protocol import DeviceNow, MemoryChange, WakeReport
+from actors.worker.residue import Residue
 
 logger = logging.getLogger(__name__)
 
 KeptPlace = Literal["first", "middle", "last"]
-
-# How old an answer about the device may be while this process is suspended: a new one takes a process of its own.
-_SUSPENDED_FRESH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +57,6 @@ class PreparedImage:
     link: HostLink
 
 
-@dataclass(frozen=True, slots=True)
-class _GraphCost:
-    """What the engine's graphs hold while the model sleeps, in bytes."""
-
-    held: int = 0
-    torch_reserved: int = 0  # of it, by torch's allocator
-
-
 class ModelMemory:
     """Owns the arenas, the image and the link between them. Starts unmapped.
 
@@ -82,10 +69,7 @@ class ModelMemory:
         pool: what the engine's graphs compute in, mapped and unmapped with the rest; None on a CPU.
         last_transfer: of the last settled wake.
         last_wake: the same wake's report, with the outcome of the check.
-        last_reading: what the device said at the end of the last sleep or settled wake.
-        sleep_residue: what the last sleep left on the device; None while awake.
-        residue_bytes: the same without kept layers, awake as well: what this process has of a card beside what
-            is mapped; nothing of a CPU, and nothing while it is suspended.
+        residue: what this process has of the device beside what is mapped.
         suspended: this process has nothing of its device; `resume` comes before anything else that calls it.
         can_suspend: the driver knows how, and has not refused yet.
     """
@@ -133,16 +117,13 @@ class ModelMemory:
         self._landing = self._landing_for(image.manifest)
         self._link: HostLink | None = None  # of `image`; from `open_link` or the first wake on
         self._arrival: _Arrival | None = None  # of the last wake, until it is settled
-        self._graphs = _GraphCost()
-        self._other_bytes = 0  # of the last `sleep_residue`
-        self.last_reading = self._driver.memory()
-        self.sleep_residue: MemoryLeft | None = None
-        self.residue_bytes = 0
+        self.residue = Residue(
+            self._driver,
+            lambda: self.mapped_bytes,
+            lambda: self.pool.size if self.pool is not None else 0,
+        )
         self.suspended = False
         self.can_suspend = self._driver.can_suspend
-        self._read_suspended = self.last_reading
-        self._read_suspended_s = -math.inf  # when that was
-        self._comes_back_bytes = 0  # with `resume`, beside what is mapped
 
     @property
     def device(self) -> torch.device:
@@ -175,14 +156,14 @@ class ModelMemory:
         whole = self._weights.size + sum(part.size for part in self._scratch())
         if self._landing is not None and self._weights.mapped_bytes < self._weights.size:
             whole += self._landing.size  # for the wake only
-        return whole - self._not_asked_for - self.mapped_bytes + self._comes_back_bytes
+        return whole - self._not_asked_for - self.mapped_bytes + self.residue.comes_back_bytes
 
     def spare_bytes(self) -> int:
         """What the device has free beside all of this model. While nothing runs on it.
 
         What torch keeps of earlier work goes back to the device first.
         """
-        return self._trimmed().free - self.wake_bytes
+        return self.residue.trimmed().free - self.wake_bytes
 
     def device_now(self, node: str) -> DeviceNow:
         """The device and what it has free now.
@@ -195,7 +176,7 @@ class ModelMemory:
         else:
             card = torch.cuda.get_device_properties(self.device)
             device_id, name = self.card_id, card.name
-        memory = self._memory_lately() if self.suspended else self._driver.memory()
+        memory = self.residue.lately() if self.suspended else self._driver.memory()
         return DeviceNow(device_id, name, memory.total, memory.free, self.wake_bytes)
 
     @property
@@ -286,7 +267,7 @@ class ModelMemory:
         except BaseException:  # half a model must never be resumed
             self._unmap(missing)
             raise
-        self.sleep_residue = None
+        self.residue.begin_wake()
         self._arrival = _Arrival(transfer, image.manifest)
         self._gates.install(transfer.gate)
         copied = sum(copy.link_bytes for copy in transfer.copies)
@@ -298,7 +279,7 @@ class ModelMemory:
         arrival, self._arrival = self._arrival, None
         self._gates.remove()
         self._unmap(copy.segment for copy in arrival.transfer.copies)
-        self.sleep_residue = self._left_of(self._trimmed())
+        self.residue.abandon_wake()
 
     def map_more(self) -> bool:
         """Map the next part of the KV cache, after a wake has settled; False if none is missing.
@@ -313,7 +294,7 @@ class ModelMemory:
         assert self._kv is not None
         self._kv.map(missing[:1])
         if len(missing) == 1:
-            self.last_reading = self._driver.memory()
+            self.residue.read_awake()
         return True
 
     def unmap_kv(self, parts: Sequence[int]) -> int:
@@ -340,7 +321,7 @@ class ModelMemory:
         report, corrupted = self._check(arrival.transfer, arrival.manifest)
         if self._landing is not None:
             self._landing.unmap()
-        self.last_reading = self._driver.memory()
+        self.residue.read_awake()
         self.last_wake = report
         logger.info(
             "restored %d bytes in %.1f ms, %.1f GB/s; checked %d segments, %d bytes, in %.1f ms: %s",
@@ -368,14 +349,14 @@ class ModelMemory:
             self._arrival = None
         keep = self.kept if level == 1 else frozenset[int]()
         self._unmap(i for i in range(len(self._weights.spans)) if i not in keep)
-        after = self._read_asleep(has_new_graphs)
+        after = self.residue.read_asleep(has_new_graphs)
         return MemoryChange(
             mapped_before,
             self.mapped_bytes,
             copied_bytes=0,
             released_bytes=device_before.used - after.used,
             own_released_bytes=_difference(device_before.own, after.own),
-            left=self.sleep_residue,
+            left=self.residue.left,
         )
 
     def suspend(self) -> bool:
@@ -394,10 +375,7 @@ class ModelMemory:
         if not self.suspended:
             self.can_suspend = False
             return False
-        self._comes_back_bytes, self.residue_bytes = self.residue_bytes, 0
-        self.last_reading = self._read_suspended = self._driver.memory()
-        self._read_suspended_s = time.monotonic()
-        self.sleep_residue = MemoryLeft(0, 0, 0, 0, 0)
+        self.residue.set_aside()
         return True
 
     def resume(self) -> None:
@@ -407,18 +385,18 @@ class ModelMemory:
             DeviceMemoryShort: there is not enough room for this and the wake behind it; still suspended.
             DeviceMemoryError: the driver could not; this process is of no use any more.
         """
-        if self._comes_back_bytes and (free := self._driver.memory().free) < self.wake_bytes:
+        if self.residue.comes_back_bytes and (free := self._driver.memory().free) < self.wake_bytes:
             raise DeviceMemoryShort(
                 f"{gib(self.wake_bytes)} do not fit on {self.device}: {gib(free)} are free",
                 RETRY_SHORT_AFTER_S,
             )
         self._driver.resume()
         self.suspended = False
-        self.residue_bytes, self._comes_back_bytes = self._comes_back_bytes, 0
+        self.residue.come_back()
 
     def trim(self) -> None:
         """While unmapped: give back what somebody else's work has left in torch's hands since."""
-        self._read_asleep()
+        self.residue.read_asleep()
 
     def collect_cleared(self) -> None:
         """While unmapped: do now what the next wake's first `map` would have to do. See MemoryDriver.
@@ -430,23 +408,6 @@ class ModelMemory:
             self._driver.collect_cleared()
         except DeviceMemoryShort:
             logger.debug("other processes have taken all that was given back")
-
-    @contextmanager
-    def counting_graphs(self) -> Iterator[None]:
-        """Count what the body leaves on the device as the engine's graphs, besides those it has.
-
-        Without what their pool grows by, which a sleep unmaps. Nothing else may be mapped or unmapped
-        meanwhile, and nothing else may run on the device.
-        """
-        before, pool_before = self._trimmed(), self._pool_bytes
-        try:
-            yield
-        finally:  # a body that failed may have thrown away those there were
-            after, grown = self._trimmed(), self._pool_bytes - pool_before
-            self._graphs = _GraphCost(
-                self._graphs.held + after.held - before.held - grown,
-                self._graphs.torch_reserved + after.torch_reserved - before.torch_reserved - grown,
-            )
 
     def take_image(self, image: WeightImage) -> None:
         """Use an image in the place of the one that was dropped.
@@ -558,32 +519,6 @@ class ModelMemory:
         if self.pool is not None:
             yield self.pool
 
-    @property
-    def _pool_bytes(self) -> int:
-        return self.pool.size if self.pool is not None else 0
-
-    def _trimmed(self) -> DeviceMemory:
-        """What the device says without what the last steps' activations left in torch's hands."""
-        self._driver.trim()
-        return self._driver.memory()
-
-    def _memory_lately(self) -> DeviceMemory:
-        if time.monotonic() - self._read_suspended_s > _SUSPENDED_FRESH_S:
-            self._read_suspended = self._driver.memory()
-            self._read_suspended_s = time.monotonic()
-        return self._read_suspended
-
-    def _read_asleep(self, has_new_graphs: bool = False) -> DeviceMemory:
-        self.last_reading = after = self._trimmed()
-        left = self._left_of(after)
-        if has_new_graphs and (grown := left.other - self._other_bytes) > 0:
-            self._graphs = replace(self._graphs, held=self._graphs.held + grown)
-            left = self._left_of(after)
-        self.sleep_residue, self._other_bytes = left, left.other
-        if self.device.type != "cpu":
-            self.residue_bytes = max(0, left.total - left.kept_layers)
-        return after
-
     def _unmap(self, weights: Iterable[int]) -> None:
         if self._landing is not None:
             self._landing.unmap()
@@ -620,18 +555,6 @@ class ModelMemory:
             intact=corrupted is None,
         )
         return report, corrupted
-
-    def _left_of(self, asleep: DeviceMemory) -> MemoryLeft:
-        # torch counts the pool as its own, mapped or not.
-        reserve = asleep.torch_reserved - self._graphs.torch_reserved - self._pool_bytes
-        known = self._driver.context_bytes + self._graphs.held + self.mapped_bytes + reserve
-        return MemoryLeft(
-            context=self._driver.context_bytes,
-            graphs=self._graphs.held,
-            kept_layers=self.mapped_bytes,
-            torch_reserve=reserve,
-            other=asleep.held - known,
-        )
 
 
 def _difference(before: int | None, after: int | None) -> int | None:

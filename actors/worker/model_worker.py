@@ -146,7 +146,9 @@ class ModelWorker:
             self._demand = KvDemand(
                 self.memory.next_part_bytes, lambda size: self._send(Short(size))
             )
-            budget = None if budget_of is None else budget_of(self.memory.last_reading.total)
+            budget = (
+                None if budget_of is None else budget_of(self.memory.residue.last_reading.total)
+            )
             # Beside a GPU, what little is done here takes longer shared out among threads than alone. Before
             # any thread of the engine starts: one goes by what it finds then, and runs compiled layers only
             # with as many as they were compiled with.
@@ -216,7 +218,7 @@ class ModelWorker:
 
     def state(self) -> WorkerState:
         """What it is now. Asks neither the device nor a driver; any thread may call."""
-        memory, reading = self.memory, self.memory.last_reading
+        memory, reading = self.memory, self.memory.residue.last_reading
         engine, image = self._engine.stats(), memory.image
         return WorkerState(
             engine=engine,
@@ -228,9 +230,9 @@ class ModelWorker:
             device_free=reading.free,
             device_held=reading.held,
             device_own=reading.own,
-            left=memory.sleep_residue,
+            left=memory.residue.left,
             last_wake=memory.last_wake,
-            residue=memory.residue_bytes,
+            residue=memory.residue.bytes,
             suspended=memory.suspended,
             can_suspend=memory.can_suspend,
             kv_mapped=memory.kv_mapped_bytes,
@@ -430,7 +432,7 @@ class ModelWorker:
     def _ask(self, begin: Callable[[Sized], None], size: int) -> None:
         memory = self.memory
         with self._watchdog.room:
-            begin(Sized(os.getpid(), memory.card_id, memory.last_reading.total, size))
+            begin(Sized(os.getpid(), memory.card_id, memory.residue.last_reading.total, size))
 
     def _build_engine(
         self, module: PreTrainedModel, limits: EngineConfig, budget: int | None
@@ -475,12 +477,12 @@ class ModelWorker:
         if not self._keep_others_off():
             logger.info("not a deep sleep: layers are being compiled, or the image is")
             return change
-        used = self.memory.last_reading.used
+        used = self.memory.residue.last_reading.used
         if self._residency.suspend_process():
-            suspended = self.memory.last_reading
+            suspended = self.memory.residue.last_reading
             released = (change.released_bytes or 0) + used - suspended.used
             return replace(
-                change, deep=True, released_bytes=released, left=self.memory.sleep_residue
+                change, deep=True, released_bytes=released, left=self.memory.residue.left
             )
         self._let_others_go_on()
         return change

@@ -79,7 +79,7 @@ class Residency:
         self._pause()
         with self._watchdog.map:
             self._memory.map()
-        with self._watchdog.capture, self._memory.counting_graphs():
+        with self._watchdog.capture, self._memory.residue.counting_graphs():
             self._engine.warm_up()
         self.sleep(2)  # no layer is worth keeping yet
 
@@ -294,7 +294,7 @@ class Residency:
         try:
             with self._watchdog.map:
                 self._memory.map()
-            with self._watchdog.capture, self._memory.counting_graphs():
+            with self._watchdog.capture, self._memory.residue.counting_graphs():
                 self._engine.use_compiled()
         except (DeviceMemoryShort, torch.OutOfMemoryError) as exc:
             self._has_uncaptured = True

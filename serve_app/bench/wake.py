@@ -296,7 +296,7 @@ class WakeBench(LocalBench[Plan]):
         prompts = {tokens: model.prompt(0, tokens) for tokens in plan.prompt_tokens}
         expected = {n: _tried(baseline.first_token, prompt) for n, prompt in prompts.items()}
         _tried(baseline.sleep)
-        left = model.worker.memory.sleep_residue
+        left = model.worker.memory.residue.left
         assert left is not None
         for number in range(plan.baseline_cycles):
             for tokens, prompt in prompts.items():

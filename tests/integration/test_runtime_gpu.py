@@ -138,8 +138,8 @@ def test_prompt_logprobs_agree_with_the_engine_and_leave_nothing_behind(
                 found.append((whole, len(prompt), told, [e.logprob for e in sampled.logprobs]))
                 assert await answers(h) == expected
                 await h.runtime.sleep(1)
-                assert h.worker.memory.sleep_residue is not None
-                left.append(h.worker.memory.sleep_residue.total)
+                assert h.worker.memory.residue.left is not None
+                left.append(h.worker.memory.residue.left.total)
                 await h.runtime.wake()
             if device == "cuda":
                 assert max(left[len(PROMPTS) :]) <= left[len(PROMPTS) - 1] + 16 * MIB
@@ -174,7 +174,7 @@ def sleep_and_account(device: str, checkpoint: Path, level: int) -> None:
             memory = h.worker.memory
             for _ in range(3):
                 await settled(h)
-                assert memory.sleep_residue is None
+                assert memory.residue.left is None
                 slept = await h.runtime.sleep(level)
                 assert slept.released_bytes is not None
                 if device == "cpu":  # of the KV cache only what was written ever was resident
@@ -188,14 +188,14 @@ def sleep_and_account(device: str, checkpoint: Path, level: int) -> None:
                 assert slept.released_bytes >= released
                 if slept.own_released_bytes is not None:  # NVML can be blind in a container
                     assert slept.own_released_bytes >= released
-                assert memory.last_reading.free <= memory.last_reading.total
+                assert memory.residue.last_reading.free <= memory.residue.last_reading.total
 
                 left = slept.left
                 assert left is not None
-                assert left == memory.sleep_residue
-                assert left.total == memory.last_reading.held
-                if memory.last_reading.own is not None:
-                    assert left.total == memory.last_reading.own
+                assert left == memory.residue.left
+                assert left.total == memory.residue.last_reading.held
+                if memory.residue.last_reading.own is not None:
+                    assert left.total == memory.residue.last_reading.own
                 assert left.kept_layers == 0
                 assert left.context == memory._driver.context_bytes > 0
                 if device == "cuda":
@@ -226,18 +226,18 @@ def deep_sleeps(checkpoint: Path) -> None:
             for _ in range(3):
                 await settled(h)
                 await h.runtime.sleep(1)
-                assert memory.residue_bytes > 0
+                assert memory.residue.bytes > 0
                 slept = await h.runtime.sleep(1, deep=True)
                 assert slept.deep
                 assert slept.left is not None
-                assert slept.left.total == memory.residue_bytes == 0
+                assert slept.left.total == memory.residue.bytes == 0
                 assert slept.released_bytes is not None
                 assert slept.released_bytes > 0
                 async with asyncio.timeout(10):  # whoever asked the driver would wait for the wake
                     device = await h.runtime.worker.read_device("node")
                 assert 0 < device.free < device.total
                 await h.runtime.wake()
-                assert memory.residue_bytes > 0
+                assert memory.residue.bytes > 0
                 assert await answers(h) == expected
 
     run(scenario)

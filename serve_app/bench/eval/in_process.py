@@ -64,7 +64,7 @@ class InProcessTarget:
     def __init__(self, config: ModelConfig, loaded: Loaded) -> None:
         self.runtime = loaded.halves.runtime
         self.worker = worker = loaded.halves.worker
-        seen = worker.memory.last_reading
+        seen = worker.memory.residue.last_reading
         self._asleep_bytes = 0  # used at the end of the last sleep
         self._about = About(
             model=config.model_id,
@@ -96,7 +96,7 @@ class InProcessTarget:
         started_s = time.perf_counter()
         change = await self.runtime.sleep(level)
         seconds = time.perf_counter() - started_s
-        seen = self.worker.memory.last_reading
+        seen = self.worker.memory.residue.last_reading
         assert change.released_bytes is not None
         self._asleep_bytes = seen.used
         return Slept(
@@ -122,8 +122,8 @@ class InProcessTarget:
         if report is None:
             raise ReplicaFailed("the wake was not settled")
         return Woke(
-            used_bytes=memory.last_reading.used,
-            reloaded_bytes=memory.last_reading.used - self._asleep_bytes,
+            used_bytes=memory.residue.last_reading.used,
+            reloaded_bytes=memory.residue.last_reading.used - self._asleep_bytes,
             copied_bytes=report.copied_bytes,
             link_s=report.link_s,
             link_gb_per_s=report.link_gb_per_s,

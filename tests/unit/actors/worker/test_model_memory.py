@@ -16,7 +16,7 @@ from actors.image.packer import checkpoint_dtype, image_key
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.memory.driver import DeviceMemory, HostLink
 from actors.protocol import MemoryLeft
-from actors.worker import model_memory
+from actors.worker import model_memory, residue
 from actors.worker.model_memory import KeptPlace, ModelMemory, kept_segments
 
 KIB = 1024
@@ -175,7 +175,7 @@ def bench(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     driver.beside = Beside(torch_reserved=30 * KIB, not_of_torch=2 * KIB)
     memory.map()
     driver.cached = 7 * KIB
-    with memory.counting_graphs():
+    with memory.residue.counting_graphs():
         driver.beside = Beside(torch_reserved=130 * KIB, not_of_torch=22 * KIB)
         driver.pool.reserve(POOL_BYTES)
         driver.cached = 500 * KIB  # what capturing took for a while
@@ -188,7 +188,7 @@ def kept_bytes(bench: Bench) -> int:
 
 
 def test_graphs_are_told_from_what_was_there_before_them(bench: Bench) -> None:
-    assert bench.memory.sleep_residue == MemoryLeft(
+    assert bench.memory.residue.left == MemoryLeft(
         context=CONTEXT_BYTES,
         graphs=120 * KIB,
         kept_layers=0,
@@ -199,7 +199,7 @@ def test_graphs_are_told_from_what_was_there_before_them(bench: Bench) -> None:
 
 def test_graphs_captured_later_count_as_well(bench: Bench) -> None:
     bench.wake()
-    with bench.memory.counting_graphs():
+    with bench.memory.residue.counting_graphs():
         bench.driver.pool.reserve(5 * KIB)
         bench.driver.beside.torch_reserved += 10 * KIB
         bench.driver.beside.not_of_torch += 3 * KIB
@@ -223,7 +223,7 @@ def test_graphs_captured_on_the_way_are_what_more_is_left(bench: Bench) -> None:
 
 def test_sleep_tells_what_went_and_what_the_rest_is_made_of(bench: Bench) -> None:
     bench.wake()
-    assert bench.memory.sleep_residue is None
+    assert bench.memory.residue.left is None
     bench.driver.cached = 400 * KIB  # activations
     bench.driver.beside.torch_reserved += 5 * KIB
     bench.driver.beside.not_of_torch += KIB
@@ -239,19 +239,19 @@ def test_sleep_tells_what_went_and_what_the_rest_is_made_of(bench: Bench) -> Non
         other=3 * KIB,
     )
     assert slept.left.total == bench.driver.memory().held
-    assert bench.memory.sleep_residue == slept.left
+    assert bench.memory.residue.left == slept.left
 
 
 def test_residue_of_a_card_is_that_of_the_last_sleep(bench: Bench) -> None:
     bench.wake()
-    assert bench.memory.residue_bytes == 0  # of a CPU
+    assert bench.memory.residue.bytes == 0  # of a CPU
     bench.driver.device = torch.device("cuda")
     left = bench.memory.unmap(1).left
     assert left is not None
-    assert bench.memory.residue_bytes == left.total - left.kept_layers > 0
+    assert bench.memory.residue.bytes == left.total - left.kept_layers > 0
     bench.driver.device = torch.device("cpu")
     bench.wake()
-    assert bench.memory.residue_bytes == left.total - left.kept_layers
+    assert bench.memory.residue.bytes == left.total - left.kept_layers
 
 
 def test_without_a_figure_of_our_own_the_device_s_is_told_alone(bench: Bench) -> None:
@@ -260,7 +260,7 @@ def test_without_a_figure_of_our_own_the_device_s_is_told_alone(bench: Bench) ->
     slept = bench.memory.unmap(1)
     assert slept.own_released_bytes is None
     assert slept.released_bytes == slept.mapped_before_bytes - kept_bytes(bench)
-    assert bench.memory.last_reading.own is None
+    assert bench.memory.residue.last_reading.own is None
 
 
 def test_the_graphs_pool_comes_and_goes_with_the_weights(bench: Bench) -> None:
@@ -323,14 +323,14 @@ def test_deeper_sleep_releases_the_kept_layers(bench: Bench) -> None:
 def test_wake_that_does_not_fit_changes_nothing_and_can_be_tried_again(bench: Bench) -> None:
     bench.wake()
     bench.memory.unmap(1)
-    kept, left = bench.memory.mapped_bytes, bench.memory.sleep_residue
+    kept, left = bench.memory.mapped_bytes, bench.memory.residue.left
     whole = bench.memory.weights_bytes + KV_BYTES
     for room in (kept + 5000, whole + POOL_BYTES // 2):  # not even the weights; all but the pool
         bench.driver.room = room
         with pytest.raises(DeviceMemoryShort):
             bench.memory.begin_wake()
         assert bench.memory.mapped_bytes == bench.driver.mapped == kept
-    assert bench.memory.sleep_residue == left
+    assert bench.memory.residue.left == left
     bench.driver.room = 10**12
     woke = bench.memory.begin_wake()
     bench.memory.settle()
@@ -342,11 +342,11 @@ def test_wake_that_does_not_fit_changes_nothing_and_can_be_tried_again(bench: Be
 def test_wake_that_the_engine_cannot_use_is_undone(bench: Bench) -> None:
     bench.wake()
     bench.memory.unmap(1)
-    kept, left = bench.memory.mapped_bytes, bench.memory.sleep_residue
+    kept, left = bench.memory.mapped_bytes, bench.memory.residue.left
     bench.memory.begin_wake()
     bench.memory.abandon_wake()
     assert bench.memory.mapped_bytes == bench.driver.mapped == kept
-    assert bench.memory.sleep_residue == left
+    assert bench.memory.residue.left == left
     bench.memory.settle()  # of a wake that is no more
     bench.wake()
     assert bench.memory.last_wake is not None
@@ -452,7 +452,7 @@ def test_device_is_read_now_and_then_while_suspended(
     before = bench.driver.readings
     device = bench.memory.device_now("node")
     assert (device.total, bench.driver.readings) == (10**12, before)
-    monkeypatch.setattr(model_memory, "_SUSPENDED_FRESH_S", 0.0)
+    monkeypatch.setattr(residue, "_SUSPENDED_FRESH_S", 0.0)
     bench.driver.room = NEIGHBOURS_BYTES + 5
     assert bench.memory.device_now("node").free == 5
     assert bench.driver.readings == before + 1
@@ -466,18 +466,18 @@ def test_device_is_read_now_and_then_while_suspended(
 def test_deep_sleep_leaves_nothing_and_wakes_as_it_was(bench: Bench) -> None:
     bench.wake()
     bench.memory.unmap(2)
-    asleep, residue = bench.memory.last_reading, bench.memory.residue_bytes
+    asleep, before = bench.memory.residue.last_reading, bench.memory.residue.bytes
     to_wake = bench.memory.wake_bytes
     assert bench.memory.suspend()
     assert bench.memory.suspended
-    assert bench.memory.residue_bytes == 0
-    assert bench.memory.sleep_residue == MemoryLeft(0, 0, 0, 0, 0)
-    assert bench.memory.last_reading.held == 0 < asleep.held
-    assert bench.memory.wake_bytes == to_wake + residue
+    assert bench.memory.residue.bytes == 0
+    assert bench.memory.residue.left == MemoryLeft(0, 0, 0, 0, 0)
+    assert bench.memory.residue.last_reading.held == 0 < asleep.held
+    assert bench.memory.wake_bytes == to_wake + before
     bench.memory.device_now("node")  # asks nobody who would block
     bench.memory.resume()
     assert not bench.memory.suspended
-    assert (bench.memory.residue_bytes, bench.memory.wake_bytes) == (residue, to_wake)
+    assert (bench.memory.residue.bytes, bench.memory.wake_bytes) == (before, to_wake)
     bench.wake()
     assert bench.memory.unmap(1).left is not None
 
@@ -506,13 +506,13 @@ def test_pages_are_pinned_again_by_the_wake_behind_it(
 def test_driver_that_refuses_leaves_an_ordinary_sleep(bench: Bench) -> None:
     bench.wake()
     bench.memory.unmap(2)
-    before = bench.memory.sleep_residue
+    before = bench.memory.residue.left
     bench.driver.refuses = True
     assert bench.memory.can_suspend
     assert not bench.memory.suspend()
     assert not bench.memory.can_suspend  # whoever wants it deep has the process end
     assert not bench.memory.suspended
-    assert bench.memory.sleep_residue == before
+    assert bench.memory.residue.left == before
     bench.wake()
 
 
@@ -522,7 +522,7 @@ def test_nothing_comes_back_where_the_wake_behind_it_has_no_room(
     """A driver whose restore finds no room may never restore that process."""
     bench.wake()
     bench.memory.unmap(2)
-    bench.memory.residue_bytes = 3 * KIB  # a CPU has none
+    bench.memory.residue.bytes = 3 * KIB  # a CPU has none
     bench.memory.suspend()
     bench.driver.room = NEIGHBOURS_BYTES + bench.memory.wake_bytes - 1
     with pytest.raises(DeviceMemoryShort, match="do not fit"):
