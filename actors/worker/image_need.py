@@ -8,7 +8,8 @@ from actors.holder.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
 from actors.memory.driver import HostLink
-from actors.worker.model_memory import ModelMemory, PreparedImage
+from actors.worker.host_image import PreparedImage
+from actors.worker.model_memory import ModelMemory
 
 
 class ImageNeed:
@@ -31,9 +32,9 @@ class ImageNeed:
 
         Args:
             memory: whose image it is.
-            take: `ModelMemory.take_image`, where memory may be moved.
+            take: `HostImage.take`, where memory may be moved.
             exchange: `ModelMemory.exchange`, likewise.
-            drop: `ModelMemory.drop_image`, likewise.
+            drop: `HostImage.drop`, likewise.
             reload: gets the image again after it was dropped.
             release: told when a level 2 sleep drops it.
         """
@@ -80,7 +81,7 @@ class ImageNeed:
         if self._memory.image is None or self.need is Need.CHANGING:
             return False
         image = await self._reload()
-        prepared = await asyncio.to_thread(self._memory.prepare, image)
+        prepared = await asyncio.to_thread(self._memory.host.prepare, image)
         async with self._lock:
             left = await self._exchange(prepared)
         if (

@@ -14,13 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engine.sizing import CardMemory
-from actors.errors import DeviceMemoryShort, LayoutMismatch, WeightsCorrupted
+from actors.errors import DeviceMemoryShort, WeightsCorrupted
 from actors.image.attach import attach
 from actors.image.checksum import Checksums
-from actors.image.compressing import Decompress, decompressor
 from actors.image.gates import SegmentGates
 from actors.image.image import WeightImage
-from actors.image.layout import Compressed, ImageKey, Layout, Manifest
+from actors.image.layout import Layout, Manifest
 from actors.memory.arena import RETRY_SHORT_AFTER_S, DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.memory.cpu_card import CpuCard
@@ -31,9 +30,9 @@ from actors.memory.driver import (
     describe,
     gib,
 )
-from actors.memory.landing import LandingRing
-from actors.memory.transfer import Compact, CompactPart, Payload, Transfer, TransferStats
+from actors.memory.transfer import Payload, Transfer, TransferStats
 from actors.protocol import DeviceNow, MemoryChange, WakeReport
+from actors.worker.host_image import HostImage, PreparedImage
 from actors.worker.residue import Residue
 
 logger = logging.getLogger(__name__)
@@ -49,14 +48,6 @@ class _Arrival:
     manifest: Manifest
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedImage:
-    """An image whose pages are pinned."""
-
-    image: WeightImage
-    link: HostLink
-
-
 class ModelMemory:
     """Owns the arenas, the image and the link between them. Starts unmapped.
 
@@ -64,7 +55,7 @@ class ModelMemory:
 
     Attributes:
         kept: segments that a level 1 sleep leaves mapped; it may be changed while awake.
-        image: None while a level 2 sleep has dropped it.
+        host: the image that wakes copy from, and its pinned pages.
         grows_by_grant: parts of the KV cache behind the first are mapped only when somebody said they may be.
         pool: what the engine's graphs compute in, mapped and unmapped with the rest; None on a CPU.
         last_transfer: of the last settled wake.
@@ -98,11 +89,9 @@ class ModelMemory:
         """
         layout = image.layout
         self.kept = kept_segments(layout, keep_layers)
-        self.image: WeightImage | None = image
         self.weights_bytes = layout.total_bytes
         self.last_transfer: TransferStats | None = None
         self.last_wake: WakeReport | None = None
-        self._wanted = image.manifest.checksums
         self._driver = select_driver(device, cpu_card)
         self._may_map = may_map
         self.grows_by_grant = grows_by_grant
@@ -112,10 +101,7 @@ class ModelMemory:
         attach(module, layout, self._weights)
         self._gates = SegmentGates(module, layout)
         self._checksums = Checksums(self.device, len(layout.segments))
-        self._decompress: Decompress | None = None  # once there was anything compressed
-        self._make_ready_for(image)
-        self._landing = self._landing_for(image.manifest)
-        self._link: HostLink | None = None  # of `image`; from `open_link` or the first wake on
+        self.host = HostImage(self._driver, image)
         self._arrival: _Arrival | None = None  # of the last wake, until it is settled
         self.residue = Residue(
             self._driver,
@@ -145,8 +131,13 @@ class ModelMemory:
         return CardMemory(memory.total, memory.free, memory.held, self.mapped_bytes, holders)
 
     @property
+    def image(self) -> WeightImage | None:
+        """None while a level 2 sleep has dropped it."""
+        return self.host.image
+
+    @property
     def mapped_bytes(self) -> int:
-        landing = self._landing.mapped_bytes if self._landing is not None else 0
+        landing = self.host.landing.mapped_bytes if self.host.landing is not None else 0
         scratch = sum(part.mapped_bytes for part in self._scratch())
         return self._weights.mapped_bytes + scratch + landing
 
@@ -154,8 +145,8 @@ class ModelMemory:
     def wake_bytes(self) -> int:
         """What a wake would take now, with what follows it unasked; 0 while awake."""
         whole = self._weights.size + sum(part.size for part in self._scratch())
-        if self._landing is not None and self._weights.mapped_bytes < self._weights.size:
-            whole += self._landing.size  # for the wake only
+        if self.host.landing is not None and self._weights.mapped_bytes < self._weights.size:
+            whole += self.host.landing.size  # for the wake only
         return whole - self._not_asked_for - self.mapped_bytes + self.residue.comes_back_bytes
 
     def spare_bytes(self) -> int:
@@ -246,20 +237,20 @@ class ModelMemory:
             DeviceMemoryShort: the device has not that much memory free.
             DeviceMemoryError: the driver refused.
         """
-        image = self.image
-        assert image is not None, "the image was dropped; `take_image` first"
+        host, image = self.host, self.host.image
+        assert image is not None, "the image was dropped; `HostImage.take` first"
         before = self.mapped_bytes
         missing = self._weights.unmapped()
         first, others = missing[:1], missing[1:]
         try:
-            link = self._link or self.open_link()
+            link = host.link or host.open_link()
             self._weights.map(first)
-            if self._landing is not None:
-                self._landing.map()
-            transfer = self._weights.restore(link, {i: self._payload(image, i) for i in first})
+            if host.landing is not None:
+                host.landing.map()
+            transfer = self._weights.restore(link, self._payloads(first))
             # While the first segment travels, which has the embedding: all that follows takes less time.
             self._weights.map(others)
-            self._weights.restore(link, {i: self._payload(image, i) for i in others}, transfer)
+            self._weights.restore(link, self._payloads(others), transfer)
             if self._kv is not None:
                 self._kv.map([0])
             if self.pool is not None:
@@ -319,8 +310,8 @@ class ModelMemory:
             return  # asleep again before it came to that
         arrival, self._arrival = self._arrival, None
         report, corrupted = self._check(arrival.transfer, arrival.manifest)
-        if self._landing is not None:
-            self._landing.unmap()
+        if self.host.landing is not None:
+            self.host.landing.unmap()
         self.residue.read_awake()
         self.last_wake = report
         logger.info(
@@ -369,7 +360,7 @@ class ModelMemory:
             DeviceMemoryError: the device is of no use to this process any more.
         """
         assert not self.mapped_bytes, "kept layers would go to host memory"
-        self.close_link()  # pinned pages cost more time each way than it takes to pin them again
+        self.host.close_link()  # pinned pages cost more time each way than it takes to pin them again
         gc.collect()  # who throws away an event or a stream later on waits for `resume`
         self.suspended = self._driver.suspend()
         if not self.suspended:
@@ -409,77 +400,14 @@ class ModelMemory:
         except DeviceMemoryShort:
             logger.debug("other processes have taken all that was given back")
 
-    def take_image(self, image: WeightImage) -> None:
-        """Use an image in the place of the one that was dropped.
-
-        Raises:
-            LayoutMismatch: it holds other weights.
-        """
-        self._require_same(image)
-        self._make_ready_for(image)
-        self._set_image(image)
-
-    def prepare(self, image: WeightImage) -> "PreparedImage":
-        """Pin another copy of the same weights, for `exchange`. Any thread may call, whatever is under way.
-
-        Raises:
-            LayoutMismatch: it holds other weights.
-            DeviceMemoryError: the driver refused.
-        """
-        self._require_same(image)
-        self._make_ready_for(image)
-        return PreparedImage(image, self._driver.open_link(image.segments))
-
-    def exchange(self, prepared: "PreparedImage") -> HostLink | None:
+    def exchange(self, prepared: PreparedImage) -> HostLink | None:
         """Use that image from now on in the place of the one that is there.
 
         Returns:
             The link of the one before, to be closed; `prepared`'s own if this is no time for it: a wake is not
             settled, or there is no image.
         """
-        if self._arrival is not None or self.image is None:
-            return prepared.link
-        before, self._link = self._link, prepared.link
-        self._set_image(prepared.image)
-        return before
-
-    def _require_same(self, image: WeightImage) -> None:
-        if image.manifest.checksums != self._wanted:
-            raise LayoutMismatch("the checkpoint changed while the model slept at level 2")
-
-    def _make_ready_for(self, image: WeightImage) -> None:
-        dtypes = {part.dtype for part in image.manifest.all_parts}
-        if self._decompress is None and dtypes:
-            self._decompress = decompressor(self.device, dtypes)
-
-    def _set_image(self, image: WeightImage) -> None:
-        if self._landing is not None:
-            self._landing.release()
-        self._landing = self._landing_for(image.manifest)
-        self.image = image
-
-    def drop_image(self) -> ImageKey | None:
-        """Let go of the image; returns its key, or None if there was none."""
-        self.close_link()
-        image, self.image = self.image, None
-        return None if image is None else image.manifest.key
-
-    def open_link(self) -> HostLink:
-        """Pin the image's pages, so that the next wake need not: some 0.8 s for 15 GB on an H200's host.
-
-        Raises:
-            DeviceMemoryError: the driver refused.
-        """
-        image = self.image
-        assert image is not None, "the image was dropped; `take_image` first"
-        assert self._link is None, "open already"
-        self._link = self._driver.open_link(image.segments)
-        return self._link
-
-    def close_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        return prepared.link if self._arrival is not None else self.host.exchange(prepared)
 
     @property
     def _not_asked_for(self) -> int:
@@ -492,25 +420,8 @@ class ModelMemory:
         assert self._kv is not None
         self._kv.map([0] if self.grows_by_grant else None)
 
-    def _landing_for(self, manifest: Manifest) -> LandingRing | None:
-        sizes = [part.stored_size for part in manifest.all_parts]
-        return LandingRing(self._driver, max(sizes)) if sizes else None
-
-    def _payload(self, image: WeightImage, segment: int) -> Payload:
-        host, manifest = image.segment(segment), image.manifest
-        parts = manifest.parts(segment)
-        if not parts:
-            return host
-        assert self._landing is not None
-        size = manifest.layout.segments[segment].size
-        return Compact(host, size, [self._part(host, segment, p) for p in parts], self._landing)
-
-    def _part(self, host: memoryview, segment: int, about: Compressed) -> CompactPart:
-        decompress = self._decompress
-        assert decompress is not None
-        out = self._weights.bytes_of(segment)[about.at : about.at + about.size]
-        stored = host[about.stored_at : about.stored_at + about.stored_size]
-        return CompactPart(stored, lambda landed: decompress(landed, about, out))
+    def _payloads(self, segments: Iterable[int]) -> dict[int, Payload]:
+        return {i: self.host.payload(i, self._weights.bytes_of(i)) for i in segments}
 
     def _scratch(self) -> Iterator[DeviceArena | AllocatorPool]:
         """What may hold anything after a wake."""
@@ -520,8 +431,8 @@ class ModelMemory:
             yield self.pool
 
     def _unmap(self, weights: Iterable[int]) -> None:
-        if self._landing is not None:
-            self._landing.unmap()
+        if self.host.landing is not None:
+            self.host.landing.unmap()
         self._weights.unmap(weights)
         for part in self._scratch():
             part.unmap()

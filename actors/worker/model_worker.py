@@ -157,7 +157,7 @@ class ModelWorker:
                 torch.set_num_threads(threads)
             # Now, not in the first wake: that may be for a burst, and the replica kept asleep for it. Beside the
             # engine, which takes as long.
-            opened = start_apart(self.memory.open_link)
+            opened = start_apart(self.memory.host.open_link)
             self._engine = self._control.submit(self._build_engine, module, engine, budget).result()
             # Its thread would keep the process from ending.
             undo.callback(self._control.submit, self._engine.stop)
@@ -191,7 +191,7 @@ class ModelWorker:
         )
         self._image = ImageNeed(
             self.memory,
-            lambda image: self._on_control(self.memory.take_image, image),
+            lambda image: self._on_control(self.memory.host.take, image),
             lambda prepared: self._on_control(self.memory.exchange, prepared),
             lambda: self._on_control(self._residency.drop_image),
             reload_image,
@@ -423,7 +423,7 @@ class ModelWorker:
         try:
             self._engine.stop()
         finally:
-            self.memory.close_link()
+            self.memory.host.close_link()
         return True
 
     async def _on_control(self, work: Callable[..., T], *args: object) -> T:

@@ -195,11 +195,11 @@ class Residency:
         return KvResized(len(parts), went)
 
     def drop_image(self) -> ImageKey | None:
-        """Behind a sleep; see ModelMemory. None, and nothing happens, if the model is awake."""
+        """Behind a sleep; see HostImage. None, and nothing happens, if the model is awake."""
         if not self._engine.paused:
             return None
         with self._watchdog.unpin:
-            return self._memory.drop_image()
+            return self._memory.host.drop()
 
     def between_steps(self, work: Callable[[], T]) -> T:
         """What `work` gives while the engine is paused, the bytes of the last wake there and checked.

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from actors.memory.driver import HostLink
-from actors.worker.model_memory import ModelMemory, PreparedImage
+from actors.worker.host_image import PreparedImage
+from actors.worker.model_memory import ModelMemory
 from serve_app.bench.local import ANSWER_TOKENS, LocalModel, Prompt, device_bytes
 
 Cycle = dict[str, float]
@@ -119,11 +120,11 @@ def carried_by(memory: ModelMemory, link: HostLink | None) -> Iterator[None]:
     if link is None:
         yield
         return
-    usual, memory._link = memory._link, link
+    usual, memory.host.link = memory.host.link, link
     try:
         yield
     finally:
-        memory._link = usual
+        memory.host.link = usual
 
 
 @contextmanager

@@ -107,7 +107,7 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
         import ray  # noqa: F401
 
         from actors.replica.in_process import build_in_process
-        from actors.worker.model_memory import ModelMemory
+        from actors.worker.host_image import HostImage
         from actors.worker.model_worker import build_module
         from serve_app.bench.local import LocalModel, load_of
 
@@ -123,8 +123,8 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     read_bytes = read_from_disk() - read_before
     stages.mark("bytes")
     # Somewhere in the warm-up; who serves has no use for how long it takes.
-    pin = Timed(ModelMemory.open_link)
-    ModelMemory.open_link = lambda memory: pin(memory)  # type: ignore[assignment, method-assign]
+    pin = Timed(HostImage.open_link)
+    HostImage.open_link = lambda image: pin(image)  # type: ignore[assignment, method-assign]
     model = LocalModel(await build_in_process(module, image, load, subject.engine))
     stages.mark("warm-up")
     await model.runtime.wake()

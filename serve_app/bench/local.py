@@ -27,7 +27,7 @@ from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
 from actors.protocol import GenerateRequest, SamplingParams
 from actors.replica.in_process import InProcessModel, build_in_process
-from actors.worker.model_memory import PreparedImage
+from actors.worker.host_image import PreparedImage
 from actors.worker.model_worker import build_module
 from serve_app.bench.figures import environment
 from serve_app.config.files import load_model_config
@@ -296,7 +296,7 @@ async def compressed_image(model: LocalModel) -> PreparedImage:
     memory = model.worker.memory
     assert memory.image is not None
     copy = await asyncio.to_thread(compressed_copy, memory.image, memory.device)
-    return await asyncio.to_thread(memory.prepare, copy)
+    return await asyncio.to_thread(memory.host.prepare, copy)
 
 
 def decompression(image: WeightImage, device: torch.device) -> list[float]:

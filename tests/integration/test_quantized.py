@@ -306,7 +306,7 @@ def woken(checkpoint: Path, image: WeightImage) -> list[bytes]:
         return [bytes(memory._weights.bytes_of(i, n).numpy()) for i, n in enumerate(sizes)]
     finally:
         memory.unmap(2)
-        memory.close_link()
+        memory.host.close_link()
 
 
 def test_a_quantised_image_is_smaller_and_no_other_s(

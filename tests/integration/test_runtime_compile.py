@@ -99,7 +99,7 @@ def test_images_are_not_compressed_while_layers_are_compiled(
         return False
 
     async def scenario(h: Harness) -> None:
-        h.worker.memory.image = WeightImage(image.manifest, image.segments, "image")
+        h.worker.memory.host.image = WeightImage(image.manifest, image.segments, "image")
         running = asyncio.create_task(h.worker.compress_image("on", compress))
         await asyncio.sleep(0.3)
         assert not asked.is_set()

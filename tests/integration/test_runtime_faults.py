@@ -396,7 +396,7 @@ def test_pages_are_unpinned_though_the_engine_does_not_stop(
         monkeypatch.setattr(h.worker._engine, "stop", stop_and_fail)
         with pytest.raises(RuntimeError, match="illegal"):
             await h.worker.close()
-        assert h.worker.memory._link is None
+        assert h.worker.memory.host.link is None
         monkeypatch.undo()
 
     run(tiny_checkpoint, image, scenario)

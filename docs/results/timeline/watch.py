@@ -17,7 +17,7 @@ from actors.memory.cpu import CpuMark
 from actors.memory.cuda_link import CudaMark
 from actors.memory.driver import HostLink, Mark, MemoryDriver
 from actors.memory.transfer import TransferStats
-from actors.worker.model_memory import PreparedImage
+from actors.worker.host_image import PreparedImage
 from serve_app.bench.cycle import carried_by, looking_at
 from serve_app.bench.local import LocalModel, Prompt
 
@@ -118,12 +118,12 @@ async def watch_wake(
     await runtime.sleep(1)
     await asyncio.sleep(pause_s)
     with looking_at(memory, compressed):
-        assert memory._link is not None, "it has never been awake"
+        assert memory.host.link is not None, "it has never been awake"
         assert memory.image is not None
         names = [segment.name for segment in memory.image.layout.segments]
-        link = WatchedLink(memory._link)
+        link = WatchedLink(memory.host.link)
         watch = ForwardWatch(memory._gates.segments, marker(memory.device))
-        zero = memory._link.mark()
+        zero = memory.host.link.mark()
         zero.wait()
         with carried_by(memory, link), watch.installed():
             started_s = time.perf_counter()

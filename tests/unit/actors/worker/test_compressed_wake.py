@@ -73,7 +73,7 @@ def memory_of(checkpoint: Path, device: str) -> Iterator[MakeMemory]:
     yield make
     for memory in made:
         memory.unmap(2)
-        memory.close_link()
+        memory.host.close_link()
 
 
 def held(memory: ModelMemory, image: WeightImage) -> list[bytes]:
@@ -149,8 +149,8 @@ def test_a_plain_image_may_take_its_place(
     memory_of: MakeMemory, image: WeightImage, compressed: WeightImage
 ) -> None:
     memory = memory_of(compressed)
-    memory.drop_image()
-    memory.take_image(image)
+    memory.host.drop()
+    memory.host.take(image)
     assert_wakes(memory, image, image.layout.total_bytes)
 
 
@@ -158,9 +158,9 @@ def test_a_compressed_image_takes_the_place_of_the_plain_one(
     memory_of: MakeMemory, image: WeightImage, compressed: WeightImage
 ) -> None:
     memory = memory_of(image)
-    memory.open_link()
+    memory.host.open_link()
     asleep = memory.wake_bytes
-    prepared = memory.prepare(compressed)
+    prepared = memory.host.prepare(compressed)
     memory.begin_wake()
     assert memory.exchange(prepared) is prepared.link  # not while anything travels
     assert memory.image is image
@@ -180,15 +180,15 @@ def test_no_image_is_exchanged_where_there_is_none_or_another(
     memory_of: MakeMemory, image: WeightImage, compressed: WeightImage
 ) -> None:
     memory = memory_of(image)
-    prepared = memory.prepare(compressed)
-    memory.drop_image()
+    prepared = memory.host.prepare(compressed)
+    memory.host.drop()
     assert memory.exchange(prepared) is prepared.link
     prepared.link.close()
     assert memory.image is None
     checksums = image.manifest.checksums[::-1]
     other = WeightImage(replace(image.manifest, checksums=checksums), image.segments, "disk")
     with pytest.raises(LayoutMismatch):
-        memory.prepare(other)
+        memory.host.prepare(other)
 
 
 def test_a_pinned_image_is_compressed_and_both_are_pinned_at_once(
@@ -196,10 +196,10 @@ def test_a_pinned_image_is_compressed_and_both_are_pinned_at_once(
 ) -> None:
     """Segments that stay as they are belong to both."""
     memory = memory_of(image)
-    memory.open_link()
+    memory.host.open_link()
     again = compressed_copy(image, torch.device(device), PART_BYTES)
     assert again.manifest == compressed.manifest
-    prepared = memory.prepare(again)
+    prepared = memory.host.prepare(again)
     assert prepared.link.in_place
     before = memory.exchange(prepared)
     assert before is not None

@@ -417,26 +417,26 @@ def test_link_is_opened_once_for_an_image(bench: Bench, monkeypatch: pytest.Monk
         return open_link(buffers)
 
     monkeypatch.setattr(bench.driver, "open_link", counted)
-    bench.memory.open_link()
+    bench.memory.host.open_link()
     assert opened == [bench.memory.weights_bytes]
     for _ in range(2):
         bench.wake()
         bench.memory.unmap(1)
     assert len(opened) == 1
-    bench.memory.drop_image()
-    bench.memory.take_image(bench.image)
+    bench.memory.host.drop()
+    bench.memory.host.take(bench.image)
     bench.wake()
     assert len(opened) == 2
 
 
 def test_image_of_other_weights_is_refused(bench: Bench) -> None:
-    assert bench.memory.drop_image() == bench.image.manifest.key
+    assert bench.memory.host.drop() == bench.image.manifest.key
     assert bench.memory.image is None
     other = replace(bench.image.manifest, checksums=(Checksum(1, 2),))
     with pytest.raises(LayoutMismatch, match="changed"):
-        bench.memory.take_image(WeightImage(other, bench.image.segments, "disk"))
-    assert bench.memory.drop_image() is None
-    bench.memory.take_image(bench.image)
+        bench.memory.host.take(WeightImage(other, bench.image.segments, "disk"))
+    assert bench.memory.host.drop() is None
+    bench.memory.host.take(bench.image)
     bench.wake()
 
 
@@ -500,7 +500,7 @@ def test_pages_are_pinned_again_by_the_wake_behind_it(
     assert told == ["closed"]
     bench.memory.resume()
     bench.wake()
-    assert bench.memory._link is not None
+    assert bench.memory.host.link is not None
 
 
 def test_driver_that_refuses_leaves_an_ordinary_sleep(bench: Bench) -> None:
