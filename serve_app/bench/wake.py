@@ -234,8 +234,12 @@ class WakeBench(LocalBench[Plan]):
         if "compressed" not in self._plan.variants:
             return
         started_s = time.perf_counter()
-        ours.compressed = prepared = await compressed_image(ours.model)
-        memory = ours.model.worker.memory
+        prepared = await compressed_image(ours.model)
+        if not any(prepared.image.manifest.compressed):
+            prepared.link.close()
+            self._skipped["compressed"] = "nothing of this image gets smaller"
+            return
+        ours.compressed, memory = prepared, ours.model.worker.memory
         self._facts |= {
             "compressed_s": time.perf_counter() - started_s,  # pinned, too
             "compressed_bytes": prepared.image.manifest.stored_bytes,

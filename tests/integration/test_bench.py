@@ -87,7 +87,10 @@ def test_wake_measures_each_variant_as_often_as_asked(
     ray_store: int, subject: Subject, results_table: Callable[[dict[str, Any]], str], tmp_path: Path
 ) -> None:
     plan = Plan(
-        variants=("pipelined", "serial", "unpinned", "kept", "kept-2-last", "to", "fresh-load"),
+        variants=(
+            *("pipelined", "compressed", "serial", "unpinned", "kept", "kept-2-last"),
+            *("to", "fresh-load"),
+        ),
         cycles=2,
         baseline_cycles=1,
         prompt_tokens=(7, 40),
@@ -100,7 +103,8 @@ def test_wake_measures_each_variant_as_often_as_asked(
     assert result["complete"]
     assert result["wrong"] == 0
     assert result["compared"] == 2 * 2 * 7 + 2 * 2
-    assert set(result["skipped"]) == {"unpinned", "to"}
+    assert set(result["skipped"]) == {"compressed", "unpinned", "to"}
+    assert result["skipped"]["compressed"] == "nothing of this image gets smaller"
     rows = by_name(result)
     kept = [f"kept-{n}" for n in (1, 2, 3, 4)]
     assert set(rows) == {"pipelined", "serial", *kept, "kept-2-last", "fresh-load"}
