@@ -17,6 +17,11 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 # longer than the rest of its work takes. Where it is not written, each of a dozen processes compiles what it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
+# What an extra asks for, without another look at all that is there: that takes 20 seconds.
+extra = $(PY) -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")' $(1) | \
+	$(PY) -m pip install --quiet --no-compile -c constraints.txt -r /dev/stdin
+
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
@@ -43,8 +48,7 @@ serve: $(STAMP)
 
 # Warnings are errors: a link that leads nowhere, a page that nobody finds.
 site: $(STAMP)
-	@$(PY) -c 'import material' 2>/dev/null || \
-		$(PY) -m pip install --quiet -c constraints.txt -e ".[site]"
+	@$(PY) -c 'import material' 2>/dev/null || { $(call extra,site); }
 	$(PY) -m mkdocs build --strict --site-dir site
 
 serve-many: $(STAMP)
@@ -65,8 +69,7 @@ endif
 test-page: $(STAMP)
 	@command -v chromium chromium-browser google-chrome >/dev/null || { \
 		echo 'make test-page needs a browser. Debian, Ubuntu: apt-get install chromium' >&2; exit 1; }
-	@$(PY) -c 'import playwright' 2>/dev/null || \
-		$(PY) -m pip install --quiet -c constraints.txt -e ".[page]"
+	@$(PY) -c 'import playwright' 2>/dev/null || { $(call extra,page); }
 	$(PY) -m pytest -m browser $(ARGS) tests/browser
 	@echo 'Pictures of the page: .pytest_cache/page'
 
@@ -119,7 +122,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $$site $(VENV); \
 	$(PY) -m pip install --quiet --no-compile -c constraints.txt $$index -e ".[$$extras]"; \
 	if [ -z "$$($(PY) -c 'import torch; print(torch.version.cuda or "")')" ]; then \
-		$(PY) -m pip install --quiet --no-compile -c constraints.txt -e ".[cpu]"; fi
+		$(call extra,cpu); fi
 	@touch $@
 
 # A torch of PyTorch's CPU index where that can be reached, as above; UV_TORCH_BACKEND, UV_FIND_LINKS and
