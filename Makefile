@@ -17,9 +17,11 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 # longer than the rest of its work takes. Where it is not written, each of a dozen processes compiles what it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-# What an extra asks for, without another look at all that is there: that takes 20 seconds.
-extra = $(PY) -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")' $(1) | \
+# What an extra asks for, a line each: behind a Python. And installed without another look at all that is there,
+# which takes 20 seconds.
+requirements_of = -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")' $(1)
+extra = $(PY) $(call requirements_of,$(1)) | \
 	$(PY) -m pip install --quiet --no-compile -c constraints.txt -r /dev/stdin
 
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -142,8 +144,7 @@ $(OLDEST)/.installed: pyproject.toml
 	install="$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct"; \
 	$$install -e ".[dev]"; \
 	if ! $(OLDEST)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-		$$install --no-deps "$$($(OLDEST)/bin/python -c 'import tomllib; \
-			print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"])')"; fi
+		$$install --no-deps "$$($(OLDEST)/bin/python $(call requirements_of,cpu))"; fi
 	@touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt

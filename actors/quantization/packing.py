@@ -14,6 +14,7 @@ from actors.quantization.scheme import Scheme
 
 # AWQ's word has its eight columns in this order, from the lowest bits on.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_PLACES = sorted(range(8), key=_AWQ_COLUMNS.__getitem__)  # and each column is there
 _IMPLIED_ZERO = {"int4": 8, "int8": 128}
 # By which one adds 1 to each value of a word at once.
 _ONES = {4: 0x11111111, 8: 0x01010101}
@@ -138,8 +139,7 @@ def _from_gptq(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
 
 
 def _from_awq(found: Projection, stored: Mapping[str, Tensor]) -> _Parts:
-    place = sorted(range(8), key=_AWQ_COLUMNS.__getitem__)
-    zeros_GN = values_of(stored["qzeros"], 4)[:, :, place].flatten(1)
+    zeros_GN = values_of(stored["qzeros"], 4)[:, :, _AWQ_PLACES].flatten(1)
     weight = _from_columns(found, stored["qweight"])
     return weight, stored["scales"], zeros_GN, None
 
@@ -212,16 +212,15 @@ def _spread_values(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
 def _from_columns(found: Projection, words_KW: Tensor) -> Tensor:
     """AWQ's words of eight output channels."""
     half = found.scheme.block(found.K) // 2
-    # Where each channel is when the even values stand before the odd ones.
-    columns = [*_AWQ_COLUMNS[::2], *_AWQ_COLUMNS[1::2]]
-    place = sorted(range(8), key=columns.__getitem__)
+    # When the even values stand before the odd ones.
+    places = [each // 2 + 4 * (each % 2) for each in _AWQ_PLACES]
     words = words_KW.numpy().view(np.uint32)
     weight = np.empty((found.N, found.K // 2), np.uint8)
     for first in range(0, found.K, 2 * half):
         low, high = words[first : first + half], words[first + half : first + 2 * half]
         even = (low & _LOW_HALVES) | ((high & _LOW_HALVES) << 4)
         odd = ((low >> 4) & _LOW_HALVES) | (high & _HIGH_HALVES)
-        values = np.stack((even, odd), axis=-1).view(np.uint8)[:, :, place]
+        values = np.stack((even, odd), axis=-1).view(np.uint8)[:, :, places]
         weight[:, first // 2 : first // 2 + half] = values.reshape(half, -1).T
     return torch.from_numpy(weight)
 
