@@ -12,8 +12,9 @@
 #   others   others, kept                                  6 min: 4:10, 1:50
 #   compressed, parts    a compressed image's wake, and one of them part by part    4 min
 #   packing  an image made, and compressed afterwards    2 min
-#   many     many: 16 models of 1.5B, VARIANTS one by one  8 min for each of VARIANTS (shared)
+#   many     many: 16 models of 1.5B, VARIANTS one by one  8 min for each of VARIANTS (shared): LIMIT_S, MANY_S
 #   many7    5 models of 7B, likewise
+#   swaps    200 swaps between two models of 7B    5 min
 #   recipes  quantised checkpoints beside plain weights    8 min: 2:30 for each of RECIPES (plain gptq-4-128 fp8-block)
 #   products products with quantised weights, by tiles     3 min
 #
@@ -111,11 +112,13 @@ wishes() {  # what people ask for: sampling, a second turn, and no halt beside a
     module=docs.results.long_prompt run long_prompt 90 "$url" --json "$work/long_prompt.json"
 }
 
-many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models with weights of their own on one card
-    local name=$1 shape=$2 count=$3 budget=$4 base=$checkpoint-many-$2 files=() number
-    run "${name}_checkpoint" 120 make-checkpoint "$base" --shape "$shape" --tied
+models() {  # NAME SHAPE COUNT: checkpoints with weights of their own, where there are none, and in `files` a YAML file each
+    local name=$1 shape=$2 count=$3 base=$checkpoint-many-$2 number
+    [ -e "$base/config.json" ] || run "${name}_checkpoint" 120 make-checkpoint "$base" --shape "$shape" --tied
+    files=()
     for number in $(seq 1 "$count"); do
-        "${PY:-python3}" -m serve_app.cli.main make-checkpoint "$base-$number" --variant-of "$base" --seed "$number" > /dev/null &
+        [ -e "$base-$number/config.json" ] ||
+            "${PY:-python3}" -m serve_app.cli.main make-checkpoint "$base-$number" --variant-of "$base" --seed "$number" > /dev/null &
         files+=("$work/$name-$number.yaml")
         cat > "$work/$name-$number.yaml" <<-YAML
 		model_id: $name-$number
@@ -128,8 +131,17 @@ many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models with weights of 
 		YAML
     done
     wait
-    run "$name" 580 bench many "${files[@]}" --memory-budget "$budget" --variants "${VARIANTS:-shared}" \
-        --time-scale "${TIME_SCALE:-1}" --duration "${DURATION_S:-300}" --json "$work/$name.json"
+}
+
+many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models on one card
+    models "$1" "$2" "$3"
+    run "$1" "${MANY_S:-580}" bench many "${files[@]}" --memory-budget "$4" --variants "${VARIANTS:-shared}" ${TRACE:+--trace "$TRACE"} \
+        --time-scale "${TIME_SCALE:-1}" --duration "${DURATION_S:-300}" --json "$work/$1.json"
+}
+
+swaps() {  # NAME SHAPE BUDGET: two models of which the budget has room for one, asked in turns
+    module=docs.results.card_traces run "$1_trace" 30 swaps "$work/$1.csv"
+    TRACE=$work/$1.csv SHARING='{max_wait_s: 8}' many "$1" "$2" 2 "$3"
 }
 
 quantised() {  # RECIPE, or plain: its wake, and its engine
@@ -172,6 +184,7 @@ step() {
         --cycles 3 --other-cycles 2 --requests 0 --limit-s 400 --engine "$blocks" --json "$work/others.json" ;;
     many) many many "${SHAPE:-deepseek-r1-distill-qwen-1.5b}" "${MODELS:-16}" "${BUDGET:-31 GiB}" ;;  # four awake, and what sleepers keep
     many7) many many7 "$shape" "${MODELS:-5}" "${BUDGET:-38 GiB}" ;;  # two
+    swaps) swaps swaps "$shape" "${BUDGET:-22 GiB}" ;;  # one
     soak) run soak 500 bench soak "$checkpoint" --cycles "${SOAK_CYCLES:-400}" --limit-s 400 --engine "$blocks" --json "$work/soak.json" ;;
     *) echo "no part or step $1" >&2; exit 2 ;;
     esac
@@ -188,7 +201,7 @@ part() {  # NAME
     archive=$out/$1.tar.gz
     ends=$((SECONDS + ${LIMIT_S:-530}))
     rm -rf "${work:?}"/*
-    [[ $1 == many* || $1 == products || -e $checkpoint/config.json ]] || run checkpoint 180 make-checkpoint "$checkpoint" --shape "$shape"
+    [[ $1 == many* || $1 == swaps || $1 == products || -e $checkpoint/config.json ]] || run checkpoint 180 make-checkpoint "$checkpoint" --shape "$shape"
     for each in $steps; do step "$each"; done
     pack  # also what the server said that ran beside the last step
 }

@@ -71,8 +71,7 @@ def many(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Beside `shared`, which comes first and is as configured: static, one-at-a-time, lru, "
-            "restart, infinite, or all.",
+            help="shared (as configured), static, one-at-a-time, lru, restart, infinite, or all.",
         ),
     ] = "all",
     limit_s: Annotated[
@@ -87,7 +86,8 @@ def many(
     """Many models on one card: a trace of requests against each way to share it.
 
     Every way has a server of its own on loopback, with the same trace, open loop, streamed. One request in
-    ten is a question that was asked before, of the model alone; the answers are compared.
+    ten is a question that was asked before, of the model alone on a server as configured; the answers are
+    compared.
     """
     with usage_errors():
         check_writable(json_file)
@@ -151,7 +151,6 @@ def _plan(
     from serve_app.bench.many.trace import SAMPLE, cut, deal, read_trace, with_apps
     from serve_app.bench.many.variants import VARIANTS
 
-    first, *others = VARIANTS
     named = set(VARIANTS if variants == "all" else variants.split(","))
     if unknown := named - VARIANTS.keys():
         known = ", ".join(VARIANTS)
@@ -167,7 +166,7 @@ def _plan(
         time_scale=time_scale,
         dealt=dealt,
         left_out=len(sent) - len(dealt),
-        variants=(first, *(name for name in others if name in named)),
+        variants=[name for name in VARIANTS if name in named],
         max_prompt_tokens=most_tokens[0],
         max_output_tokens=most_tokens[1],
         limit_s=limit_s,

@@ -50,7 +50,7 @@ def test_ways_to_share_a_card_are_measured_beside_each_other(
     file = tmp_path / "many.json"
     more = ["--duration", 10, "--max-prompt-tokens", 100, "--max-output-tokens", 16]
     run = subprocess.run(
-        command(config, "--variants", "static,restart", *more, "--json", file),
+        command(config, "--variants", "shared,static,restart", *more, "--json", file),
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -93,7 +93,7 @@ def test_no_needless_swap_for_agents_and_an_interruption_keeps_what_was_measured
     servers.stop()
     file, trace = tmp_path / "many.json", trace_of(tmp_path / "agents.csv", AGENTS, 3.0)
     with subprocess.Popen(
-        command(config, "--trace", trace, "--variants", "lru", "--json", file),
+        command(config, "--trace", trace, "--variants", "shared,lru", "--json", file),
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -14,6 +14,7 @@ import yaml
 
 from actors.checkpoints.download import ensure_checkpoint
 from actors.checkpoints.sizes import image_sizes, own_dtype
+from serve_app.bench.card_use import shares_busy
 from serve_app.bench.figures import environment
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import fit_scale
@@ -39,9 +40,17 @@ from serve_app.bench.many.requests import (
     workload_of,
 )
 from serve_app.bench.many.score import Measured, figures
-from serve_app.bench.many.told import budget_of, counters, tenants, wakes_in
+from serve_app.bench.many.told import SharedCard, counters, shared_card, tenants, wakes_in
 from serve_app.bench.many.trace import Arrival
-from serve_app.bench.many.variants import VARIANTS, Fits, Needs, Settings, fits, settings_for
+from serve_app.bench.many.variants import (
+    AS_CONFIGURED,
+    VARIANTS,
+    Fits,
+    Needs,
+    Settings,
+    fits,
+    settings_for,
+)
 from serve_app.bench.serve_process import ServeProcess, free_port
 from serve_app.config.files import ServeConfig
 from serve_app.config.model import ModelConfig
@@ -66,6 +75,7 @@ class Plan:
         trace: its name, to be told.
         dealt: the requests, each with its model.
         left_out: how many belong to apps that have no model.
+        variants: that are sent the trace.
         limit_s: begin no variant after that; None: no limit.
     """
 
@@ -90,7 +100,7 @@ class _Known:
 
     requests: TraceRequests
     fit: Fits
-    budget: int
+    card: SharedCard
 
 
 class _Served(ServeProcess):
@@ -151,11 +161,11 @@ class ManyBench:
         ends_s = time.monotonic() + limit_s
         if self._clients:
             await asyncio.gather(*(worker.ready() for worker in self._clients))
-        for name in self._plan.variants:
+        for name in dict.fromkeys((AS_CONFIGURED, *self._plan.variants)):
             if time.monotonic() > ends_s:
                 self._skipped[name] = "the time was up"
-            elif name != self._plan.variants[0] and self._known is None:
-                self._skipped[name] = f"{self._plan.variants[0]} failed, which tells what fits"
+            elif name != AS_CONFIGURED and self._known is None:
+                self._skipped[name] = f"{AS_CONFIGURED} failed, which tells what fits"
             else:
                 await self._variant(name, progress)
         self.complete = not self._skipped and all(f["complete"] for f in self._figures.values())
@@ -211,9 +221,12 @@ class ManyBench:
                 _require(record, f"{model}, asked alone")
                 measured.asked += 1
                 measured.wrong += not question.is_answer(record.text)
+        if name not in self._plan.variants:
+            return  # it has told what the others need
         before = await _counters(client)
         epoch_s = time.time() - time.monotonic()
-        await self._send(name, client, known.requests, measured, progress)
+        with shares_busy(known.card.id) as measured.busy:
+            await self._send(name, client, known.requests, measured, progress)
         after = await _counters(client)
         measured.moved = {name: after[name] - before[name] for name in after}
         woken = await _wakes(server, after["wakes"])
@@ -263,9 +276,10 @@ class ManyBench:
                 questions[model] = choose(asked)
             except ValueError as error:
                 raise BenchError(f"{model}: {error}") from error
-            needs[model], budget = await _needs(client, model)
+            needs[model], card = await _needs(client, model)
         requests = TraceRequests(plan(self._plan.dealt, caps), workloads, questions)
-        return _Known(requests, fits(budget, [needs[model] for model in self._models]), budget)
+        fit = fits(card.budget, [needs[model] for model in self._models])
+        return _Known(requests, fit, card)
 
     def _sent(self, known: _Known) -> dict[str, Any]:
         planned, dealt = known.requests.planned, self._plan.dealt
@@ -286,7 +300,7 @@ class ManyBench:
                 "prompts": sum(p.prompt_tokens < a.prompt_tokens for p, a in pairs),
                 "answers": sum(p.output_tokens < a.output_tokens for p, a in pairs),
             },
-            "budget_bytes": known.budget,
+            "budget_bytes": known.card.budget,
             "fit": known.fit.beside_sleepers,
         }
 
@@ -327,13 +341,13 @@ async def _question(client: Client, body: Mapping[str, Any], sure: float) -> Que
         raise BenchError(f"{body['model']} answered {status}: {answer}") from error
 
 
-async def _needs(client: Client, model: str) -> tuple[Needs, int]:
-    """What a model takes that has just answered, and the card's budget, both by the keeper's account."""
+async def _needs(client: Client, model: str) -> tuple[Needs, SharedCard]:
+    """What a model takes that has just answered, and of which card, both by the keeper's account."""
     ends_s = time.monotonic() + _LOGGED_WITHIN_S
     while time.monotonic() < ends_s:
         status, answer = await client.call("GET", "/status")
         if status == 200 and (found := tenants(answer)) is not None and model in found:
-            return found[model], budget_of(answer)
+            return found[model], shared_card(answer)
         await asyncio.sleep(_POLL_S)
     raise BenchError(f"GET /status does not tell what {model} takes of the card: {answer}")
 

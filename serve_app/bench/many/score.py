@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from serve_app.bench.http.client import RequestRecord
@@ -22,6 +23,7 @@ class Measured:
         asked, wrong: the questions that were asked before the trace.
         lags_s: by how much the client's event loops were late, each time they looked.
         moved: counters of the server's metrics, after minus before; None until both are known.
+        busy: of the time that the requests took, share by share, how much of it the card computed.
         wakes: when models were awake again, on the monotonic clock; None: the log does not tell all.
         failed: why it was not measured to its end.
     """
@@ -31,6 +33,7 @@ class Measured:
     wrong: int = 0
     lags_s: list[float] = field(default_factory=list)
     moved: Mapping[str, int] | None = None
+    busy: Sequence[float] = ()
     wakes: Sequence[tuple[float, str]] | None = None
     failed: str | None = None
     complete: bool = False
@@ -96,6 +99,7 @@ def figures(requests: TraceRequests | None, measured: Measured) -> dict[str, Any
         "longest_wait_s": max(map(_waited_s, records)),
         "of_models": _of_models(requests, records),
         "tokens_per_s": summary.output_tokens_per_s,
+        "busy": fmean(measured.busy) if measured.busy else None,
         "lag_s": summary.lag_s,
         "client_was_too_slow": summary.lag_s is not None and summary.lag_s > MAX_LAG_S,
         **_moved(measured.moved, summary.time_taken_s),

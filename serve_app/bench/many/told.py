@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,6 +26,14 @@ _COUNTERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "waited_for_a_wake": (f"{WAKE_WAIT_SECONDS.name}_count", {}),
 }
 _WOKEN = re.compile(r"-- (\S+)/[^/\s]+: waking -> awake ")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCard:
+    """The one that all models share."""
+
+    id: str  # as `nvidia-smi -L` has it, or "cpu of node ..."
+    budget: int  # bytes
 
 
 def counters(metrics: str) -> dict[str, int]:
@@ -57,9 +66,11 @@ def tenants(status: Mapping[str, Any]) -> dict[str, Needs] | None:
     }
 
 
-def budget_of(status: Mapping[str, Any]) -> int:
-    """The card's, in bytes; of a status in which the keeper is not silent."""
-    return min(int(replica["card"]["budget"]) for replica in _replicas(status))
+def shared_card(status: Mapping[str, Any]) -> SharedCard:
+    """Of a status in which the keeper is not silent."""
+    cards = [replica["card"] for replica in _replicas(status)]
+    smallest = min(cards, key=lambda card: int(card["budget"]))
+    return SharedCard(str(smallest["id"]), int(smallest["budget"]))
 
 
 def _replicas(status: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:

@@ -129,9 +129,10 @@ def _infinite(settings: Settings, fit: Fits) -> None:
     _for_each_model(settings, sharing={"pin": True})
 
 
-# In the order in which they are measured: the first one also tells what fits, and what the answers are.
+AS_CONFIGURED = "shared"  # its server is always started: it tells what fits, and what the answers are
+# In the order in which they are measured.
 VARIANTS: Mapping[str, Variant] = {
-    "shared": Variant("as configured", _as_configured),
+    AS_CONFIGURED: Variant("as configured", _as_configured),
     "static": Variant(
         "as many models as fit, always awake; the others are not served, their requests are missed",
         _static,

@@ -46,10 +46,12 @@ def test_figures_of_a_variant() -> None:
         records=[answer(0, 0.0, 0.4, text="yes"), answer(1, 1.0, 2.5), refused(2, 2.0, 5.0, 503)],
         asked=2,
         moved={"wakes": 2, "preempted": 0, "moved_bytes": 2**30, "waited_for_a_wake": 1},
+        busy=[0.5, 0.7],
         wakes=[(2.0, "a")],
         complete=True,
     )
     found = figures(REQUESTS, measured)
+    assert found["busy"] == pytest.approx(0.6)
     assert (found["requests"], found["refused"], found["failed_requests"]) == (3, 1, 0)
     shares = found["first_token_within"]
     assert shares == pytest.approx({"0.5": 1 / 3, "1": 1 / 3, "2": 2 / 3, "10": 2 / 3})

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from serve_app.bench.many.told import budget_of, counters, tenants, wakes_in
+from serve_app.bench.many.told import SharedCard, counters, shared_card, tenants, wakes_in
 from serve_app.bench.many.variants import Needs
 from serve_app.bench.serve_process import logged_at
 
@@ -64,9 +64,9 @@ def status(*cards: dict[str, Any] | None) -> dict[str, Any]:
 def test_needs_are_of_those_who_are_awake() -> None:
     awake = {"model_id": "a", "held": 30, "residue": 4, "awake": True}
     asleep = {"model_id": "b", "held": 0, "residue": 4, "awake": False}
-    told = status({"budget": 90, "tenants": [awake, asleep]})
+    told = status({"id": "GPU-1", "budget": 90, "tenants": [awake, asleep]})
     assert tenants(told) == {"a": Needs(30, 4)}
-    assert budget_of(told) == 90
+    assert shared_card(told) == SharedCard("GPU-1", 90)
 
 
 def test_keeper_that_is_silent_tells_nothing() -> None:

@@ -1,0 +1,33 @@
+"""How busy a card was, as a driver's tool tells it that is not there."""
+
+from pathlib import Path
+
+import pytest
+
+from serve_app.bench.card_use import shares_busy
+from tests.e2e.serve_process import wait_until
+
+CARD = "GPU-12345678-9abc-def0-1234-56789abcdef0"
+SMI = """#!/bin/sh
+[ "$1" = --id={card} ] && printf '40\\n[N/A]\\n100\\n'
+: > "{told}"
+exec sleep 60
+"""
+
+
+def test_shares_are_there_when_the_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool, told = tmp_path / "nvidia-smi", tmp_path / "told"
+    tool.write_text(SMI.format(card=CARD, told=told))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with shares_busy(CARD) as shares:
+        wait_until(told.exists, 10, "the tool has not told anything")
+    assert shares == [0.4, 1.0]
+
+
+def test_a_cpu_has_none() -> None:
+    with shares_busy("cpu of node 7") as shares:
+        pass
+    assert not shares
