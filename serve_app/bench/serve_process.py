@@ -4,11 +4,9 @@ For benches that have a server of their own, and for the end-to-end tests.
 """
 
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ import psutil
 
 from serve_app.config.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE
 from serve_app.process.environment import serve_environment
+from serve_app.process.ports import free_port
 
 PROJECT = Path(__file__).parents[2]  # a checkout; of an installed package, the folder that has it
 SHARED_MEMORY = Path("/dev/shm")
@@ -241,22 +240,6 @@ def logged_at(line: str) -> float:
     """When a line of the log was written, since the epoch; 0 where it does not say."""
     stamp = _STAMP.search(line)
     return datetime.strptime(stamp[0], "%Y-%m-%d %H:%M:%S,%f").timestamp() if stamp else 0.0
-
-
-def free_port() -> int:
-    """One that nobody listens on, and that nobody is given who asks for any.
-
-    Ray opens dozens of those (/proc/sys/net/ipv4/ip_local_port_range), and Serve shares its port with whoever
-    came first. Ray's workers begin at 10002, HAProxy's at 30000.
-    """
-    for port in random.sample(range(20000, 30000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise ServeFailed("no free port between 20000 and 30000")
 
 
 def _environment(home: Path) -> dict[str, str]:

@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from shutil import which
 
+from serve_app.process.ports import free_port
+
 PROGRAM = "sleepserve-haproxy"
 _PROGRAM_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # In /tmp/haproxy-serve by default, which belongs to whoever served first on the machine.
@@ -50,7 +52,10 @@ def environment(path: str) -> dict[str, str]:
         return {}
     folder = private_folder()
     files = {variable: str(folder / name) for variable, name in _FILES.items()}
-    return {**SETTINGS, **files, _PROGRAM_VARIABLE: program}
+    # Serve's own proxy, which HAProxy asks while no ingress runs: at 8500 by default, where servers of one user share
+    # the port, and each is given requests of the others; where another user's listens, it is given them.
+    own_port = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port())}
+    return {**SETTINGS, **files, **own_port, _PROGRAM_VARIABLE: program}
 
 
 def private_folder(parent: Path = Path("/tmp")) -> Path:

@@ -21,9 +21,9 @@ import pytest
 from serve_app.bench.serve_process import (
     OBJECT_STORE_BYTES,
     STOP_DEADLINE_S,
-    free_port,
     listening_to_sigint,
 )
+from serve_app.process.ports import free_port
 from tests.dockerfile import CleanRoot, Step, make_base, prepare_base, read_steps, stages
 from tests.e2e.conftest import Servers
 from tests.e2e.serve_process import PROJECT, wait_until

@@ -18,7 +18,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.bench.serve_process import OBJECT_STORE_BYTES, free_port
+from serve_app.bench.serve_process import OBJECT_STORE_BYTES
+from serve_app.process.ports import free_port
 from tests.documents import StandIns, blocks, values
 from tests.e2e.conftest import Servers
 from tests.e2e.serve_process import PROJECT, WITH_A_GPU, ServeProcess, wait_until

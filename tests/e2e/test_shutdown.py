@@ -166,6 +166,8 @@ def test_two_servers_of_a_machine_do_not_know_each_other(tiny: ServeProcess) -> 
     with serving(config_with("tiny_cpu.yaml")) as second:
         assert text_of(second) == expected
         assert text_of(tiny) == expected
+        # Of one that both listened on, each would be given requests of the other.
+        assert not second.listening().keys() & tiny.listening().keys()
     assert text_of(tiny) == expected
 
 

@@ -10,7 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.holder.obtain import load_from_disk
-from serve_app.bench.serve_process import free_port
+from serve_app.process.ports import free_port
 from tests.integration.holder_harness import (
     STORE,
     ActorHolder,

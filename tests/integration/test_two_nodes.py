@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 from actors.holder.obtain import FastLoad, ImageSource, load_from_disk
 from actors.image.image import WeightImage
 from actors.image.store import store_room
-from serve_app.bench.serve_process import free_port
+from serve_app.process.ports import free_port
 from tests.integration.holder_harness import (
     STORE,
     ActorHolder,

@@ -25,8 +25,9 @@ from serve_app.bench.http.workers import (
     processes,
     workers_for,
 )
-from serve_app.bench.serve_process import ServeProcess, free_port
+from serve_app.bench.serve_process import ServeProcess
 from serve_app.config.model import ModelConfig
+from serve_app.process.ports import free_port
 
 if TYPE_CHECKING:
     from serve_app.bench.local import Progress

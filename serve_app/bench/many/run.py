@@ -51,9 +51,10 @@ from serve_app.bench.many.variants import (
     fits,
     settings_for,
 )
-from serve_app.bench.serve_process import ServeProcess, free_port
+from serve_app.bench.serve_process import ServeProcess
 from serve_app.config.files import ServeConfig
 from serve_app.config.model import ModelConfig
+from serve_app.process.ports import free_port
 
 Progress = Callable[[str, int, int], None]
 
@@ -245,7 +246,11 @@ class ManyBench:
             if "failed" in states:
                 raise BenchError(f"a model cannot be started:\n{server.log_tail()}")
             if states and states <= {"loaded", "sleeping"}:
-                return {m: cards[m]["max_model_len"] for m in self._models if m in cards}
+                if found := {m: cards[m]["max_model_len"] for m in self._models if m in cards}:
+                    return found
+                raise BenchError(
+                    f"another server answers at {server.url}: it has {', '.join(cards)}"
+                )
             if time.monotonic() > ends_s:
                 why = f"the models are not there after {_START_LIMIT_S:g} s"
                 raise BenchError(f"{why}:\n{server.log_tail()}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.image import cascade
-from actors.image.cascade import BLOCK
+from actors.image.cascade import BLOCK, PIECE_BYTES, WORDS
 from actors.image.layout import FLOAT_TYPES, Compressed, FloatType
 from tests.conftest import cuda_available
 from tests.unit.actors.image.test_cascade import NAMES, laid_out, weights_of
@@ -87,7 +87,23 @@ def test_changed_bytes_reach_nothing_outside(region: str, dtype: FloatType) -> N
         spoilt = data.clone()
         spoilt[at] ^= 0xFF
         first, second = (decompressed_among(spoilt, about, len(segment), b) for b in (0, 0xFF))
-        assert torch.equal(first, second)
+        sure = written_once_at_most(spoilt, about, len(segment))
+        assert torch.equal(first[sure], second[sure])
+
+
+def written_once_at_most(data: torch.Tensor, about: Compressed, size: int) -> torch.Tensor:
+    """Which bytes have one value whatever the order of the blocks: a head that names another piece may have its
+    block write into the place of the next one."""
+    weights = size // WORDS[about.dtype].itemsize
+    writers = torch.zeros(weights, dtype=torch.int32)
+    heads = data[about.heads_at :][: 8 * about.blocks].view(torch.int32).view(-1, 2)
+    for block, (_, where) in enumerate(heads.tolist()):
+        piece = min(max(where >> 16, 0), about.heads_at // PIECE_BYTES - 1) * PIECE_BYTES
+        base, end = data[piece : piece + 16].view(torch.int64).tolist()
+        first = base + block * BLOCK
+        if first >= 0:
+            writers[first : min(max(end, 0), weights, first + BLOCK)] += 1
+    return (writers < 2).repeat_interleave(WORDS[about.dtype].itemsize)
 
 
 def decompressed_among(
