@@ -141,7 +141,7 @@ many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models on one card
 
 swaps() {  # NAME SHAPE BUDGET: two models of which the budget has room for one, asked in turns
     module=docs.results.card_traces run "$1_trace" 30 swaps "$work/$1.csv"
-    TRACE=$work/$1.csv SHARING='{max_wait_s: 8}' many "$1" "$2" 2 "$3"
+    TRACE=$work/$1.csv SHARING='{min_awake_s: 0, max_wait_s: 8}' many "$1" "$2" 2 "$3"
 }
 
 quantised() {  # RECIPE, or plain: its wake, and its engine
