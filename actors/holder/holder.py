@@ -194,6 +194,12 @@ class WeightHolder:
         self._images.drop(key, held, "nobody holds a lease")
         return True
 
+    async def release_all(self, lessee: str) -> None:
+        """End every lease of a replica whose worker has ended: only that knew which image it had."""
+        for key, held in self._images.snapshot():
+            if lessee in held.lessees:
+                await self.release(key, lessee)
+
     async def expire(self) -> None:
         """Let go of the images that have had no lessee for their time, and of files. To be called now and then."""
         if not self._is_tidy and (self._tidying is None or self._tidying.done()):

@@ -154,10 +154,6 @@ class FastLoad:
         except Exception as exc:  # noqa: BLE001  # the views are gone; the lease ends with us
             logger.warning("could not release image %s: %s: %s", key, type(exc).__name__, exc)
 
-    async def release_own(self) -> None:
-        """The same, for a worker that has ended and cannot say which it was: that of the checkpoint as it is."""
-        await self.release(await self._read(self._key))
-
     async def compress(self, key: ImageKey) -> bool:
         """Have the holder's image compressed by this worker; whether the next `obtain` gets it so."""
         if self.holder is None or self.worker is None:

@@ -27,7 +27,7 @@ from actors.text.sampling_defaults import ResolvedSampling, resolve
 from actors.text.validation import check_request
 
 if TYPE_CHECKING:
-    from actors.text.codec import TextCodec  # torch comes in with it
+    from actors.text.codec import TextCodec  # transformers comes in with it
 
 
 class ModelRuntime:

@@ -22,7 +22,7 @@ from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.messages import NewSequence
 
 if TYPE_CHECKING:
-    from actors.text.codec import TextCodec  # torch comes in with it
+    from actors.text.codec import TextCodec  # transformers comes in with it
 
 _WORTH_A_TIMER_S = 0.001
 _MAX_LOGPROBS = 512  # of one event

@@ -31,6 +31,7 @@ from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 from ray.runtime_env import RuntimeEnv
 
 from serve_app.process.heap import uncollected
+from serve_app.process.no_torch import leave_torch_out
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def import_ahead() -> None:
     _flag.bind(f"{_name(own)}{os.getpid()}")
     kind = Kind(own.partition(":")[0])
     if kind is Kind.REPLICA:
+        leave_torch_out()
         _import("ray.serve._private.replica", "serve_app.replica.replica")
     _importing = threading.Thread(
         target=_import, args=IMPORTS[kind], name="import-ahead", daemon=True

@@ -1,6 +1,6 @@
 """One replica, whoever asks it: Ray Serve, or the process that it is in.
 
-Puts a lifecycle and what computes together. No torch: it comes in with the tokenizer and the worker.
+Puts a lifecycle and what computes together. No torch, and no transformers: that comes in with the tokenizer.
 """
 
 import asyncio

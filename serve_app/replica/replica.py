@@ -1,8 +1,8 @@
 """ModelReplica: what Ray Serve runs, one instance per replica of a model.
 
 Gives a `Replica` the supervisor of a worker and answers the handle's calls. Computes nothing: that is the
-worker's, in a process of its own. torch comes in with the tokenizer, inside the constructor: the router, the
-policy and the controller import this module.
+worker's, in a process of its own, and torch is left out of this one. transformers comes in with the tokenizer, inside
+the constructor: the router, the policy and the controller import this module.
 """
 
 import asyncio
@@ -46,6 +46,7 @@ from serve_app.metrics.tally import Snapshot, Tally
 from serve_app.process import spares
 from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import adopt_serve_handlers
+from serve_app.process.no_torch import leave_torch_out
 from serve_app.replica.card_keeper import connect_to_keeper, cpu_card_of
 from serve_app.replica.core import Replica, kept_running, sampling_defaults_of
 from serve_app.replica.worker_actor import WorkerSettings
@@ -54,6 +55,7 @@ from serve_app.signals.hold import ClusterStore, Follower, Wanted
 from serve_app.signals.news import CardSample, RoutingNews, RoutingReport, ScalingSample
 from serve_app.tracing.replica import observed
 from serve_app.tracing.tracer import start_tracer
+from serve_app.weights.holders import HolderOfThisNode
 
 if TYPE_CHECKING:
     from actors.text.codec import TextCodec
@@ -62,6 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 _MIRROR_INTERVAL_S = 5.0  # of gauges; Ray reports every 10 s
+_RELEASE_LIMIT_S = 5.0
 
 
 class _Announcer:
@@ -109,6 +112,7 @@ class ModelReplica:
                 the reason why the deployment failed.
         """
         spares.taken()
+        leave_torch_out()
         adopt_serve_handlers()
         # Ray does not hide cards from actors that asked for none, and a card is for the worker to have. Not by a
         # runtime environment, which the worker would inherit.
@@ -216,9 +220,11 @@ class ModelReplica:
             return await WorkerProcess.start(settings, resources, observer, may_begin)
 
         async def release_image() -> None:
-            await reading  # torch comes in with it, on a thread
-            load = await asyncio.to_thread(settings.load)  # imports
-            await load.release_own()
+            try:
+                async with asyncio.timeout(_RELEASE_LIMIT_S):
+                    await HolderOfThisNode().release_all(settings.lessee)
+            except Exception:  # the lease ends with this process
+                logger.warning("%s: could not release its image", self._replica_id, exc_info=True)
 
         return WorkerSupervisor(
             start_worker,

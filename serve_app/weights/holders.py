@@ -95,6 +95,9 @@ class Holder:
     async def release(self, key: "ImageKey", lessee: str) -> bool:
         return await (await self._holder()).release(key, lessee)
 
+    async def release_all(self, lessee: str) -> None:
+        await (await self._holder()).release_all(lessee)
+
     async def recheck(self, key: "ImageKey") -> bool:
         return await (await self._holder()).recheck(key)
 
@@ -229,12 +232,13 @@ class HolderOfThisNode:
         return grant
 
     async def release(self, key: "ImageKey", lessee: str) -> bool:
-        if self._holder is None:
-            await self.ping()  # who got the image is no more
-        if self._holder is None:
-            return False
         gone: bool = await self._holder.release.remote(key, lessee)
         return gone
+
+    async def release_all(self, lessee: str) -> None:
+        await self.ping()  # who got the image is no more
+        if self._holder is not None:
+            await self._holder.release_all.remote(lessee)
 
     async def recheck(self, key: "ImageKey") -> bool:
         dropped: bool = await self._holder.recheck.remote(key)

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -45,6 +46,15 @@ def test_only_loopback_is_listened_on(own: ServeProcess) -> None:
     ]
     replicas = own.named("ray::ServeRepli")
     assert len(open_ports) <= len(replicas)
+
+
+def test_of_a_model_s_processes_only_the_worker_has_torch(own: ServeProcess) -> None:
+    replica = own.actor_pid("llm:model:demo")
+    assert [_has_torch(pid) for pid in (replica, *own.workers())] == [False, True]
+
+
+def _has_torch(pid: int | None) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def _is_loopback(address: str) -> bool:

@@ -157,6 +157,12 @@ def test_release_by_the_last_lessee_frees_the_store(ray_store: int, checkpoint: 
         again = await fast_load(holder, checkpoint).obtain()
         again.verify()
         holder.give_back()
+        await holder.acquire(request, key, "a replica")
+        await holder.actor.release_all.remote("somebody else")
+        (image,) = await holder.stats()
+        assert image.lessees > 0
+        await holder.actor.release_all.remote("a replica")
+        assert await holder.stats() == []
 
     run(scenario)
 
