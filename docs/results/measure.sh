@@ -15,6 +15,7 @@
 #   many     many: 16 models of 1.5B, VARIANTS one by one  8 min for each of VARIANTS (shared): LIMIT_S, MANY_S
 #   many7    5 models of 7B, likewise
 #   swaps    200 swaps between two models of 7B    5 min
+#   agents, hot, rare    other questions, see card_traces.py: 3 models of 7B; 8 and 24 of 1.5B
 #   recipes  quantised checkpoints beside plain weights    8 min: 2:30 for each of RECIPES (plain gptq-4-128 fp8-block)
 #   products products with quantised weights, by tiles     3 min
 #
@@ -40,6 +41,7 @@ out=$(mkdir -p "$1" && cd "$1" && pwd); shift
 project=$(cd "$(dirname "$0")/../.." && pwd)
 checkpoint=${CHECKPOINT:-/tmp/deepseek-r1-distill-qwen-7b}
 shape=${SHAPE:-deepseek-r1-distill-qwen-7b}
+small=${SHAPE:-deepseek-r1-distill-qwen-1.5b}
 config=${CONFIG:-configs/deepseek-r1-distill-qwen-7b_h200.yaml}
 port=${PORT:-8321}
 # Bytecode, as an installed package has it: a start without compiles whatever it imports.
@@ -139,9 +141,11 @@ many() {  # NAME SHAPE COUNT BUDGET: a trace for so many models on one card
         --time-scale "${TIME_SCALE:-1}" --duration "${DURATION_S:-300}" --json "$work/$1.json"
 }
 
-swaps() {  # NAME SHAPE BUDGET: two models of which the budget has room for one, asked in turns
-    module=docs.results.card_traces run "$1_trace" 30 swaps "$work/$1.csv"
-    TRACE=$work/$1.csv SHARING='{min_awake_s: 0, max_wait_s: 8}' many "$1" "$2" 2 "$3"
+asked() {  # NAME TRACE SHAPE COUNT BUDGET OPTION...: the same, by a trace of `card_traces`
+    local name=$1 trace=$2 shape=$3 count=$4 budget=$5
+    shift 5
+    module=docs.results.card_traces run "${name}_trace" 30 "$trace" "$work/$name.csv" "$@"
+    TRACE=$work/$name.csv many "$name" "$shape" "$count" "$budget"
 }
 
 quantised() {  # RECIPE, or plain: its wake, and its engine
@@ -182,9 +186,14 @@ step() {
     eval) run eval 180 eval "$checkpoint" --cycles 3 --assert-ttft 5 --json "$work/eval.json" ;;
     others) run others 500 bench wake "$checkpoint" --variants pipelined,to,to-pinned,memory-saver-retained,memory-saver,dispatch-auto,fresh-load \
         --cycles 3 --other-cycles 2 --requests 0 --limit-s 400 --engine "$blocks" --json "$work/others.json" ;;
-    many) many many "${SHAPE:-deepseek-r1-distill-qwen-1.5b}" "${MODELS:-16}" "${BUDGET:-31 GiB}" ;;  # four awake, and what sleepers keep
+    many) many many "$small" "${MODELS:-16}" "${BUDGET:-31 GiB}" ;;  # four awake, and what sleepers keep
     many7) many many7 "$shape" "${MODELS:-5}" "${BUDGET:-38 GiB}" ;;  # two
-    swaps) swaps swaps "$shape" "${BUDGET:-22 GiB}" ;;  # one
+    swaps) SHARING='{min_awake_s: 0, max_wait_s: 8}' asked swaps swaps "$shape" 2 "${BUDGET:-22 GiB}" ;;  # one
+    agents) asked agents agents "$shape" 3 "${BUDGET:-38 GiB}" --requests 24 --every 7 --output-tokens 850 ;;  # two
+    hot)
+        asked hot_alone hot "$small" 1 "${BUDGET:-15 GiB}" --models 1
+        asked hot hot "$small" 8 "${BUDGET:-15 GiB}" --models 8 ;;
+    rare) asked rare rare "$small" "${MODELS:-24}" "${BUDGET:-31 GiB}" --models "${MODELS:-24}" ;;
     soak) run soak 500 bench soak "$checkpoint" --cycles "${SOAK_CYCLES:-400}" --limit-s 400 --engine "$blocks" --json "$work/soak.json" ;;
     *) echo "no part or step $1" >&2; exit 2 ;;
     esac
@@ -201,7 +210,7 @@ part() {  # NAME
     archive=$out/$1.tar.gz
     ends=$((SECONDS + ${LIMIT_S:-530}))
     rm -rf "${work:?}"/*
-    [[ $1 == many* || $1 == swaps || $1 == products || -e $checkpoint/config.json ]] || run checkpoint 180 make-checkpoint "$checkpoint" --shape "$shape"
+    [[ " many many7 swaps agents hot rare products " == *" $1 "* || -e $checkpoint/config.json ]] || run checkpoint 180 make-checkpoint "$checkpoint" --shape "$shape"
     for each in $steps; do step "$each"; done
     pack  # also what the server said that ran beside the last step
 }
