@@ -80,7 +80,7 @@ def test_neighbour_goes_on_between_two_pieces(
     tiny_checkpoint: Path, image: WeightImage, pieces: Pieces
 ) -> None:
     async def scenario(h: Harness) -> None:
-        alone = await h.tokens(PROMPTS[0], max_tokens=500, ignore_eos=True)
+        alone = await h.tokens(PROMPTS[0], max_tokens=300, ignore_eos=True)
         told: list[int] = []  # tokens when each piece began
         got: list[int] = []
 
@@ -91,7 +91,7 @@ def test_neighbour_goes_on_between_two_pieces(
         pieces.before = slow
 
         async def neighbour() -> None:
-            prepared = h.prepare(PROMPTS[0], max_tokens=500, ignore_eos=True)
+            prepared = h.prepare(PROMPTS[0], max_tokens=300, ignore_eos=True)
             async for event in h.runtime.generate(prepared):
                 got.extend(event.token_ids)
 
