@@ -232,13 +232,12 @@ class HolderOfThisNode:
         return grant
 
     async def release(self, key: "ImageKey", lessee: str) -> bool:
-        gone: bool = await self._holder.release.remote(key, lessee)
-        return gone
+        holder = await self._known()
+        return holder is not None and bool(await holder.release.remote(key, lessee))
 
     async def release_all(self, lessee: str) -> None:
-        await self.ping()  # who got the image is no more
-        if self._holder is not None:
-            await self._holder.release_all.remote(lessee)
+        if (holder := await self._known()) is not None:
+            await holder.release_all.remote(lessee)
 
     async def recheck(self, key: "ImageKey") -> bool:
         dropped: bool = await self._holder.recheck.remote(key)
@@ -247,6 +246,12 @@ class HolderOfThisNode:
     async def compress(self, key: "ImageKey", worker: Any) -> bool:
         done: bool = await self._holder.compress.remote(key, worker)
         return done
+
+    async def _known(self) -> Any:
+        """The holder, also for who got no image from it; None without one."""
+        if self._holder is None:
+            await self.ping()
+        return self._holder
 
     @cached_property
     def _deployment(self) -> "DeploymentHandle[Any]":

@@ -129,9 +129,8 @@ def _infinite(settings: Settings, fit: Fits) -> None:
     _for_each_model(settings, sharing={"pin": True})
 
 
-AS_CONFIGURED = (
-    "shared"  # its server is always started: it tells what fits, and what the answers are
-)
+# Its server is always started: it tells what fits, and what the answers are.
+AS_CONFIGURED = "shared"
 # In the order in which they are measured.
 VARIANTS: Mapping[str, Variant] = {
     AS_CONFIGURED: Variant("as configured", _as_configured),
