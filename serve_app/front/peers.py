@@ -36,6 +36,8 @@ class News:
         known: the newest that the sender has, by replica; answered with what is newer.
         folded: left out where the other has as many.
         folds: how many replicas the sender has folded.
+
+    An answer has both as well: whoever began lately may not know of replicas that are gone.
     """
 
     snapshots: Sequence[Snapshot] = ()
@@ -81,22 +83,33 @@ class Totals:
 
     def news(self, snapshots: Sequence[Snapshot]) -> News:
         """What to tell the others, with the question for what they have beyond it."""
-        known = {replica: snapshot.number for replica, snapshot in self._last.items()}
-        return News(snapshots, known, folds=len(self._folded.replicas))
+        return News(snapshots, self._known(), folds=len(self._folded.replicas))
 
     def everything(self) -> News:
         """What to tell before nobody can ask any more."""
         return News((*self._last.values(),), folded=self._folded, folds=len(self._folded.replicas))
 
     def answer(self, news: News) -> News:
-        """Take the other's news, and say what it does not have."""
+        """Take the other's news, and say what it does not have, and what this one has."""
         self.take(news)
-        more = [
+        folds = len(self._folded.replicas)
+        return News(
+            self._beyond(news), self._known(), self._folded if folds > news.folds else None, folds
+        )
+
+    def has_beyond(self, news: News) -> bool:
+        """Whether the sender of `news` lacks anything."""
+        return len(self._folded.replicas) > news.folds or bool(self._beyond(news))
+
+    def _known(self) -> dict[str, int]:
+        return {replica: snapshot.number for replica, snapshot in self._last.items()}
+
+    def _beyond(self, news: News) -> list[Snapshot]:
+        return [
             snapshot
             for replica, snapshot in self._last.items()
             if snapshot.number > news.known.get(replica, -1)
         ]
-        return News(more, folded=self._folded if len(self._folded.replicas) > news.folds else None)
 
     def take(self, news: News) -> None:
         # Only a fold that has all of ours in it can replace ours; otherwise each keeps its own.
@@ -202,7 +215,13 @@ class Everybody:
             logger.exception("the other processes of the ingress cannot be asked")
 
     async def _exchange(self, news: Mapping[str, News]) -> None:
+        totals = self.account.totals
         others = await self._peers.exchange(news, _WITHIN_S)
-        for told in others.told:
-            for model_id, each in told.items():
-                self.account.totals[model_id].take(each)
+        answers = [answer for told in others.told for answer in told.items()]
+        for model_id, each in answers:
+            totals[model_id].take(each)
+        lacking = {model_id for model_id, each in answers if totals[model_id].has_beyond(each)}
+        if lacking:  # as a rule, a process that began lately
+            await self._peers.exchange(
+                {model_id: totals[model_id].everything() for model_id in lacking}, _WITHIN_S
+            )

@@ -24,10 +24,12 @@ class Gate:
 
     def __init__(self) -> None:
         self.open = threading.Event()
+        self.reached = False  # a part has stood before it
         self.failure: Exception | None = None
         self.mapped = 0
 
     def pass_through(self) -> None:
+        self.reached = True
         assert self.open.wait(30)
         if self.failure is not None:
             raise self.failure
@@ -109,10 +111,13 @@ def test_sleep_need_not_wait_for_all_parts(tiny_checkpoint: Path, gate: Gate) ->
         for _ in range(3):
             await h.runtime.sleep(1)
             gate.open.clear()
-            gate.mapped = 0
+            gate.reached, gate.mapped = False, 0
             await h.runtime.wake()
+            while not gate.reached:
+                await asyncio.sleep(0.001)
             sleep = asyncio.create_task(h.runtime.sleep(1))
-            await asyncio.sleep(0)  # it stands behind the first of the other parts now
+            while h.worker._control._thread._work_queue.empty():  # until it stands behind that part
+                await asyncio.sleep(0.001)
             gate.open.set()
             await sleep
             assert gate.mapped <= 1

@@ -180,6 +180,19 @@ class World:
         ("scrape", 0, 1),
     ]
 )
+@example(  # told while a process began, and again when it was listed
+    [
+        ("count", 0, 1),
+        ("begin", 0, 1),
+        ("leave", 0, 1),
+        ("scrape", 0, 1),
+        ("replace a replica", 0, 1),
+        ("is listed", 0, 1),
+        ("scrape", 0, 1),
+        ("die", 0, 1),
+        ("scrape", 0, 1),
+    ]
+)
 def test_every_process_tells_the_same_and_no_counter_falls(
     steps: list[tuple[str, int, int]],
 ) -> None:
