@@ -1,11 +1,14 @@
 """What integration tests share: an image, and Ray on loopback, one cluster at a time, always stopped."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from serve_app.process.ports import free_port
 
 if TYPE_CHECKING:
     from actors.image.image import WeightImage
@@ -18,28 +21,73 @@ def image(tiny_checkpoint: Path) -> "WeightImage":
     return load(tiny_checkpoint)
 
 
-@contextmanager
-def local_ray(object_store_bytes: int) -> Iterator[None]:
-    """A Ray of our own with an object store of this size."""
-    import ray
+class RayOfTests:
+    """A Ray of our own on loopback, which modules that follow each other share: it takes 7 s to come and go.
 
-    ray.init(
-        address="local",
-        _node_ip_address="127.0.0.1",
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=object_store_bytes,
-        log_to_driver=False,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    Each module is a driver of its own; with it go its actors and what they have in the object store.
+    """
+
+    def __init__(self) -> None:
+        self._cluster: Any = None
+        self._object_store_bytes = 0
+
+    @contextmanager
+    def connected(self, object_store_bytes: int) -> Iterator[None]:
+        """As a driver, with an object store of this size."""
+        import ray
+
+        from tests.integration.holder_harness import bytes_in_store
+
+        if self._object_store_bytes != object_store_bytes:
+            self.stop()
+            self._start(object_store_bytes)
+        ray.init(address=self._cluster.address, _node_ip_address="127.0.0.1", log_to_driver=False)
+        try:
+            while bytes_in_store():  # of the driver before, which Ray frees in the background
+                time.sleep(0.05)
+            yield
+        finally:
+            ray.shutdown()
+
+    def stop(self) -> None:
+        if self._cluster is not None:
+            self._cluster.shutdown()
+            self._cluster, self._object_store_bytes = None, 0
+
+    def _start(self, object_store_bytes: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        # Its address in the usual file would have everybody else on this machine find it. No dashboard
+        # comes, but its usual port is looked at, and may be somebody else's.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
+            self._cluster = Cluster(
+                initialize_head=True,
+                head_node_args={
+                    "node_ip_address": "127.0.0.1",
+                    "num_cpus": 4,
+                    "num_gpus": 0,
+                    "object_store_memory": object_store_bytes,
+                    "include_dashboard": False,
+                    "dashboard_port": free_port(),
+                },
+            )
+        self._object_store_bytes = object_store_bytes
+
+
+RAY = RayOfTests()
+_STORE_BYTES = 160 * 2**20
+
+
+@pytest.hookimpl(trylast=True)  # behind the fixtures' own ends
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """One Ray runs at a time: the next folder's tests have others."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        RAY.stop()
 
 
 @pytest.fixture(scope="module")
-def ray_store(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Parametrise indirectly with the store's size in bytes; gives it back."""
-    with local_ray(request.param):
-        yield request.param
+def local_ray(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A Ray to be a driver of; parametrise indirectly with another size of its store, in bytes."""
+    with RAY.connected(getattr(request, "param", _STORE_BYTES)):
+        yield

@@ -87,7 +87,7 @@ class GatedHolder(WeightHolder):
         return super()._publish(*args)  # type: ignore[arg-type]
 
 
-_given_back: dict[str, list[Any]] = {}  # actors without options, by the address of their Ray
+_given_back: dict[str, list[Any]] = {}  # actors without options, by their job
 
 
 class ActorHolder:
@@ -97,7 +97,7 @@ class ActorHolder:
         self, open_at_once: bool = True, peers: "tuple[ActorHolder, ...]" = (), **options: Any
     ) -> None:
         others = tuple(peer.actor for peer in peers)
-        idle = _given_back.get(ray.get_runtime_context().gcs_address)
+        idle = _given_back.get(ray.get_runtime_context().get_job_id())
         if idle and not options:
             self.actor = idle.pop()
             self.actor.anew.remote(open_at_once, others)
@@ -129,7 +129,7 @@ class ActorHolder:
 
     def give_back(self) -> None:
         """Its process, which nobody loads in any more, is for the next one."""
-        _given_back.setdefault(ray.get_runtime_context().gcs_address, []).append(self.actor)
+        _given_back.setdefault(ray.get_runtime_context().get_job_id(), []).append(self.actor)
 
     def kill(self) -> None:
         """Returns when it is dead; Ray's own only asks for it."""

@@ -52,7 +52,7 @@ ENGINE = {
     "max_requests_per_batch": 8,
     "cpu_threads": 1,
 }
-STORE = pytest.mark.parametrize("ray_store", [2**28], indirect=True)
+STORE = pytest.mark.parametrize("local_ray", [2**28], indirect=True)
 CPU = torch.device("cpu")
 
 
@@ -84,7 +84,7 @@ def results_table(project: Path) -> Callable[[dict[str, Any]], str]:
 
 @STORE
 def test_wake_measures_each_variant_as_often_as_asked(
-    ray_store: int, subject: Subject, results_table: Callable[[dict[str, Any]], str], tmp_path: Path
+    local_ray: None, subject: Subject, results_table: Callable[[dict[str, Any]], str], tmp_path: Path
 ) -> None:
     plan = Plan(
         variants=(
@@ -140,7 +140,7 @@ def test_wake_measures_each_variant_as_often_as_asked(
 
 @STORE
 def test_watched_wake_has_its_segments_and_the_memory_of_the_sleep(
-    ray_store: int, subject: Subject, tmp_path: Path
+    local_ray: None, subject: Subject, tmp_path: Path
 ) -> None:
     bench = TimelineBench(subject, TimelinePlan(pause_s=0))
     asyncio.run(bench.run(silent))
@@ -191,7 +191,7 @@ def assert_memory_falls_asleep(result: dict[str, Any]) -> None:
 
 
 @STORE
-def test_wake_that_runs_out_of_time_tells_so(ray_store: int, subject: Subject) -> None:
+def test_wake_that_runs_out_of_time_tells_so(local_ray: None, subject: Subject) -> None:
     plan = Plan(variants=("pipelined", "fresh-load"), requests=0, pause_s=0, limit_s=0)
     bench = WakeBench(subject, plan)
     asyncio.run(bench.run(silent))
@@ -203,7 +203,7 @@ def test_wake_that_runs_out_of_time_tells_so(ray_store: int, subject: Subject) -
 
 
 @STORE
-def test_soak_counts_cycles_and_samples(ray_store: int, subject: Subject) -> None:
+def test_soak_counts_cycles_and_samples(local_ray: None, subject: Subject) -> None:
     bench = SoakBench(subject, SoakPlan(cycles=40, requests=2))
     asyncio.run(bench.run(silent))
     result = bench.result()
@@ -224,7 +224,7 @@ def large_subject(tmp_path: Path) -> Subject:
 
 @STORE
 def test_compressed_image_copies_less_and_says_the_same(
-    ray_store: int, large_subject: Subject
+    local_ray: None, large_subject: Subject
 ) -> None:
     plan = Plan(variants=("pipelined", "compressed"), cycles=2, requests=2, pause_s=0)
     bench = WakeBench(large_subject, plan)
@@ -244,7 +244,7 @@ def test_compressed_image_copies_less_and_says_the_same(
 
 @STORE
 def test_time_an_image_takes_to_be_made_and_compressed(
-    ray_store: int, large_subject: Subject
+    local_ray: None, large_subject: Subject
 ) -> None:
     found = one_round(large_subject)
     assert 0 < found["compressed_bytes"] < 0.7 * found["raw_bytes"]
@@ -254,7 +254,7 @@ def test_time_an_image_takes_to_be_made_and_compressed(
 
 
 @STORE
-def test_soak_of_a_compressed_image(ray_store: int, large_subject: Subject) -> None:
+def test_soak_of_a_compressed_image(local_ray: None, large_subject: Subject) -> None:
     bench = SoakBench(large_subject, SoakPlan(cycles=20, requests=2, compressed=True))
     asyncio.run(bench.run(silent))
     result = bench.result()
@@ -263,7 +263,7 @@ def test_soak_of_a_compressed_image(ray_store: int, large_subject: Subject) -> N
 
 
 @STORE
-def test_second_instance_loads_nothing(ray_store: int, subject: Subject) -> None:
+def test_second_instance_loads_nothing(local_ray: None, subject: Subject) -> None:
     bench = LoadBench(subject, LoadPlan(replicas=2))
     asyncio.run(bench.run(silent))
     result = bench.result()
@@ -294,7 +294,7 @@ def test_second_instance_loads_nothing(ray_store: int, subject: Subject) -> None
 
 
 @STORE
-def test_pages_tell_waste_of_the_cache_and_rates(ray_store: int, subject: Subject) -> None:
+def test_pages_tell_waste_of_the_cache_and_rates(local_ray: None, subject: Subject) -> None:
     """The waste is what follows from whole pages; the last token of an answer is never stored."""
     roomy = with_page_size(subject, 64)
     assert roomy.engine.num_blocks == 16

@@ -24,12 +24,11 @@ from actors.image.image import WeightImage, digest
 from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.packer import image_key
 from actors.image.store import ByteArray, ReservedSegment, reserve_all, writable
-from tests.integration.holder_harness import STORE, run
+from tests.integration.holder_harness import run
 
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.parametrize("ray_store", [STORE], indirect=True),
-    pytest.mark.usefixtures("ray_store"),
+    pytest.mark.usefixtures("local_ray"),
 ]
 
 

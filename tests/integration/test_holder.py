@@ -17,7 +17,6 @@ from actors.image.layout import ImageKey
 from actors.image.store import in_shared_memory, reserve
 from tests.integration.holder_harness import (
     MIB,
-    STORE,
     ActorHolder,
     AskingForAnother,
     bytes_in_store,
@@ -28,9 +27,7 @@ from tests.integration.holder_harness import (
     run,
 )
 
-pytestmark = pytest.mark.alone
-
-roomy = pytest.mark.parametrize("ray_store", [STORE], indirect=True)
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("local_ray")]
 
 
 @pytest.fixture(scope="session")
@@ -39,8 +36,7 @@ def checkpoint() -> Path:
     return write_checkpoint(Path(__file__).parents[2] / "checkpoints" / "demo", "demo")
 
 
-@roomy
-def test_image_from_the_store_is_the_one_from_disk(ray_store: int, checkpoint: Path) -> None:
+def test_image_from_the_store_is_the_one_from_disk(checkpoint: Path) -> None:
     async def scenario() -> None:
         holder = ActorHolder()
         sources: list[ImageSource] = []
@@ -59,10 +55,7 @@ def test_image_from_the_store_is_the_one_from_disk(ray_store: int, checkpoint: P
     run(scenario)
 
 
-@roomy
-def test_four_replicas_that_start_at_once_read_the_disk_once(
-    ray_store: int, tiny_checkpoint: Path
-) -> None:
+def test_four_replicas_that_start_at_once_read_the_disk_once(tiny_checkpoint: Path) -> None:
     async def scenario() -> None:
         holder = ActorHolder(open_at_once=False)
         request = image_request(tiny_checkpoint)
@@ -81,8 +74,7 @@ def test_four_replicas_that_start_at_once_read_the_disk_once(
     run(scenario)
 
 
-@roomy
-def test_holder_answers_while_it_loads(ray_store: int, checkpoint: Path) -> None:
+def test_holder_answers_while_it_loads(checkpoint: Path) -> None:
     async def scenario() -> None:
         holder = ActorHolder(open_at_once=False)
         loading = asyncio.create_task(fast_load(holder, checkpoint).obtain())
@@ -97,8 +89,7 @@ def test_holder_answers_while_it_loads(ray_store: int, checkpoint: Path) -> None
     run(scenario)
 
 
-@roomy
-def test_image_is_never_spilled_under_pressure(ray_store: int, checkpoint: Path) -> None:
+def test_image_is_never_spilled_under_pressure(checkpoint: Path) -> None:
     """Objects that only references keep are written to disk when others need the room; the holder
     looks at its segments, so it is always the others that go."""
 
@@ -121,8 +112,7 @@ def test_image_is_never_spilled_under_pressure(ray_store: int, checkpoint: Path)
     run(scenario)
 
 
-@roomy
-def test_views_outlive_the_holder(ray_store: int, checkpoint: Path) -> None:
+def test_views_outlive_the_holder(checkpoint: Path) -> None:
     async def scenario() -> None:
         holder = ActorHolder()
         image = await fast_load(holder, checkpoint).obtain()
@@ -134,8 +124,7 @@ def test_views_outlive_the_holder(ray_store: int, checkpoint: Path) -> None:
     run(scenario)
 
 
-@roomy
-def test_release_by_the_last_lessee_frees_the_store(ray_store: int, checkpoint: Path) -> None:
+def test_release_by_the_last_lessee_frees_the_store(checkpoint: Path) -> None:
     @ray.remote
     class Replica:
         async def hold(self) -> None: ...
@@ -176,9 +165,8 @@ NOT_MADE: tuple[tuple[dict[str, Any], ImageSource, type[Exception]], ...] = (
 )
 
 
-@roomy
 def test_image_that_the_holder_does_not_make_is_read_from_disk(
-    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         holder = AskingForAnother()
@@ -202,10 +190,7 @@ def test_image_that_the_holder_does_not_make_is_read_from_disk(
     run(scenario)
 
 
-@roomy
-def test_dead_holder_means_disk_at_once(
-    ray_store: int, checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dead_holder_means_disk_at_once(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         holder = ActorHolder()
         await holder.ping()
@@ -218,9 +203,8 @@ def test_dead_holder_means_disk_at_once(
     run(scenario)
 
 
-@roomy
 def test_holder_that_dies_while_it_loads_means_disk(
-    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         holder = ActorHolder(open_at_once=False)
@@ -250,10 +234,7 @@ class MortalHolder(ActorHolder):
         return grant
 
 
-@roomy
-def test_holder_that_dies_before_a_replica_opens_the_image(
-    ray_store: int, tiny_checkpoint: Path
-) -> None:
+def test_holder_that_dies_before_a_replica_opens_the_image(tiny_checkpoint: Path) -> None:
     """Ray may still have the bytes or not (OwnerDiedError); the replica starts either way, soon."""
 
     async def scenario() -> None:
@@ -264,9 +245,8 @@ def test_holder_that_dies_before_a_replica_opens_the_image(
     run(scenario)
 
 
-@roomy
 def test_load_that_takes_too_long_is_not_waited_for_and_not_lost(
-    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         holder = ActorHolder(open_at_once=False)
@@ -284,9 +264,8 @@ def test_load_that_takes_too_long_is_not_waited_for_and_not_lost(
     run(scenario)
 
 
-@roomy
 def test_image_with_a_changed_byte_is_dropped_and_loaded_anew(
-    ray_store: int, tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         holder, sources = ActorHolder(), []
@@ -316,9 +295,8 @@ def test_image_with_a_changed_byte_is_dropped_and_loaded_anew(
     run(scenario)
 
 
-@roomy
 def test_replica_that_is_wrong_about_an_image_does_not_cost_the_others_theirs(
-    ray_store: int, tiny_checkpoint: Path
+    tiny_checkpoint: Path,
 ) -> None:
     """A device that breaks bytes complains of every image."""
 
@@ -358,9 +336,9 @@ def test_holder_that_does_not_answer_is_not_waited_for(
 
 
 @pytest.mark.slow  # a Ray of its own
-@pytest.mark.parametrize("ray_store", [80 * MIB], indirect=True)
+@pytest.mark.parametrize("local_ray", [80 * MIB], indirect=True)
 def test_store_without_room_is_refused_with_the_sizes_and_the_replica_loads_from_disk(
-    ray_store: int, checkpoint: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         holder = ActorHolder()

@@ -17,12 +17,11 @@ from actors.holder.holder import WeightHolder
 from actors.holder.host_memory import ImageUse, Need
 from actors.holder.obtain import load_from_disk
 from actors.image.layout import ImageKey
-from tests.integration.holder_harness import STORE, bytes_in_store, image_key, image_request, run
+from tests.integration.holder_harness import bytes_in_store, image_key, image_request, run
 
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.parametrize("ray_store", [STORE], indirect=True),
-    pytest.mark.usefixtures("ray_store"),
+    pytest.mark.usefixtures("local_ray"),
 ]
 
 

@@ -21,8 +21,7 @@ from tests.integration.holder_harness import STORE, image_key, image_request, ru
 
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.parametrize("ray_store", [STORE], indirect=True),
-    pytest.mark.usefixtures("ray_store"),
+    pytest.mark.usefixtures("local_ray"),
 ]
 WAIT_S = 20.0
 

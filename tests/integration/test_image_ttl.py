@@ -12,9 +12,8 @@ from actors.holder.held import ImageRequest
 from actors.holder.holder import WeightHolder
 from actors.image import packer
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("local_ray")]
 
-MIB = 2**20
 TTL_S = 100.0
 
 
@@ -44,8 +43,6 @@ def kill(actor: Any, name: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("ray_store", [160 * MIB], indirect=True)
-@pytest.mark.usefixtures("ray_store")
 @pytest.mark.parametrize("ttl_s", [TTL_S, None])
 def test_image_goes_when_it_was_unused_for_its_time(
     tiny_checkpoint: Path, ttl_s: float | None
@@ -80,8 +77,6 @@ def test_image_goes_when_it_was_unused_for_its_time(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("ray_store", [160 * MIB], indirect=True)
-@pytest.mark.usefixtures("ray_store")
 def test_image_of_a_model_that_is_gone_goes_with_its_last_lessee(tiny_checkpoint: Path) -> None:
     request = ImageRequest("tiny", ModelSource(id=str(tiny_checkpoint)), "auto")
     same = ImageRequest("other name", request.source, request.dtype)

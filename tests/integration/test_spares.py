@@ -4,7 +4,6 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,8 @@ import pytest
 import ray
 
 from serve_app.process import spares
-from tests.integration.conftest import local_ray
 
 pytestmark = pytest.mark.alone
-
-STORE = 100_000_000
 
 
 class Taker:
@@ -45,10 +41,9 @@ class Parent:
 
 
 @pytest.fixture(scope="module")
-def parents() -> Iterator[list[Any]]:
+def parents(local_ray: None) -> list[Any]:
     """Those that there are."""
-    with local_ray(STORE):
-        yield []
+    return []
 
 
 def take(parents: list[Any], code: str) -> Any:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +15,8 @@ from actors.observer import Observer
 from actors.worker.watchdog import WatchdogConfig
 from serve_app.replica import worker_process
 from serve_app.replica.worker_process import WorkerProcess
-from tests.integration.conftest import local_ray
 
 pytestmark = pytest.mark.alone
-
-STORE = 100_000_000
 
 
 class StoppedAtOnce:
@@ -34,7 +30,7 @@ class StoppedAtOnce:
 
 
 @pytest.fixture
-def place_for_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def place_for_one(monkeypatch: pytest.MonkeyPatch, local_ray: None) -> list[Any]:
     """The actors that were made; each takes all of its place."""
     made: list[Any] = []
 
@@ -43,8 +39,7 @@ def place_for_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return made[-1]
 
     monkeypatch.setattr(worker_process, "_place", place)
-    with local_ray(STORE):
-        yield made
+    return made
 
 
 def test_worker_that_is_stopped_before_its_first_word_is_ended_in_time_and_leaves_its_place(
