@@ -14,8 +14,8 @@ from tests.e2e.serve_process import PROJECT, ServeProcess
 # Each module goes on with the server of the one before it where it can, and the last of a server is who ends it.
 _ORDER = (
     "test_bench_http",  # own
-    "test_demo",  # own, drowsy
-    "test_shutdown::test_interrupt_of_a_sleeper_leaves_nothing",  # drowsy
+    "test_demo",  # own; drowsy, if slow ones run
+    "test_shutdown::test_interrupt_of_a_sleeper_leaves_nothing",  # own
     "test_ingresses",  # crowded
     "test_soak",  # tiny, from here on
     "test_faults",
@@ -170,14 +170,8 @@ def own(servers: Servers) -> ServeProcess:
 
 
 @pytest.fixture
-def drowsy(servers: Servers) -> ServeProcess:
-    """A model of the demo's size, which sleeps after 3 idle seconds."""
-    return servers.get("drowsy")
-
-
-@pytest.fixture
 def crowded(servers: Servers) -> ServeProcess:
-    """The same behind three ingresses."""
+    """A model of the demo's size, which sleeps after 3 idle seconds, behind three ingresses."""
     return servers.get("crowded")
 
 

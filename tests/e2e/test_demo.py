@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import openai
 import psutil
 import pytest
 
+from tests.e2e.conftest import Servers
 from tests.e2e.serve_process import ServeProcess, wait_until
 
 MODEL = "demo"
@@ -232,55 +234,78 @@ def test_body_is_the_same_however_it_arrives(own: ServeProcess, pause_s: float, 
                 assert json.load(response)["choices"] == expected, way
 
 
-# --- the same model with a short idle timeout ---
+# --- it sleeps ---
 
 
-def answer(server: ServeProcess) -> tuple[list[str], str]:
+@dataclass(frozen=True, slots=True)
+class Sleepy:
+    """A server whose model sleeps soon, and what has it do so; its weights are at least so large."""
+
+    server: ServeProcess
+    asked_with: dict[str, Any]
+    weights_bytes: int
+
+
+@pytest.fixture(params=["keep_alive", pytest.param("idle_timeout_s", marks=pytest.mark.slow)])
+def sleepy(request: pytest.FixtureRequest, servers: Servers) -> Sleepy:
+    if request.param == "keep_alive":
+        return Sleepy(servers.get("own"), {"keep_alive": IDLE_TIMEOUT_S}, 15_000_000)
+    return Sleepy(servers.get("drowsy"), {}, 40_000_000)
+
+
+def answer(sleepy: Sleepy) -> tuple[list[str], str]:
     """Tokens and text of a greedy answer."""
-    with connect(server) as client:
+    with connect(sleepy.server) as client:
         choice = client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=32, temperature=0, logprobs=0
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=32,
+            temperature=0,
+            logprobs=0,
+            extra_body=sleepy.asked_with,
         ).choices[0]
     assert choice.logprobs is not None
     assert choice.logprobs.tokens is not None
     return choice.logprobs.tokens, choice.text
 
 
-def test_idle_replica_gives_its_memory_back_and_a_request_wakes_it(drowsy: ServeProcess) -> None:
-    before = answer(drowsy)
+def test_idle_replica_gives_its_memory_back_and_a_request_wakes_it(sleepy: Sleepy) -> None:
+    server = sleepy.server
+    status = server.wake_up()
+    before = answer(sleepy)
     assert len(before[0]) == 32
-    status = drowsy.wake_up()
     replica = psutil.Process(status["worker_process_id"])
     awake_bytes = replica.memory_info().rss
 
-    wait_until(drowsy.is_sleeping, what="it sleeps by itself")
+    wait_until(server.is_sleeping, what="it sleeps by itself")
     asleep_bytes = replica.memory_info().rss
-    assert status["weights_bytes"] > 40_000_000
+    assert status["weights_bytes"] > sleepy.weights_bytes
     assert awake_bytes - asleep_bytes >= 0.95 * status["weights_bytes"]
-    asleep = drowsy.sleep()  # asleep already, so this only tells how it is
+    asleep = server.sleep()  # asleep already, so this only tells how it is
     assert asleep["mapped_bytes"] == 0
     assert asleep["sleeps"] == status["sleeps"] + 1
     assert "idle" in asleep["reason"]
 
-    assert answer(drowsy) == before
-    assert drowsy.wake_up()["wakes"] == status["wakes"] + 1
+    assert answer(sleepy) == before
+    assert server.wake_up()["wakes"] == status["wakes"] + 1
 
 
-def test_looking_at_it_neither_wakes_it_nor_keeps_it_awake(drowsy: ServeProcess) -> None:
-    answer(drowsy)
-    wakes = drowsy.wake_up()["wakes"]
+def test_looking_at_it_neither_wakes_it_nor_keeps_it_awake(sleepy: Sleepy) -> None:
+    server = sleepy.server
+    wakes = server.wake_up()["wakes"]
+    answer(sleepy)
     paths = ("/health", "/v1/models", f"/v1/models/{MODEL}", "/is_sleeping", "/load", "/version")
 
     def look() -> None:
         for path in (*paths, "/ping", "/"):
-            assert drowsy.http.get(path).status_code == 200
+            assert server.http.get(path).status_code == 200
 
     def asleep() -> bool:
         look()
-        return drowsy.is_sleeping()
+        return server.is_sleeping()
 
     wait_until(asleep, IDLE_TIMEOUT_S + 5, "it sleeps although it is looked at")
     ends_s = time.monotonic() + IDLE_TIMEOUT_S + 0.5
     while time.monotonic() < ends_s:
         assert asleep()
-    assert drowsy.sleep()["wakes"] == wakes
+    assert server.sleep()["wakes"] == wakes

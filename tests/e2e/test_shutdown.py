@@ -145,10 +145,10 @@ def test_replica_of_an_older_version_finishes_its_streams(tiny: ServeProcess) ->
 # --- Ctrl-C ---
 
 
-def test_interrupt_of_a_sleeper_leaves_nothing(servers: Servers, drowsy: ServeProcess) -> None:
-    drowsy.sleep()
-    assert drowsy.is_sleeping()
-    leaves_nothing(servers, drowsy, "demo")
+def test_interrupt_of_a_sleeper_leaves_nothing(servers: Servers, own: ServeProcess) -> None:
+    own.sleep()
+    assert own.is_sleeping()
+    leaves_nothing(servers, own, "demo")
 
 
 def test_interrupt_in_mid_stream_leaves_nothing(servers: Servers, tiny: ServeProcess) -> None:

@@ -84,7 +84,10 @@ def results_table(project: Path) -> Callable[[dict[str, Any]], str]:
 
 @STORE
 def test_wake_measures_each_variant_as_often_as_asked(
-    local_ray: None, subject: Subject, results_table: Callable[[dict[str, Any]], str], tmp_path: Path
+    local_ray: None,
+    subject: Subject,
+    results_table: Callable[[dict[str, Any]], str],
+    tmp_path: Path,
 ) -> None:
     plan = Plan(
         variants=(
