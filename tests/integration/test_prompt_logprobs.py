@@ -80,18 +80,18 @@ def test_neighbour_goes_on_between_two_pieces(
     tiny_checkpoint: Path, image: WeightImage, pieces: Pieces
 ) -> None:
     async def scenario(h: Harness) -> None:
-        alone = await h.tokens(PROMPTS[0], max_tokens=300, ignore_eos=True)
+        alone = await h.tokens(PROMPTS[0], max_tokens=600, ignore_eos=True)
         told: list[int] = []  # tokens when each piece began
         got: list[int] = []
 
         def slow() -> None:
             told.append(len(got))
-            time.sleep(0.05)  # many steps long
+            time.sleep(0.03)  # many steps long, and 16 of it shorter than the answer
 
         pieces.before = slow
 
         async def neighbour() -> None:
-            prepared = h.prepare(PROMPTS[0], max_tokens=300, ignore_eos=True)
+            prepared = h.prepare(PROMPTS[0], max_tokens=600, ignore_eos=True)
             async for event in h.runtime.generate(prepared):
                 got.extend(event.token_ids)
 
