@@ -88,7 +88,6 @@ class Lifecycle:
         self._drained = asyncio.Event()
         self._drained.set()
         self._drains = False  # waits for requests, or is about to
-        self._wakes_asked = 0  # by operators
         self._commands_waiting = 0  # of theirs, or the schedule's, to wake
         self._look = asyncio.Event()  # at the idle clock: it may sleep sooner than it seemed
         self._going_on: asyncio.Task[None] | None = None  # wakes it for what `make_room` has frozen
@@ -131,6 +130,7 @@ class Lifecycle:
             if self.idle.in_flight == 0:
                 self._drained.set()
                 self._effects.has_requests(False)
+                self._give_up_unwanted_wake()  # for what a sleep had frozen
                 self._look_if_due()
 
     async def sleep(
@@ -147,18 +147,15 @@ class Lifecycle:
         earlier sleep froze is aborted, too, if so asked.
 
         Raises:
-            DrainTimeout: requests in flight did not finish in time; the replica is awake.
+            DrainTimeout: requests in flight did not finish in time; the replica is awake, and a hold stays.
             ReplicaFailed: the replica is in, or entered, FAILED.
         """
-        wakes_asked = self._wakes_asked
         self.held = self.held or command.hold  # at once: later requests must not queue for a wake
         if self._state is ReplicaState.DRAINING:
             self._cut_drain_short(command.mode)
         if command.hold and self._state is ReplicaState.WAKING:
             self._effects.give_up_waiting("an operator put the model to sleep")
         await self._until_settled()
-        # Once more: a drain that took too long has ended all holds.
-        self.held = self.held or (command.hold and wakes_asked == self._wakes_asked)
         self._check_not_failed()
         is_deep_enough = command.level <= self.level and self.deep >= command.deep
         if self._state is not ReplicaState.AWAKE and is_deep_enough:
@@ -185,7 +182,6 @@ class Lifecycle:
             ReplicaFailed: the replica is in, or entered, FAILED.
         """
         self.held = False
-        self._wakes_asked += 1
         self._drops_image = (
             None  # also in a restart, which would have to load the image again for this
         )
@@ -357,6 +353,7 @@ class Lifecycle:
         started_s = self._now() if self._state is not ReplicaState.AWAKE else None
         try:
             async with self._waiting():
+                self._check_not_held()  # also awake: what came before the hold is to end, and nothing more
                 while self._state is not ReplicaState.AWAKE:
                     self._check_not_held()
                     await self._step_to_awake(f"request {request_id}", WakeCause.REQUEST)
@@ -538,7 +535,6 @@ class Lifecycle:
                 await self._drained.wait()
         except TimeoutError:
             in_flight = self.idle.in_flight
-            self.held = False
             self._enter(ReplicaState.AWAKE, f"{in_flight} in flight after {timeout_s:g} s of drain")
             raise DrainTimeout(
                 f"{in_flight} requests still run after {timeout_s:g} s (sleep.drain_timeout_s); "

@@ -132,6 +132,9 @@ class ModelConfig(BaseModel):
         if self.engine.device == "cuda" and self.num_gpus == 0:
             text = "0, but engine.device is cuda; set num_gpus: 1"
             raise ConfigError([Problem(text, ("num_gpus",))])
+        if self.sharing.pin and self.sleep.start_asleep:
+            text = "true, but sharing.pin keeps the model awake from its start on"
+            raise ConfigError([Problem(text, ("sleep", "start_asleep"))])
         if self.num_gpus is not None and self.num_gpus > 1:
             text = f"{self.num_gpus:g}, but a replica computes on one GPU; set 1, and more replicas"
             raise ConfigError([Problem(text, ("num_gpus",))])

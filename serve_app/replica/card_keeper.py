@@ -12,6 +12,7 @@ import ray._private.worker as _worker
 
 from actors.card.config import CardConfig, budget_bytes
 from actors.card.keeper import CardKeeper
+from serve_app.process import spares
 from serve_app.process.logs import log_to_stderr
 from serve_app.process.node_actor import find_or_make
 
@@ -28,6 +29,7 @@ class KeeperActor:
 
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         log_to_stderr()
+        spares.taken()  # Ray has given it the environment of the replica that made it
         self._keeper = CardKeeper()
         self._socket = str(_session_folder() / f"keeper-{os.getpid()}")
         loop = asyncio.get_running_loop()

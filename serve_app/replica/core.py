@@ -141,12 +141,13 @@ class Replica:
             lambda: self._workers.runtime.worker.read_device(self._node), device
         )
         self._changed()
-        is_to_sleep = self.lifecycle.schedule.wanted() is Wanted.ASLEEP
-        if not (self._config.sleep.start_asleep or is_to_sleep or self.lifecycle.held):
+        sleep, pin = self._config.sleep, self._config.sharing.pin
+        is_to_sleep = sleep.start_asleep or self.lifecycle.schedule.wanted() is Wanted.ASLEEP
+        if not (self.lifecycle.held or (is_to_sleep and not pin)):
             try:
                 await self.lifecycle.wake_up("start", WakeCause.START)
             except (NoRoom, NeverFits) as full:
-                if isinstance(full, NeverFits) and self._config.sharing.pin:
+                if isinstance(full, NeverFits) and pin:
                     raise  # it was to be there always
                 logger.info("%s starts asleep: %s", self._replica_id, full)
 
@@ -194,6 +195,7 @@ class Replica:
                     lost += 1
                     if not has_sent and lost < MAX_LOST_WORKERS:
                         logger.info("request %s begins again: %s", request.request_id, error)
+                        await asyncio.sleep(0)  # who restarts it learns of the end one turn later
                         continue
                 yield self._refusal(error, request, lost)
             return
@@ -236,7 +238,7 @@ class Replica:
     async def status(self) -> ReplicaStatus:
         """This replica's account of itself; never wakes it and never counts as use."""
         lifecycle, worker = self.lifecycle, self._workers.runtime.worker
-        device = replace(await self._device.now(), wake_bytes=worker.state.wake_bytes)
+        device = replace(await self.device_now(), wake_bytes=worker.state.wake_bytes)
         card = None if self._card is None else await self._card.look()
         timeout = lifecycle.idle.timeout()
         return ReplicaStatus(
@@ -294,7 +296,9 @@ class Replica:
         self._instruments.saves(saved_bytes(self.lifecycle, self._workers.runtime))
 
     async def device_now(self) -> DeviceNow:
-        return await self._device.now()
+        """The newest reading; of a sleeper without a process, the one behind its sleep."""
+        device, worker = await self._device.now(), self._workers.runtime.worker
+        return replace(device, free=worker.state.device_free) if worker.has_retired else device
 
     def _device_memory(self, worker: WorkerState) -> DeviceMemoryStatus:
         slept = self.lifecycle.last_sleep

@@ -23,6 +23,7 @@ from actors.protocol import HeldImage
 from serve_app.config.files import WeightsArgs
 from serve_app.config.model import ModelConfig
 from serve_app.metrics import catalogue as metrics
+from serve_app.process import spares
 from serve_app.process.logs import adopt_serve_handlers, log_to_stderr
 from serve_app.process.node_actor import NAMESPACE, find_or_make
 
@@ -147,6 +148,7 @@ class NodeHolder(Holder):
 
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         log_to_stderr()
+        spares.taken()  # Ray has given it the environment of the worker that made it
         self._start(_all_peers)
         self._made = asyncio.create_task(self._knowing(self._made))
 

@@ -11,6 +11,8 @@ import pytest
 import ray
 
 from serve_app.process import spares
+from serve_app.process.node_actor import find_or_make
+from serve_app.replica.card_keeper import KeeperActor
 
 pytestmark = pytest.mark.alone
 
@@ -53,10 +55,10 @@ def take(parents: list[Any], code: str) -> Any:
     return ray.get(parents[-1].take.remote())
 
 
-def spare_processes(code: str) -> list[int]:
+def spare_processes(code: str, kind: str = "worker") -> list[int]:
     """By the names of their sockets, which they close when they are taken."""
     words = Path("/proc/net/unix").read_text().split()
-    ours = [word for word in words if word.startswith(f"@sleepserve-spare:worker:{code}:")]
+    ours = [word for word in words if word.startswith(f"@sleepserve-spare:{kind}:{code}:")]
     return [int(word.rpartition(":")[2]) for word in ours]
 
 
@@ -99,6 +101,33 @@ def test_code_that_has_changed_gets_no_process_of_older_code(
     spare = wait_for_spare(CODE)
     assert ray.get(take(parents, f"newer-{os.getpid()}").process.remote()) != spare
     assert spare_processes(CODE) == [spare]
+
+
+class Replica:
+    """As a replica that is the first on its node to want a keeper of cards."""
+
+    def __init__(self) -> None:
+        spares.taken()
+
+    async def have_keeper(self) -> int:
+        node = ray.get_runtime_context().get_node_id()
+        keeper = await asyncio.to_thread(find_or_make, KeeperActor, "keeper", node)
+        socket = Path(await keeper.address.remote())
+        return int(socket.name.removeprefix("keeper-"))
+
+
+@pytest.mark.slow  # imports of a replica, twice
+def test_keeper_that_a_replica_makes_is_no_spare_one(parents: list[Any]) -> None:
+    """It has the replica's environment, as all that an actor makes."""
+    code = f"keeper-{os.getpid()}"
+    environment = spares._environment(spares.Kind.REPLICA, code)
+    replica = ray.remote(Replica).options(num_cpus=0, runtime_env=environment).remote()
+    keeper = ray.get(replica.have_keeper.remote())
+    environ = Path(f"/proc/{keeper}/environ").read_text()
+    assert f"SLEEPSERVE_SPARE=replica:{code}" in environ, (
+        "Ray gives it no such environment any more"
+    )
+    assert spare_processes(code, "replica") == []
 
 
 def test_where_no_spare_can_be_had_a_line_says_so_and_nothing_fails(

@@ -46,12 +46,33 @@ def test_drain_that_takes_too_long_leaves_it_awake() -> None:
         await bench.awake()
         running, finish = await bench.in_flight()
         with pytest.raises(DrainTimeout, match="1 requests still run"):
-            await bench.lifecycle.sleep(SleepCommand(hold=True))
+            await bench.lifecycle.sleep(SleepCommand())
         assert bench.lifecycle.state is AWAKE
-        assert not bench.lifecycle.held
         assert await bench.request() == "served"
         finish.set()
         assert await running == "served"
+
+    run(scenario)
+
+
+def test_drain_that_takes_too_long_ends_no_hold() -> None:
+    """Or whoever tries again and again to have it sleep would find requests that came in between."""
+
+    async def scenario() -> None:
+        bench = Bench(drain_timeout_s=0.01)
+        await bench.awake()
+        running, finish = await bench.in_flight()
+        with pytest.raises(DrainTimeout, match="1 requests still run"):
+            await bench.lifecycle.sleep(SleepCommand(hold=True))
+        assert (bench.lifecycle.state, bench.lifecycle.held) == (AWAKE, True)
+        with pytest.raises(HeldAsleep):
+            await bench.request()
+        finish.set()
+        assert await running == "served"
+        await bench.lifecycle.sleep(SleepCommand(hold=True))
+        assert bench.lifecycle.state is ASLEEP
+        await bench.lifecycle.wake_up()
+        assert await bench.request() == "served"
 
     run(scenario)
 

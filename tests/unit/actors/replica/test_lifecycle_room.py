@@ -22,6 +22,8 @@ from tests.unit.actors.replica.lifecycle_bench import (
     until,
 )
 
+NOBODY = "nobody waits for the wake any more"
+
 
 def test_idle_replica_makes_room() -> None:
     async def scenario() -> None:
@@ -141,6 +143,29 @@ def test_frozen_requests_ask_again_where_there_was_no_room() -> None:
     run(scenario)
 
 
+def test_wake_for_frozen_requests_whose_clients_have_left_is_given_up() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        requests = [await bench.in_flight() for _ in range(2)]
+
+        def wait_for_room() -> None:
+            bench.effects.gate.clear()
+
+        bench.effects.at_end = wait_for_room  # the wake
+        await bench.lifecycle.make_room(SleepMode.KEEP, "room")
+        await until(lambda: bench.lifecycle.state is WAKING)
+        for (request, _), given_up in zip(requests, ([], [NOBODY]), strict=True):
+            assert bench.effects.given_up == []
+            request.cancel()
+            await asyncio.wait([request])
+            assert bench.effects.given_up == given_up
+        bench.effects.gate.set()
+        await settled(bench)
+
+    run(scenario)
+
+
 def test_frozen_requests_do_not_end_a_hold() -> None:
     async def scenario() -> None:
         bench = Bench()
@@ -194,7 +219,7 @@ def test_wake_that_nobody_waits_for_any_more_is_given_up() -> None:
         assert bench.effects.given_up == []
         clients[1].cancel()
         await asyncio.wait([clients[1]])
-        assert bench.effects.given_up == ["nobody waits for the wake any more"]
+        assert bench.effects.given_up == [NOBODY]
         bench.effects.gate.set()
         await settled(bench)
 

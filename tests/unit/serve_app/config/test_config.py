@@ -348,6 +348,10 @@ def test_schedule_is_read_as_it_was_written(folder: Path) -> None:
             "num_gpus: 0, but engine.device is cuda; set num_gpus: 1",
         ),
         (
+            MODEL + "sharing: {pin: true}\nsleep: {start_asleep: true}",
+            "sleep.start_asleep: true, but sharing.pin keeps the model awake from its start on",
+        ),
+        (
             MODEL + "num_gpus: 2",
             "num_gpus: 2, but a replica computes on one GPU; set 1, and more replicas",
         ),

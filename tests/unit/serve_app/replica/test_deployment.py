@@ -22,11 +22,12 @@ from actors.errors import (
     ServingError,
     WorkerLost,
 )
-from actors.observer import GuardedObserver, Observer
+from actors.observer import GuardedObserver, Observer, WakeCause
 from actors.protocol import (
     ChatPrompt,
     DeviceNow,
     GenerateRequest,
+    MemoryChange,
     Prompt,
     Refusal,
     ReplicaState,
@@ -36,6 +37,8 @@ from actors.protocol import (
 from actors.worker.connection import Connection
 from actors.worker.messages import Failed, Starting, ToWorker
 from actors.worker.watchdog import WatchdogConfig
+from serve_app.config.errors import validate
+from serve_app.config.model import ModelConfig
 from serve_app.process.logs import log_to
 from serve_app.replica import core, device_reading, worker_actor, worker_process
 from serve_app.replica.core import Replica, kept_running
@@ -152,6 +155,12 @@ def answered(
     left = list(courses)
     steps: list[str] = []
     serving = 0
+    untold: list[None] = []  # ends of workers that whoever restarts it has not heard of
+
+    def fail(error: ServingError) -> None:
+        untold.append(None)
+        asyncio.get_running_loop().call_soon(untold.clear)
+        raise error
 
     @asynccontextmanager
     async def hold_awake(request_id: str, keep_alive_s: float | None) -> AsyncIterator[None]:
@@ -163,21 +172,24 @@ def answered(
             serving -= 1
 
     async def restarted() -> None:
+        assert not untold, "it would have the same worker again"
         steps.append("restarted")
 
     async def check_grammar(prepared: Any) -> None:
         assert serving == 0, "a bad grammar wakes nobody"
         steps.append("checked")
         if left[0][:1] == [NO_GRAMMAR]:
-            raise left.pop(0)[0]  # type: ignore[misc]
+            left.pop(0)
+            fail(NO_GRAMMAR)
 
     async def generate(prepared: Any) -> AsyncIterator[TokenEvent]:
         assert serving == 1
         assert steps[-2:] == ["restarted", "checked"], "of this worker"
         for each in left.pop(0):
             if isinstance(each, Exception):
-                raise each
-            yield each
+                fail(each)
+            else:
+                yield each
 
     replica: Any = Replica.__new__(Replica)
     replica.lifecycle = SimpleNamespace(serving=hold_awake, restarted=restarted, state=state)
@@ -228,6 +240,48 @@ def test_request_fails_with_the_replica() -> None:
 def test_request_that_is_refused_is_not_tried_again(error: ServingError) -> None:
     assert answered([error]) == [refusal(error, 0)]
     assert answered([LOST], [error]) == [refusal(error, 1)]
+
+
+# --- its begin ---
+
+NIGHT = {"schedule": {"asleep": [{"cron": "* * * * *", "duration": "1h"}]}}
+
+
+@pytest.mark.parametrize(
+    ("sleep", "pin", "state"),
+    [
+        ({}, False, ReplicaState.AWAKE),
+        ({"start_asleep": True}, False, ReplicaState.ASLEEP),
+        (NIGHT, False, ReplicaState.ASLEEP),
+        (NIGHT, True, ReplicaState.AWAKE),
+    ],
+)
+def test_replica_begins_awake_unless_it_is_to_sleep_and_may(
+    sleep: dict[str, Any], pin: bool, state: ReplicaState
+) -> None:
+    config = validate(
+        ModelConfig,
+        {"model_id": "m", "source": {"id": "/x"}, "sleep": sleep, "sharing": {"pin": pin}},
+    )
+
+    async def read_device(node: str) -> DeviceNow:
+        return DEVICE
+
+    async def wake(cause: WakeCause) -> MemoryChange:
+        return MemoryChange(0, 0, 0)
+
+    workers: Any = SimpleNamespace(
+        runtime=SimpleNamespace(worker=SimpleNamespace(read_device=read_device)), wake=wake
+    )
+    instruments: Any = SimpleNamespace()
+
+    async def scenario() -> None:
+        replica = Replica(config, "a", "node", workers, instruments, Observer())
+        replica.count_savings = lambda: None  # type: ignore[method-assign]
+        await replica.begin()
+        assert replica.lifecycle.state is state
+
+    asyncio.run(scenario())
 
 
 # --- where a worker is placed ---
@@ -401,6 +455,24 @@ def test_without_a_worker_there_is_the_last_answer_and_the_next_one_is_asked(
         driver.forget()
         driver.answer.set_result(LATER)
         assert await reading.now() == LATER
+
+    read(scenario)
+
+
+def test_sleeper_without_a_process_tells_what_its_sleep_has_left_free() -> None:
+    """The last answer is of when it was awake: with that, the autoscaler would think that it cannot wake."""
+
+    async def scenario(driver: Driver, reading: DeviceReading) -> None:
+        worker = SimpleNamespace(
+            has_retired=False, state=SimpleNamespace(device_free=DEVICE.free + 5)
+        )
+        replica: Any = Replica.__new__(Replica)
+        replica._device = reading
+        replica._workers = SimpleNamespace(runtime=SimpleNamespace(worker=worker))
+        driver.answer.set_exception(LOST)
+        assert await replica.device_now() == DEVICE
+        worker.has_retired = True
+        assert await replica.device_now() == replace(DEVICE, free=DEVICE.free + 5)
 
     read(scenario)
 
