@@ -53,6 +53,9 @@ from actors.worker.watchdog import WatchdogConfig
 
 logger = logging.getLogger(__name__)
 
+_LISTEN_S = 1.0  # at a time, to a worker that says nothing
+_STOOD_STILL_S = 1.0  # so late can only be who did not run
+
 T = TypeVar("T")
 
 
@@ -105,7 +108,7 @@ class WorkerClient:
         self.has_retired = False
         self._limits = limits
         self._has_begun = False
-        self._heard_s = time.monotonic()
+        self._heard_s = self._listens_until_s = time.monotonic()
         self._listening: asyncio.TimerHandle
         self._notice_silence()
 
@@ -266,12 +269,16 @@ class WorkerClient:
 
     def _notice_silence(self) -> None:
         """A stopped process, or one whose interpreter is held for good, keeps its connection."""
-        limits = self._limits
+        limits, now_s = self._limits, time.monotonic()
         limit_s = limits.silence_timeout_s if self._has_begun else limits.other_timeout_s
-        left_s = self._heard_s + limit_s - time.monotonic()
+        if now_s - self._listens_until_s > _STOOD_STILL_S:
+            self._heard_s = now_s  # so did this process, as in a container that was paused
+        left_s = self._heard_s + limit_s - now_s
         if left_s > 0:
+            wait_s = min(left_s, _LISTEN_S)
+            self._listens_until_s = now_s + wait_s
             loop = asyncio.get_running_loop()
-            self._listening = loop.call_later(left_s, self._notice_silence)
+            self._listening = loop.call_later(wait_s, self._notice_silence)
         elif self._has_begun:
             text = f"has said nothing for {limit_s:g} s (watchdog.silence_timeout_s)"
             self._fail(WorkerLost(f"the worker {text}"))

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from actors.engine.outputs import EngineOutput, EngineStats
 from actors.errors import DeviceMemoryShort, EngineDied, ReplicaFailed, WorkerLost
 from actors.observer import Observer
 from actors.protocol import DeviceNow, MemoryChange, MemoryLeft, WakeReport
+from actors.replica import worker_client
 from actors.replica.worker_client import WorkerClient
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.connection import Connection
@@ -385,6 +387,30 @@ def test_worker_that_says_nothing_for_too_long_has_failed(is_ready: bool) -> Non
             assert "nothing for 0.2 s" in str(failure)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             assert all(outcome is failure for outcome in outcomes)
+
+    asyncio.run(scenario())
+
+
+def test_silence_in_which_the_replica_stood_still_as_well_is_the_worker_s_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`docker pause` stops both, and it is chance which of them goes on first."""
+    paused_s = 0.0
+    monotonic = time.monotonic
+    clock = SimpleNamespace(monotonic=lambda: monotonic() + paused_s)
+    monkeypatch.setattr(worker_client, "time", clock)
+
+    async def scenario() -> None:
+        nonlocal paused_s
+        async with asyncio.timeout(5), connected(Peer(silence_timeout_s=0.2)) as peer:
+            peer.worker.send(Ready(FACTS, STATE))
+            await peer.client.ready()
+            heard_s = peer.client._heard_s
+            paused_s = 100.0
+            await until(lambda: peer.client._heard_s > heard_s)
+            assert not peer.client.failed.done()
+            failure = await peer.client.failed
+            assert "nothing for 0.2 s" in str(failure), "it does not speak afterwards either"
 
     asyncio.run(scenario())
 
