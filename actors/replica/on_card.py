@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from actors.card.tenant import CardClient, KvNow
-from actors.errors import DeviceMemoryShort, ReplicaFailed, ServingError, Unavailable
+from actors.errors import DeviceMemoryShort, NoRoom, ReplicaFailed, ServingError, Unavailable
 from actors.observer import WakeCause
 from actors.protocol import CardStatus, MemoryChange
 from actors.replica.effects import Effects
@@ -76,7 +77,11 @@ class OnCard:
         waits = self._is_pinned or cause is not WakeCause.START
         asked_twice = False
         while True:
-            by_grant = await self._card.wake(self.runtime.worker.state.wake_bytes, waits)
+            try:
+                by_grant = await self._card.wake(self.runtime.worker.state.wake_bytes, waits)
+            except NoRoom:
+                await self._tell_free()
+                raise
             granted_s = self._now()
             try:
                 change = await self._workers.wake(cause)
@@ -222,6 +227,13 @@ class OnCard:
         # All of it until the worker says more, which is up to 0.1 s later: who is asked for too much gives less.
         spare = state.kv_spare if self._counts_use else grown
         return KvNow(state.kv_mapped, facts.kv_bytes, grown, min(spare, grown))
+
+    async def _tell_free(self) -> None:
+        """Where all sleep nobody else would: what strangers had may be free by now, for the next who asks."""
+        worker = self.runtime.worker
+        if not worker.has_retired:
+            with suppress(ServingError):
+                self._tell_asleep((await worker.read_device("")).free)
 
     def _tell_asleep(self, device_free: int | None, short: bool = False) -> None:
         worker = self.runtime.worker

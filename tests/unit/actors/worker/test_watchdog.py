@@ -1,7 +1,9 @@
 """What never ends is noticed, and what ends is not."""
 
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +65,21 @@ def test_work_that_ends_is_never_overdue_however_often_it_is_done(
             assert watchdog.step.overdue_s() is None
         assert not barks.first.wait(0.005)
     assert watchdog.step.overdue_s() is None
+
+
+def test_time_in_which_the_process_stood_still_is_not_the_work_s(
+    watchdog: Watchdog, barks: Barks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that was paused."""
+    paused_s, monotonic = 0.0, time.monotonic
+    clock = SimpleNamespace(monotonic=lambda: monotonic() + paused_s)
+    monkeypatch.setattr(module, "time", clock)
+    with watchdog.copy:
+        paused_s = 2000.0
+        assert not barks.first.wait(0.1)
+        with watchdog.step:
+            assert barks.first.wait(10), "it looks on"
+    assert "a step of the engine" in barks.heard[0]
 
 
 def test_work_that_fails_is_over(watchdog: Watchdog, barks: Barks) -> None:
