@@ -60,10 +60,48 @@ class ConfigError(ValueError):
 
 def validate(model: type[Model], data: object, context: Mapping[str, Any] | None = None) -> Model:
     """`model.model_validate`, its ValidationError turned into a ConfigError."""
+    refuse_switches_for_numbers(data, model)
     try:
         return model.model_validate(data, context=context)
     except ValidationError as error:
         raise ConfigError(problems_of(error, model)) from error
+
+
+def refuse_switches_for_numbers(data: object, model: type[BaseModel]) -> None:
+    """Pydantic takes true for 1, and YAML 1.1, which is Ray's, `on` for true: for nobody's seconds.
+
+    Raises:
+        ConfigError: such a value is there.
+    """
+    if problems := tuple(_switches_for_numbers(data, model)):
+        raise ConfigError(problems)
+
+
+def _switches_for_numbers(data: object, model: type[BaseModel]) -> Iterator[Problem]:
+    if not isinstance(data, Mapping):
+        return
+    for key, value in data.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            continue
+        kinds = set(_kinds(field.annotation))
+        if isinstance(value, bool) and not kinds.isdisjoint((int, float)) and bool not in kinds:
+            unit = _unit("float", (key,))
+            yield Problem(f"expected a number{unit}, found {value}", (key,))
+        nested = _nested_model(field.annotation)
+        if nested is None:
+            continue
+        for problem in _switches_for_numbers(value, nested):
+            yield problem.inside((key,))
+        for index, each in enumerate(value if isinstance(value, list | tuple) else ()):
+            for problem in _switches_for_numbers(each, nested):
+                yield problem.inside((key, index))
+
+
+def _kinds(annotation: object) -> Iterator[object]:
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
 
 
 def unknown_keys(data: Mapping[str, object], model: type[BaseModel]) -> Iterator[Problem]:

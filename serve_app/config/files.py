@@ -9,7 +9,7 @@ Relative paths start from the project that `paths` finds.
 Wrong configuration is a `ConfigError`: one line per mistake, naming file, key and remedy.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -35,6 +35,7 @@ from serve_app.config.errors import (
     Problem,
     did_you_mean,
     problems_of,
+    refuse_switches_for_numbers,
     unknown_keys,
     validate,
 )
@@ -89,6 +90,7 @@ class _ModelList(BaseModel):
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         """Pydantic's, with our one line per mistake: Ray calls it when it builds an application."""
+        refuse_switches_for_numbers(obj, cls)
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
@@ -292,19 +294,31 @@ def read_serve_config(path: str | Path) -> ServeConfig:
 
 def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
     """What `data` says, all of it valid; relative paths start from `project`."""
-    from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+    from ray.serve.schema import (
+        DeploymentSchema,
+        HTTPOptionsSchema,
+        ServeApplicationSchema,
+        ServeDeploySchema,
+        gRPCOptionsSchema,
+    )
 
     problems = list(unknown_keys(data, ServeDeploySchema))  # here, too, Ray drops them
     problems += variables_in(data)
     schema = validate(ServeDeploySchema, data)
     http = data.get("http_options") or {}
     problems += [p.inside(("http_options",)) for p in unknown_keys(http, HTTPOptionsSchema)]
+    grpc = data.get("grpc_options") or {}
+    problems += [p.inside(("grpc_options",)) for p in unknown_keys(grpc, gRPCOptionsSchema)]
     if "host" not in http:
         text = "missing, and Ray would listen on every interface; write host: 127.0.0.1"
         problems.append(Problem(text, ("http_options", "host")))
     for application in data["applications"]:
         here = ("applications", application.get("name", "default"))
         problems += [p.inside(here) for p in unknown_keys(application, ServeApplicationSchema)]
+        for deployment in application.get("deployments") or ():
+            there = (*here, "deployments", deployment["name"])
+            problems += [p.inside(there) for p in unknown_keys(deployment, DeploymentSchema)]
+            problems += [p.inside(there) for p in _settings_of_models(deployment)]
     if problems:
         raise ConfigError(problems)
 
@@ -321,6 +335,16 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
         if isinstance(args, AppArgs):
             card = args.card
     return ServeConfig(data, tuple(models.values()), card)
+
+
+def _settings_of_models(deployment: dict[str, Any]) -> Iterator[Problem]:
+    """What follows from the file of a model, and here would contradict that."""
+    if deployment["name"].startswith("model:"):
+        for key in ("max_ongoing_requests", "num_replicas", "autoscaling_config"):
+            if key in deployment:
+                yield Problem(
+                    "write it in the model's own file, where all that it decides is", (key,)
+                )
 
 
 def _check_application(import_path: str, args: dict[str, Any], project: Path) -> _ModelList | None:
@@ -356,7 +380,10 @@ def _require_checkpoints(
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, of which YAML keeps the last without a word."""
+    """SafeLoader that refuses what YAML takes for something else without a word.
+
+    Of a key given twice it keeps the last; 10:00 is 600, in base sixty. Dates are texts.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -367,6 +394,19 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
+
+    def refuse_base_sixty(self, node: yaml.ScalarNode) -> object:
+        if ":" in node.value:
+            text = f"{node.value} is a number in base sixty here; write a unit, as 10h, or quotes"
+            raise yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
+        is_int = node.tag == _INT
+        return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_Loader.add_constructor(_INT, _Loader.refuse_base_sixty)
+_Loader.add_constructor(_FLOAT, _Loader.refuse_base_sixty)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -379,6 +419,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ConfigError([Problem(f"line {line}: {error.problem}")]) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem(f"no YAML: {' '.join(str(error).split())}")]) from error
     if not isinstance(data, dict):
         raise ConfigError([Problem(f"expected a mapping, found {data!r}")])
     return data

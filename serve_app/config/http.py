@@ -9,7 +9,9 @@ from serve_app.config.keys import KeysFile, refuse_keys
 
 MAX_NAME_CHARS = 256  # of a model
 
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*A-Z]+")
+_OF_SCHEME = re.compile(r"http://.*:80|https://.*:443")  # ports that browsers leave out
+_HOST = re.compile(r"\w([\w.-]*\w)?", re.ASCII)
 
 
 class HttpSettings(BaseModel):
@@ -123,6 +125,19 @@ class HttpSettings(BaseModel):
         for origin in origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"{origin!r} is no origin; write scheme://host or scheme://host:port, without a path"
+                    f"{origin!r} is no origin; write scheme://host or scheme://host:port, without a path, a "
+                    "wildcard or capitals"
                 )
+            if _OF_SCHEME.fullmatch(origin):
+                raise ValueError(f"browsers send {origin!r} without its port; leave that out")
         return origins
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(
+                    f"{host!r} is no host's name; write just that, without a scheme, a port or a wildcard"
+                )
+        return hosts

@@ -283,6 +283,35 @@ def test_schedule_is_read_as_it_was_written(folder: Path) -> None:
             "sleep.idle_timeout_s: expected a number of seconds, found '5m'",
         ),
         (
+            MODEL + "sleep: {idle_timeout_s: on}",
+            "sleep.idle_timeout_s: expected a number of seconds, found True",
+        ),
+        (
+            MODEL + "num_replicas: yes",
+            "num_replicas: expected a number, found True",
+        ),
+        (
+            MODEL + "sleep: {schedule: {awake: [{cron: 0 8 * * *, duration: off}]}}",
+            "sleep.schedule.awake.0.duration: expected a number, found False",
+        ),
+        (
+            MODEL + "sleep: {schedule: {awake: [{cron: 0 8 * * *, duration: 10:00}]}}",
+            "line 3: 10:00 is a number in base sixty here; write a unit, as 10h, or quotes",
+        ),
+        (
+            MODEL + "sleep: {idle_timeout_s: 1:30.5}",
+            "line 3: 1:30.5 is a number in base sixty here; write a unit, as 10h, or quotes",
+        ),
+        (
+            MODEL + "dtype: 2024-13-45",
+            "dtype: expected 'auto', 'float32', 'bfloat16' or 'float16', found '2024-13-45'",
+        ),
+        (
+            MODEL + "dtype: \x07",
+            'no YAML: unacceptable character #x0007: special characters are not allowed in "<unicode string>", '
+            "position 53",
+        ),
+        (
             MODEL + "sleep: {idle_timeout_s: -1}",
             "sleep.idle_timeout_s: should be greater than 0, found -1",
         ),
@@ -502,6 +531,20 @@ def test_every_mistake_has_its_line(folder: Path) -> None:
             "bild_app",
             "serve_config.yaml: applications.llm.import_path: "
             "nothing to build at serve_app.app:bild_app; did you mean serve_app.app:build_app?",
+        ),
+        (
+            "http_options: {host: 127.0.0.1}",
+            "http_options: {host: 127.0.0.1}\ngrpc_options: {prt: 9000}",
+            "serve_config.yaml: grpc_options.prt: unknown key; did you mean port?",
+        ),
+        (
+            "    import_path: serve_app.app:build_app\n",
+            "    import_path: serve_app.app:build_app\n"
+            "    deployments: [{name: Ingress, num_replicass: 2}, {name: 'model:demo', max_ongoing_requests: 8}]\n",
+            "serve_config.yaml: applications.llm.deployments.Ingress.num_replicass: unknown key; did you "
+            "mean num_replicas?\n"
+            "serve_config.yaml: applications.llm.deployments.model:demo.max_ongoing_requests: write it in the "
+            "model's own file, where all that it decides is",
         ),
         (
             "http_options: {host: 127.0.0.1}",

@@ -348,7 +348,29 @@ def test_cors_of_configured_origins() -> None:
         assert "access-control-allow-origin" not in other.headers
 
 
-@pytest.mark.parametrize("origin", ["chat.example.com", "https://chat.example.com/", "https://a/b"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "chat.example.com",
+        "https://chat.example.com/",
+        "https://a/b",
+        "https://*.a.com",
+        "https://A.com",
+    ],
+)
 def test_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(ValueError, match="is no origin"):
         HttpSettings(cors_allow_origins=[origin])
+
+
+@pytest.mark.parametrize("origin", ["https://a.com:443", "http://a.com:80"])
+def test_origin_with_a_port_that_browsers_leave_out_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match="without its port"):
+        HttpSettings(cors_allow_origins=[origin])
+    HttpSettings(cors_allow_origins=[origin.replace("//a.com:", "//a.com:1")])
+
+
+@pytest.mark.parametrize("host", ["https://a.com", "a.com:8000", "*.a.com", "a.com.", " a.com", ""])
+def test_host_that_no_request_names_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="is no host's name"):
+        HttpSettings(allowed_hosts=["gpu_box-1.Example.com", host])
