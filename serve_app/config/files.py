@@ -402,11 +402,14 @@ class _Loader(yaml.SafeLoader):
         is_int = node.tag == _INT
         return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
 
+    def keep_text(self, node: yaml.ScalarNode) -> object:
+        return self.construct_scalar(node)
+
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _Loader.add_constructor(_INT, _Loader.refuse_base_sixty)
 _Loader.add_constructor(_FLOAT, _Loader.refuse_base_sixty)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.keep_text)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
