@@ -128,7 +128,7 @@ def _scaler_of(model: ModelConfig) -> ServeScaler:
         if scaling is None
         else (scaling.min_replicas, scaling.max_replicas, "autoscaling.max_replicas")
     )
-    return ServeScaler(application, _deployment_name(model.model_id), *bounds)
+    return ServeScaler(application, model.deployment, *bounds)
 
 
 def build_weights(args: WeightsArgs) -> Application:
@@ -180,7 +180,7 @@ def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
         "max_backoff_s": _MAX_BACKOFF_S,
     }
     options = serve.deployment(
-        name=_deployment_name(model.model_id),
+        name=model.deployment,
         max_ongoing_requests=model.max_ongoing_requests + CONTROL_ROOM,
         max_queued_requests=model.max_queued_requests,
         placement_group_bundles=of_processes,
@@ -272,8 +272,3 @@ class _OwnVersion(DeploymentConfig):
         self.version = self._own
         sent: bytes = super().to_proto_bytes()  # type: ignore[no-untyped-call]
         return sent
-
-
-def _deployment_name(model_id: str) -> str:
-    """Serve allows no "/" or "#" in names of deployments."""
-    return f"model:{model_id}".replace("/", "--").replace("#", "-")

@@ -108,6 +108,12 @@ class _ModelList(BaseModel):
                         text = f"{name} is the name of models.{taken[name]} already"
                         raise ConfigError([Problem(text, ("models", index, key))])
                     taken[name] = index
+        deployments: dict[str, str] = {}
+        for index, model in enumerate(self.models):
+            other = deployments.setdefault(model.deployment, model.model_id)
+            if other != model.model_id:
+                text = f"{model.model_id} and {other} are one name to Ray Serve, {model.deployment}"
+                raise ConfigError([Problem(text, ("models", index, "model_id"))])
         return self
 
 
@@ -316,9 +322,9 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
         here = ("applications", application.get("name", "default"))
         problems += [p.inside(here) for p in unknown_keys(application, ServeApplicationSchema)]
         for deployment in application.get("deployments") or ():
-            there = (*here, "deployments", deployment["name"])
-            problems += [p.inside(there) for p in unknown_keys(deployment, DeploymentSchema)]
-            problems += [p.inside(there) for p in _settings_of_models(deployment)]
+            its = (*here, "deployments", deployment["name"])
+            problems += [p.inside(its) for p in unknown_keys(deployment, DeploymentSchema)]
+            problems += [p.inside(its) for p in _settings_of_models(deployment)]
     if problems:
         raise ConfigError(problems)
 
@@ -330,10 +336,17 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
         except ConfigError as error:
             raise error.inside(("applications", application.name)) from error
         if args is not None:
-            models.update((model.model_id, model) for model in args.models)
+            for index, model in enumerate(args.models):
+                first = models.setdefault(model.model_id, model)
+                if (first.source, first.dtype) != (model.source, model.dtype):
+                    text = "another source or dtype than in the application before: its image would be of no use"
+                    there = ("applications", application.name, "args", "models", index)
+                    problems.append(Problem(f"{text} (model {model.model_id})", there))
             written["args"] = as_written(args)
         if isinstance(args, AppArgs):
             card = args.card
+    if problems:
+        raise ConfigError(problems)
     return ServeConfig(data, tuple(models.values()), card)
 
 

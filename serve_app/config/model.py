@@ -140,6 +140,11 @@ class ModelConfig(BaseModel):
             raise ConfigError([Problem(text, ("num_gpus",))])
         return self
 
+    @property
+    def deployment(self) -> str:
+        """Its name among Serve's deployments, which allows no "/" or "#"."""
+        return f"model:{self.model_id}".replace("/", "--").replace("#", "-")
+
     def gpus(self, card: CardConfig) -> float:
         """`num_gpus`, decided."""
         if self.num_gpus is not None:

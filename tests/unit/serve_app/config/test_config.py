@@ -444,6 +444,24 @@ def test_name_is_taken_once(folder: Path) -> None:
     assert str(caught.value) == "models.1.aliases: a is the name of models.0 already (model b)"
 
 
+def test_names_that_serve_could_not_tell_apart_are_refused(folder: Path) -> None:
+    models = [{"model_id": name, "source": {"id": "x"}} for name in ("a/b", "a--b")]
+    with pytest.raises(ConfigError) as caught:
+        AppArgs.model_validate({"models": models})
+    assert str(caught.value) == (
+        "models.1.model_id: a--b and a/b are one name to Ray Serve, model:a--b"
+    )
+
+
+def test_image_that_the_replicas_could_not_use_is_refused(folder: Path) -> None:
+    model = "[{model_id: demo, source: {id: checkpoints/demo}, dtype: float16}]"
+    _write(folder / "serve_config.yaml", SERVE.replace("*models", model))
+    assert _complaint("serve_config.yaml") == (
+        "serve_config.yaml: applications.llm.args.models.0: another source or dtype than in the application "
+        "before: its image would be of no use (model demo)"
+    )
+
+
 def test_default_target_is_no_higher_than_what_a_replica_takes(folder: Path) -> None:
     file = folder / "configs" / "demo.yaml"
     _write(file, MODEL + "max_ongoing_requests: 8\nautoscaling: {max_replicas: 2}")
