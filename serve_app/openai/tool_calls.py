@@ -266,4 +266,9 @@ def _call_of(value: object, *keys: str) -> ToolCall | None:
     arguments = next((value[key] for key in keys if key in value), None)
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    try:
+        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{told}".encode()
+    except (ValueError, RecursionError):
+        return None  # json reads NaN, 1e999 and half a surrogate pair, which no answer can hold
+    return ToolCall(name, told)

@@ -155,6 +155,26 @@ def test_arguments_may_nest(depth):
     assert (len(found.calls) == 1) or found.content == text
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '["\\ud83d"]', '{"\\ud83d": 1}'])
+def test_call_with_a_value_that_no_answer_can_hold_stays_text(value):
+    call = f'{{"name": "time", "arguments": {{"a": {value}}}}}'
+    for form, text in (
+        (QWEN, f"<tool_call>{call}</tool_call>"),
+        (
+            QWEN,
+            f"<tool_call><function=time><parameter=a>{value}</parameter></function></tool_call>",
+        ),
+        (DEEPSEEK, f'<｜tool▁call▁begin｜>time<｜tool▁sep｜>{{"a": {value}}}<｜tool▁call▁end｜>'),
+        (LLAMA, call),
+    ):
+        assert parse(form, text) == Parts("", text, ())
+
+
+def test_call_of_a_name_that_no_answer_can_hold_stays_text():
+    text = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    assert parse(QWEN, text) == Parts("", text, ())
+
+
 def test_values_between_tags_have_the_type_of_the_schema():
     values = {"city": "12", "days": "two", "more": '{"a": [1]}', "none": "null", "text": "a\nb"}
     tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
