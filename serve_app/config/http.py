@@ -62,7 +62,10 @@ class HttpSettings(BaseModel):
         "keep-alive. Until then an error still has an HTTP status of its own.",
     )
     keepalive_interval_s: float = Field(
-        default=10.0, gt=0, description="Seconds without a token between later keep-alives."
+        default=10.0,
+        gt=0,
+        description="Seconds after which a stream that has had nothing to send, as while a tool call is "
+        "written, sends another keep-alive.",
     )
     request_timeout_s: float = Field(
         default=600.0, gt=0, description="Seconds for a whole answer that is not streamed."

@@ -179,14 +179,17 @@ async def event_stream(
     Raises:
         Exception: what went wrong before the first chunk; later it becomes an event of the stream.
     """
-    frame, timeout_s, begun = dialect.frame, keepalive_after_s, False
+    frame, begun = dialect.frame, False
+    now = asyncio.get_running_loop().time
+    # Only what is sent moves it: while a tool call is held until it is complete, events come and nothing is sent.
+    silent_until_s = now() + keepalive_after_s
     alive = answer.keep_alive()
     keep_alive = COMMENT if alive is None else frame(alive)
     try:
         async with EventSource(generations) as source:
             while True:
                 try:
-                    async with asyncio.timeout(timeout_s) as limit:
+                    async with asyncio.timeout_at(silent_until_s) as limit:
                         item = await source.next()
                 except TimeoutError:
                     if not limit.expired():
@@ -197,8 +200,9 @@ async def event_stream(
                         break
                     frames = [frame(chunk) for chunk in answer.chunks(*item)]
                 for data in frames:
-                    timeout_s, begun = keepalive_interval_s, True
+                    begun = True
                     yield data
+                    silent_until_s = now() + keepalive_interval_s
         _check_finished(answer)
     except Exception as exc:
         if not begun:

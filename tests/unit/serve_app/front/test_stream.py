@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from actors.errors import EngineDied, QueueFull, ReplicaFailed, ShuttingDown
-from actors.protocol import FinishReason, TokenEvent, TokenLogprob
+from actors.protocol import FinishReason, MessageForm, TokenEvent, TokenLogprob
 from serve_app.front.dialects import DONE, frame
 from serve_app.front.errors import RequestTimeout
 from serve_app.front.stream import (
@@ -300,6 +300,31 @@ async def test_keep_alives_while_a_stream_stands_still():
     assert await anext(frames) == COMMENT
     gate.set()
     assert (await read(frames))[-1] == DONE
+
+
+@pytest.mark.parametrize(
+    ("tools", "opening", "closing"), [("qwen", "<tool_call>", "</tool_call>"), ("llama", "", "")]
+)
+@on_loop
+async def test_keep_alives_while_a_tool_call_is_written(tools, opening, closing):
+    words = 10_000
+
+    async def generation() -> AsyncIterator[TokenEvent]:
+        begin = event(f'{opening}{{"name": "write", "arguments": {{"text": "')
+        yield replace(begin, form=MessageForm(tools=tools))
+        for _ in range(words):
+            await asyncio.sleep(0)
+            yield event("word ")
+        yield event(f'"}}}}{closing}', FinishReason.STOP)
+
+    answer = chat_answer(tools=[{"type": "function", "function": {"name": "write"}}])
+    frames = await read(stream(generation(), answer=answer, interval_s=AT_ONCE_S))
+    assert frames.count(COMMENT) > 1
+    role, *rest = [data_of(data) for data in frames if data not in (COMMENT, DONE)]
+    assert role["choices"][0]["delta"]["role"] == "assistant"
+    calls = [call for chunk in rest for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert json.loads(arguments) == {"text": "word " * words}
 
 
 @on_loop
