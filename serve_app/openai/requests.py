@@ -73,6 +73,29 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": ([], ["text"]),
     "audio": (),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "repetition_detection": (),
+    "thinking_token_budget": (-1,),
+    "watermarking": (False,),
+}
+_UNSUPPORTED_BY_TEMPLATES: Mapping[str, tuple[object, ...]] = {
+    "chat_template": ("",),
+    "documents": ([],),
+}
+_UNSUPPORTED_IN_CHATS: Mapping[str, tuple[object, ...]] = {
+    **_UNSUPPORTED,
+    **_UNSUPPORTED_BY_TEMPLATES,
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "web_search_options": (),
 }
 
 
@@ -362,7 +385,7 @@ class ScaleForm(ModelQuery):
 
 def parse_chat(fields: Mapping[str, Any]) -> Ask:
     """POST /v1/chat/completions."""
-    _refuse_unsupported(fields)
+    _refuse(fields, _UNSUPPORTED_IN_CHATS)
     body = parse_form(ChatBody, fields)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -380,7 +403,7 @@ def parse_chat(fields: Mapping[str, Any]) -> Ask:
 
 def parse_completion(fields: Mapping[str, Any], max_continuations: int) -> Ask:
     """POST /v1/completions."""
-    _refuse_unsupported(fields)
+    _refuse(fields, _UNSUPPORTED)
     body = parse_form(CompletionBody, fields)
     if body.best_of > body.n:
         raise UnsupportedParameter(
@@ -403,6 +426,7 @@ def parse_tokenize(fields: Mapping[str, Any]) -> TokenizeAsk:
         body = parse_form(TokenizeText, fields)
         prompt = body.prompt
     else:
+        _refuse(fields, _UNSUPPORTED_BY_TEMPLATES)
         body = parse_form(TokenizeChat, fields)
         prompt = body.prompt()
     return TokenizeAsk(body.model, prompt, body.add_special_tokens, body.return_token_strs)
@@ -410,11 +434,12 @@ def parse_tokenize(fields: Mapping[str, Any]) -> TokenizeAsk:
 
 def parse_seed(fields: Mapping[str, Any]) -> Ask:
     """POST /completions, the form of the project this one started from: greedy unless told."""
+    _refuse(fields, _UNSUPPORTED)
     body = parse_form(SeedBody, fields)
     return body.ask((body.prompt,), max_tokens=body.max_tokens)
 
 
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name, harmless in _UNSUPPORTED.items():
+def _refuse(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[object, ...]]) -> None:
+    for name, harmless in unsupported.items():
         if (value := fields.get(name)) is not None and value not in harmless:
             raise UnsupportedParameter(f"{name} is not supported, found {shown(value)}", name)

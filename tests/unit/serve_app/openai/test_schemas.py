@@ -7,7 +7,14 @@ import pytest
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import ChatPrompt, SamplingParams, SleepMode
 from serve_app.openai.fields import parse_form, parse_json
-from serve_app.openai.requests import SleepForm, WakeForm, parse_chat, parse_completion, parse_seed
+from serve_app.openai.requests import (
+    SleepForm,
+    WakeForm,
+    parse_chat,
+    parse_completion,
+    parse_seed,
+    parse_tokenize,
+)
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -18,6 +25,14 @@ def chat(**fields):
 
 def completion(**fields):
     return parse_completion({"prompt": "hi", **fields}, max_continuations=64)
+
+
+def seed(**fields):
+    return parse_seed(fields)
+
+
+def tokenize(**fields):
+    return parse_tokenize({"messages": HI, **fields})
 
 
 # --- what is taken ---
@@ -239,7 +254,6 @@ IGNORED = {
     "prediction": {"type": "content", "content": "x"},
     "reasoning_effort": "low",
     "verbosity": "low",
-    "return_token_ids": False,
     "priority": 0,
     "best_of": 1,
     "stream_options": {"continuous_usage_stats": True},
@@ -279,6 +293,11 @@ OPTIONAL = [
     "functions",
     "audio",
     "modalities",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "allowed_token_ids",
+    "chat_template",
+    "documents",
 ]
 
 
@@ -297,6 +316,11 @@ def test_harmless_fields_and_nulls_change_nothing(ask):
         {"modalities": ["text"]},
         {"response_format": {"type": "text"}},
         {"tool_choice": "none"},
+        {"skip_special_tokens": True, "include_stop_str_in_output": False},
+        {"allowed_token_ids": [], "bad_words": [], "logits_processors": []},
+        {"return_token_ids": False, "return_tokens_as_token_ids": False},
+        {"thinking_token_budget": -1, "watermarking": False},
+        {"chat_template": "", "documents": [], "echo": False, "include_reasoning": True},
     ],
 )
 def test_unsupported_fields_that_ask_for_nothing(fields):
@@ -494,6 +518,46 @@ def test_known_but_unsupported(ask, fields, param):
         ask(**fields)
     assert caught.value.param == param
     assert str(caught.value).startswith((param, "echo"))
+
+
+UNSUPPORTED = {
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "truncate_prompt_tokens": 5,
+    "allowed_token_ids": [1],
+    "bad_words": ["hi"],
+    "logits_processors": ["f"],
+    "logprob_token_ids": [1],
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "repetition_detection": {"max_pattern_size": 4},
+    "thinking_token_budget": 5,
+    "watermarking": True,
+}
+UNSUPPORTED_BY_TEMPLATES = {"chat_template": "{{ messages }}", "documents": [{"text": "a"}]}
+UNSUPPORTED_IN_CHATS = {"echo": True, "include_reasoning": False, "web_search_options": {}}
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields"),
+    [
+        (chat, UNSUPPORTED | UNSUPPORTED_BY_TEMPLATES | UNSUPPORTED_IN_CHATS),
+        (completion, UNSUPPORTED),
+        (seed, UNSUPPORTED),
+        (tokenize, UNSUPPORTED_BY_TEMPLATES),
+    ],
+)
+def test_fields_of_vllm_that_would_change_the_answer_are_unsupported(ask, fields):
+    for name, value in fields.items():
+        with pytest.raises(UnsupportedParameter) as caught:
+            ask(**{name: value})
+        assert caught.value.param == name
+
+
+def test_fields_of_chats_are_harmless_elsewhere():
+    fields = UNSUPPORTED_BY_TEMPLATES | {"include_reasoning": False, "web_search_options": {}}
+    assert completion(**fields) == completion()
+    assert tokenize(**UNSUPPORTED) == tokenize()
 
 
 @pytest.mark.parametrize("fields", [{"prompt": ["a"]}, {"prompt": 3}, {"n": 2}, {"max_tokens": 0}])
