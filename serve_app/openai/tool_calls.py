@@ -6,14 +6,17 @@ stays text.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from serve_app.openai.held_text import HeldText
 
 # A tool's name -> the JSON schema of each of its parameters.
 Schemas = Mapping[str, Mapping[str, Any]]
+# Names of a tool and of its parameter -> the JSON types that its schema allows.
+Types = Callable[[str, str], frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +190,8 @@ def tool_parser(name: str | None, tools: Sequence[Mapping[str, Any]]) -> ToolPar
         around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
         return MarkedCalls("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", around, _read_deepseek)
     assert name == "qwen", name
-    return MarkedCalls("<tool_call>", "</tool_call>", (), lambda text: _read_qwen(text, schemas))
+    types = cache(lambda tool, key: _types(schemas.get(tool, {}).get(key)))
+    return MarkedCalls("<tool_call>", "</tool_call>", (), lambda text: _read_qwen(text, types))
 
 
 def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -206,12 +210,11 @@ def _read_deepseek(text: str) -> ToolCall | None:
     return _call_of({"name": head.strip(), "arguments": _json(rest)}, "arguments")
 
 
-def _read_qwen(text: str, schemas: Schemas) -> ToolCall | None:
+def _read_qwen(text: str, types: Types) -> ToolCall | None:
     """Qwen2.5 and Qwen3: `{"name": ..., "arguments": {...}}`; Qwen3-Coder: tags."""
     if function := re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", text, re.DOTALL):
         name, inside = function[1].strip(), function[2]
-        known = schemas.get(name, {})
-        arguments = {key: _typed(value, known.get(key)) for key, value in _parameters_in(inside)}
+        arguments = {key: _typed(value, types(name, key)) for key, value in _parameters_in(inside)}
         return _call_of({"name": name, "arguments": arguments}, "arguments")
     return _call_of(_json(text), "arguments")
 
@@ -243,12 +246,41 @@ def _parameters_in(text: str) -> Iterator[tuple[str, str]]:
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
-def _typed(value: str, schema: object) -> object:
-    """A value as its parameter's schema has it; without one, what JSON makes of it, or text."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
-        return value
+def _types(schema: object) -> frozenset[str]:
+    """The JSON types that a schema allows, as far as it tells."""
+    found: set[str] = set()
+    pending = [schema]
+    while pending:
+        each = pending.pop()
+        if not isinstance(each, dict):
+            continue
+        if values := _listed(each.get("enum")):
+            types = {_TYPE_NAMES.get(type(value), "other") for value in values}
+            # 1 of ["auto", 1] is the number.
+            found |= types if types <= {"string", "null"} else types - {"string"}
+        else:
+            named = each.get("type")
+            found |= {name for name in (named, *_listed(named)) if isinstance(name, str)}
+            pending += (*_listed(each.get("anyOf")), *_listed(each.get("oneOf")))
+    return frozenset(found)
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+_TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null"}
+
+
+def _typed(value: str, types: Collection[str]) -> object:
+    """A value as one of these types; text is what may be text, and what JSON can make nothing of."""
+    word = value.strip()
+    if "string" in types:
+        return None if word == "null" and "null" in types else value
+    if "boolean" in types and word.lower() in ("true", "false"):
+        return word.lower() == "true"
     parsed = _json(value)
-    return value if parsed is None and value.strip() != "null" else parsed
+    return value if parsed is None and word != "null" else parsed
 
 
 def _json(text: str) -> object:

@@ -183,6 +183,44 @@ def test_values_between_tags_have_the_type_of_the_schema():
     assert json.loads(call.arguments) == expected
 
 
+STRING, NULL = {"type": "string"}, {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"anyOf": [STRING, NULL]}, "10001", "10001"),
+        ({"anyOf": [STRING, NULL]}, '{"a": 1}', '{"a": 1}'),
+        ({"anyOf": [STRING, NULL]}, "null", None),
+        ({"oneOf": [NULL, {"anyOf": [STRING]}]}, "1.5", "1.5"),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"type": ["string", "null"]}, "\nnull\n", None),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string", "enum": ["1", "2"]}, "1", "1"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": ["1", None]}, "null", None),
+        ({"enum": ["auto", 1]}, "1", 1),
+        ({"enum": ["auto", 1]}, "auto", "auto"),
+        ({"type": "string", "enum": []}, "1", "1"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["boolean", "null"]}, " FALSE ", False),
+        ({"enum": [True, False]}, "True", True),
+        ({"type": "boolean"}, "None", "None"),
+        ({"type": "integer"}, "True", "True"),
+        ({"anyOf": [{"type": "integer"}, NULL]}, "7", 7),
+        ({"anyOf": [{"type": "object"}, NULL]}, '{"a": 1}', {"a": 1}),
+        ({"type": 3, "anyOf": "x", "enum": {}}, "7", 7),
+        (True, "7", 7),
+    ],
+)
+def test_value_between_tags_is_one_that_its_schema_allows(schema, written, value):
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = f"<tool_call><function=f><parameter=a>\n{written}\n</parameter></function></tool_call>"
+    (call,) = parse(QWEN, text, tools=tools).calls
+    assert json.loads(call.arguments) == {"a": value}
+
+
 @given(
     st.lists(
         st.sampled_from(["<parameter=", "<parameter=a>", "</parameter>", "\n", ">", "b", "<"]),
