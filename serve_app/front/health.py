@@ -57,8 +57,10 @@ class Health:
         return JSONResponse({"status": "alive"})
 
     async def ready(self, request: Request, query: ModelQuery) -> Response:
+        shows_names = self._shows_names()
+        asked = self._models.chosen(query.model, names_others=shows_names)
         known = await self._states()
-        chosen = {name: known[name] for name in self._models.chosen(query.model)}
+        chosen = {name: known[name] for name in asked}
         failed = sum(state == ReplicaState.FAILED for state in chosen.values())
         starting = sum(state == _STARTING for state in chosen.values())
         serving = len(chosen) - failed - starting
@@ -66,7 +68,7 @@ class Health:
             status = "degraded" if failed else "healthy"
         else:
             status = _STARTING if starting else "failed"
-        names = {"models": chosen} if self._shows_names() else {}
+        names = {"models": chosen} if shows_names else {}
         counts = {"serving": serving, "starting": starting, "failed": failed}
         return JSONResponse({"status": status, **counts, **names}, 200 if serving else 503)
 

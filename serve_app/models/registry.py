@@ -41,8 +41,13 @@ class ServedModels:
         (model,) = self.chosen(model_id).values()
         return model
 
-    def chosen(self, model_id: str | None) -> Mapping[str, ModelClient]:
+    def chosen(
+        self, model_id: str | None, *, names_others: bool = True
+    ) -> Mapping[str, ModelClient]:
         """The model of that name; without a name all of them.
+
+        Args:
+            names_others: whether an error may tell which there are.
 
         Raises:
             ModelNotFound: there is none of that name.
@@ -51,10 +56,8 @@ class ServedModels:
             return self.all
         name = self.aliases.get(model_id, model_id)
         if name not in self.all:
-            served = ", ".join(self.names)
-            raise ModelNotFound(
-                f"model {shown(model_id)} is not served here; served: {served}", "model"
-            )
+            served = f"; served: {', '.join(self.names)}" if names_others else ""
+            raise ModelNotFound(f"model {shown(model_id)} is not served here{served}", "model")
         return {name: self.all[name]}
 
     @property

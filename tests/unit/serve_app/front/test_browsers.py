@@ -159,7 +159,7 @@ def test_a_key_protects_by_itself() -> None:
 
 
 def test_names_of_models_are_for_those_with_a_key() -> None:
-    for path in ("/", "/health"):
+    for path in ("/", "/health", "/health?model=other"):
         assert "fake" in ask("GET", path).text
         assert "fake" not in ask("GET", path, keys=KEYS).text
 
