@@ -5,6 +5,7 @@ are ignored (`user`, `service_tier`, `prompt_cache_key`, `reasoning.summary`, ..
 chats. Of `reasoning.effort` only whether there is to be any reaches the chat template.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -49,6 +50,8 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
 _LOGPROBS = (
     "message.output_text.logprobs"  # of `include`; what else can be included is of tools not here
 )
+
+_TOLD_AS_THEY_CAME = ("metadata", "text", "tool_choice", "tools")
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -338,7 +341,13 @@ def parse_responses(fields: Mapping[str, Any]) -> ResponseAsk:
         raise UnsupportedParameter(
             f"include {_LOGPROBS} is not supported: chats have them", "include"
         )
-    return body.ask(fields)
+    ask = body.ask(fields)
+    for name in _TOLD_AS_THEY_CAME:
+        try:
+            json.dumps(ask.told[name], allow_nan=False)
+        except ValueError:  # 1e400 is read as infinity, which the answer cannot repeat
+            raise InvalidRequest(f"{name} must only have finite numbers", name) from None
+    return ask
 
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:

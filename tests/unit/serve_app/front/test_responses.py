@@ -258,6 +258,23 @@ def test_refusals_say_what_and_why(client, model, fields, code, param):
     assert model.requests == []
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metadata", '{"a": 1e400}'),
+        ("tools", '[{"type": "function", "name": "f", "parameters": {"maximum": [-1e400]}}]'),
+        ("tool_choice", '{"type": "function", "name": "add", "more": 1e400}'),
+        ("text", '{"format": {"type": "json_schema", "schema": {"maximum": 1e400}}}'),
+    ],
+)
+def test_number_that_the_answer_could_not_repeat_is_refused(client, model, field, value):
+    fields = {"tools": json.dumps(TOOLS), field: value}
+    body = ", ".join(f'"{name}": {each}' for name, each in fields.items())
+    response = client.post(RESPONSES, content=f'{{"input": "hi", {body}}}')
+    is_error(response, 400, "invalid_request_error", field)
+    assert model.requests == []
+
+
 def test_refused_store_says_what_to_do(client):
     refused = client.post(RESPONSES, json={**BODY, "previous_response_id": "resp_1"}).json()
     assert refused["error"]["message"] == (
