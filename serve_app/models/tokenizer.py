@@ -7,8 +7,9 @@ somebody asks.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from actors.checkpoints.source import ModelSource
 from actors.errors import Unavailable
@@ -17,6 +18,11 @@ from actors.text.message_form import ChatConfig
 
 if TYPE_CHECKING:
     from actors.text.codec import TextCodec
+
+T = TypeVar("T")
+
+# For all models together: while a text is tokenised, it takes some 250 times its bytes.
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="tokenizers")
 
 
 class Tokenizer(Protocol):
@@ -51,17 +57,17 @@ class LocalTokenizer:
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool | None) -> Sequence[int]:
         codec = await self._loaded()
-        return await asyncio.to_thread(
-            codec.tokenize, prompt, add_special_tokens=add_special_tokens
+        return await _on_thread(
+            lambda: codec.tokenize(prompt, add_special_tokens=add_special_tokens)
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         codec = await self._loaded()
-        return await asyncio.to_thread(codec.detokenize, token_ids)
+        return await _on_thread(lambda: codec.detokenize(token_ids))
 
     async def texts(self, token_ids: Sequence[int]) -> Sequence[str]:
         codec = await self._loaded()
-        return await asyncio.to_thread(lambda: [codec.token_text(i) for i in token_ids])
+        return await _on_thread(lambda: [codec.token_text(i) for i in token_ids])
 
     async def describe(self) -> Mapping[str, str | None]:
         return (await self._loaded()).describe()
@@ -71,6 +77,10 @@ class LocalTokenizer:
             if self._codec is None:
                 self._codec = await asyncio.to_thread(_load, self._source, self._chat)
         return self._codec
+
+
+async def _on_thread(work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
 
 
 def _load(source: ModelSource, chat: ChatConfig | None) -> "TextCodec":

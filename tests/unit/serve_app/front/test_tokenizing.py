@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from actors.checkpoints.source import Hub, ModelSource
 from actors.errors import InvalidRequest, Unavailable
-from actors.protocol import ChatPrompt, ReplicaState
+from actors.protocol import ChatPrompt, Prompt, ReplicaState
 from actors.text.codec import TextCodec
 from actors.text.message_form import ChatConfig
 from serve_app.config.http import HttpSettings
@@ -144,6 +144,30 @@ def test_local_tokenizer_is_the_replica_s(tiny_checkpoint: Path) -> None:
             await tokenizer.decode([1_000_000])
 
     asyncio.run(scenario())
+
+
+def test_two_texts_at_a_time_are_tokenised_however_many_models_there_are(monkeypatch) -> None:
+    gate, threads = threading.Event(), set()
+
+    class Codec:
+        def tokenize(self, prompt: Prompt, *, add_special_tokens: bool | None) -> tuple[int, ...]:
+            threads.add(threading.get_ident())
+            gate.wait()
+            return (len(prompt),)
+
+    monkeypatch.setattr("serve_app.models.tokenizer._load", lambda *_: Codec())
+
+    async def scenario() -> None:
+        tokenizers = [LocalTokenizer(ModelSource(id=name)) for name in "abc"]
+        for tokenizer in tokenizers:
+            await tokenizer._loaded()
+        asked = [asyncio.create_task(each.encode("text", None)) for each in tokenizers * 3]
+        await asyncio.sleep(0)  # all of them stand in the queue
+        gate.set()
+        assert await asyncio.gather(*asked) == [(4,)] * 9
+
+    asyncio.run(scenario())
+    assert len(threads) <= 2
 
 
 @pytest.mark.parametrize("hub", [Hub.PATH, Hub.MODELSCOPE])
