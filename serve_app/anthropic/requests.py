@@ -69,7 +69,7 @@ class ToolUseBlock(Part):
 class ToolResultBlock(Part):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Texts = ""
+    content: _Texts | None = None
     is_error: bool | None = None
 
 
@@ -164,7 +164,7 @@ def _of_result(block: ToolResultBlock) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "tool",
         "tool_call_id": block.tool_use_id,
-        "content": block.content,
+        "content": block.content or "",
     }
     if block.is_error:
         message["is_error"] = True  # for templates that tell; what went wrong is in the content
@@ -197,7 +197,7 @@ class ToolParam(Part):
 class ToolChoice(Part):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingConfig(Part):

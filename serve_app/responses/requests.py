@@ -92,7 +92,7 @@ _Texts = Annotated[
 def _to_arguments(value: object) -> dict[str, Any]:
     """What a function was called with, parsed: so most chat templates want it."""
     try:
-        found = parsed(value.encode(), "arguments") if isinstance(value, str) else None
+        found = parsed((value or "{}").encode(), "arguments") if isinstance(value, str) else None
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -204,7 +204,7 @@ class TextFormat(Part):
 
 
 class TextOptions(Part):
-    format: TextFormat = TextFormat(type="text")
+    format: TextFormat | None = None
 
 
 class ReasoningOptions(Part):
@@ -279,7 +279,7 @@ class ResponsesBody(SamplingFields, KeepAlive):
             UnsupportedParameter: the schema is longer than those that this server compiles.
         """
         asked, param = self.text.format, "text.format"
-        if asked.type == "text":
+        if asked is None or asked.type == "text":
             return None
         if asked.type == "json_object":
             return any_object(param)

@@ -137,6 +137,15 @@ def test_tool_choice(choice: Any, with_tools: bool, must_call: Any, parallel: bo
     assert found.parallel_tool_calls is parallel
 
 
+def test_null_inside_means_absent_as_well() -> None:
+    talk = [*HI, said(called("time"), role="assistant")]
+    choice = {"type": "any", "disable_parallel_tool_use": None}
+    null = ask(messages=[*talk, said(result(content=None))], tools=TOOLS, tool_choice=choice)
+    absent = ask(messages=[*talk, said(result())], tools=TOOLS, tool_choice={"type": "any"})
+    assert null == absent
+    assert null.parallel_tool_calls
+
+
 @pytest.mark.parametrize(
     ("thinking", "on"),
     [

@@ -171,7 +171,7 @@ def test_call_and_its_result_with_openai_s_client(model):
 def test_items_of_one_turn_are_one_message(model):
     thought = {"type": "reasoning", "summary": [], "content": [_part("reasoning_text", "Hm")]}
     said = {"type": "message", "role": "assistant", "content": [_part("output_text", "So")]}
-    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": ""}
     hidden = {"type": "reasoning", "summary": [], "encrypted_content": "?"}
     asked(
         model,
@@ -286,6 +286,7 @@ def test_refused_store_says_what_to_do(client):
 def test_what_asks_for_nothing_is_ignored(model):
     harmless = {"store": False, "truncation": "disabled", "user": "me", "service_tier": "auto"}
     asked(model, **harmless, include=["reasoning.encrypted_content"], reasoning={"summary": "auto"})
+    assert asked(model, text={"format": None})["text"] == {"format": {"type": "text"}}
 
 
 @pytest.mark.parametrize(
