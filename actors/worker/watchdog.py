@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.5
-
+_STOOD_STILL_S = 1.0  # so late is who did not run, as in a container that was paused
 
 # How long a worker that starts waits for room on its card.
 ROOM_LIMIT_S = 600.0
@@ -86,12 +86,17 @@ class Watch:
             self._inside._since_s = time.monotonic()
         self._since_s = None
 
-    def overdue_s(self) -> float | None:
-        """How long the work has taken, if that is longer than it may. Any thread may ask."""
+    def overdue_s(self, now_s: float, running_since_s: float = 0.0) -> float | None:
+        """How long the work has taken, if that is longer than it may. Any thread may ask.
+
+        Args:
+            now_s: by the monotonic clock.
+            running_since_s: the process stood still before, and so did the work.
+        """
         since_s = self._since_s
         if since_s is None:
             return None
-        taken_s = time.monotonic() - since_s
+        taken_s = now_s - max(since_s, running_since_s)
         return taken_s if taken_s > self.limit_s else None
 
 
@@ -137,9 +142,14 @@ class Watchdog:
         self._closed.set()
 
     def _look(self) -> None:
+        running_since_s = looked_s = time.monotonic()
         while not self._closed.wait(_LOOK_EVERY_S):
+            now_s = time.monotonic()
+            if now_s - looked_s > _LOOK_EVERY_S + _STOOD_STILL_S:
+                running_since_s = now_s
+            looked_s = now_s
             for watch in self._watches:
-                taken_s = watch.overdue_s()
+                taken_s = watch.overdue_s(now_s, running_since_s)
                 if taken_s is not None:
                     self._bark(
                         f"{watch.what} has not ended after {taken_s:.1f} s "
