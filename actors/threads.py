@@ -44,10 +44,9 @@ class ControlThread(Executor):
         def run() -> None:
             # Given up, it is done all the same, should the thread come back: it may let go of something.
             with self._lock:
-                if told in self._awaited:
-                    told.set_running_or_notify_cancel()
+                if told in self._awaited and not told.set_running_or_notify_cancel():
+                    self._awaited.discard(told)
             if told.cancelled():
-                self._forget(told)
                 return
             try:
                 with self._watch:

@@ -275,9 +275,11 @@ def _compressed_tensors(config: dict[str, Any]) -> Format:
     def describe(name: str, parts: Mapping[str, StoredTensor]) -> Projection:
         named = (group for group in groups if group.fits(name))
         # Classes of modules, of which projections have one, and names less exact than these.
-        group = next(named, None) or groups[0]
-        if len(groups) > 1 and not group.fits(name) and "Linear" not in group.targets:
+        of_class = (group for group in groups if "Linear" in group.targets)
+        group = next(named, None) or next(of_class, None)
+        if group is None and len(groups) > 1:
             raise Unserved(f"{name} is quantised, but in no group of config_groups")
+        group = group or groups[0]
         if group.form == "pack-quantized":
             return _ct_packed(name, parts, group)
         return _ct_plain(name, parts, group)

@@ -137,7 +137,8 @@ class ModelMemory:
 
     @property
     def mapped_bytes(self) -> int:
-        landing = self.host.landing.mapped_bytes if self.host.landing is not None else 0
+        ring = self.host.landing  # once: another thread may take it away
+        landing = 0 if ring is None else ring.mapped_bytes
         scratch = sum(part.mapped_bytes for part in self._scratch())
         return self._weights.mapped_bytes + scratch + landing
 
@@ -145,8 +146,9 @@ class ModelMemory:
     def wake_bytes(self) -> int:
         """What a wake would take now, with what follows it unasked; 0 while awake."""
         whole = self._weights.size + sum(part.size for part in self._scratch())
-        if self.host.landing is not None and self._weights.mapped_bytes < self._weights.size:
-            whole += self.host.landing.size  # for the wake only
+        ring = self.host.landing
+        if ring is not None and self._weights.mapped_bytes < self._weights.size:
+            whole += ring.size  # for the wake only
         return whole - self._not_asked_for - self.mapped_bytes + self.residue.comes_back_bytes
 
     def spare_bytes(self) -> int:

@@ -385,10 +385,13 @@ class ModelWorker:
             EngineDied: something hung.
         """
         while True:
+            traced = (
+                self._compilation.traced
+            )  # first: by the time of the answer it may be the next one's
             found: tuple[T] | None = await self._on_control(self._between_steps, work)
             if found is not None:
                 return found[0]
-            await asyncio.wrap_future(self._compilation.traced)
+            await asyncio.wrap_future(traced)
 
     async def close(self) -> None:
         """Stop the engine. The worker is of no use afterwards.

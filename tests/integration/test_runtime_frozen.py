@@ -138,6 +138,20 @@ def test_level_2_keeps_nothing_in_host_memory(
     run(tiny_checkpoint, image, scenario, FROM)
 
 
+def test_nothing_is_saved_of_who_was_aborted_just_before(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        frozen = Frozen(h)
+        await frozen.begin(**LONG)
+        h.runtime.abort_in_flight()
+        await frozen.rest()
+        await frozen.sleep()
+        assert (frozen.full, frozen.saved.blocks) == ({}, 0)
+
+    run(tiny_checkpoint, image, scenario, FROM)
+
+
 def test_who_leaves_while_frozen_frees_what_was_saved(
     tiny_checkpoint: Path, image: WeightImage, expected: dict[str, list[list[int]]]
 ) -> None:

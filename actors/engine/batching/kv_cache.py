@@ -162,12 +162,15 @@ class KvCache:
         assert sequence.place is None, "has blocks"
         found: list[int] = []
         saved: list[torch.Tensor] = []
-        digest = b""
         if self._prefixes is not None and len(sequence.tokens) > self._least:
-            found, digest = self._prefixes.match(sequence.tokens)
-            saved = self._saved_behind(digest, len(found), sequence)
+            pages = (len(sequence.tokens) - 1) // self.page_size  # never all of its tokens
+            digests = self._prefixes.digests(sequence.digests, sequence.tokens, pages)
+            found = self._prefixes.match(digests)
+            if not self._may_have_room(sequence, found, spare):
+                return False
+            saved = self._saved(digests[len(found) :])
             if (len(found) + len(saved)) * self.page_size < max(1, self._least):
-                found, saved, digest = [], [], b""
+                found, saved = [], []
         for block in found:  # first, so that nobody gives them up
             self._join(block)
         sequence.blocks = [list(found) if group == 0 else [] for group in range(len(self._pools))]
@@ -177,9 +180,10 @@ class KvCache:
             return False
         sequence.place = self._places.pop()
         sequence.computed = (len(found) + len(saved)) * self.page_size
-        sequence.remembered, sequence.digest = len(found), digest
-        if self._prefixes is not None:
-            sequence.cached_tokens = len(found) * self.page_size  # what was saved is its own
+        sequence.remembered = len(found)
+        # What was saved is its own, and so is what it finds when it begins again.
+        if self._prefixes is not None and sequence.cached_tokens is None:
+            sequence.cached_tokens = len(found) * self.page_size
         self.written += ((sequence.place, i, block) for i, block in enumerate(found))
         self._give(sequence, len(sequence.tokens))
         for number, host in enumerate(saved, len(found)):
@@ -217,11 +221,10 @@ class KvCache:
             return
         full = min(sequence.computed, len(sequence.tokens)) // self.page_size
         first, sequence.remembered = sequence.remembered, max(full, sequence.remembered)
-        for number, digest in enumerate(
-            self._prefixes.digests(sequence.digest, sequence.tokens, first, full), first
-        ):
-            self._prefixes.add(sequence.blocks[0][number], digest)
-            sequence.digest = digest
+        if first < full:
+            digests = self._prefixes.digests(sequence.digests, sequence.tokens, full)
+            for number in range(first, full):
+                self._prefixes.add(sequence.blocks[0][number], digests[number])
 
     def save(
         self, sequences: Iterable[LoopSequence], again_s: Callable[[Sequence[int]], float]
@@ -241,7 +244,7 @@ class KvCache:
         if self._prefixes is not None:
             digests = self._prefixes.digests
             frozen = [
-                FrozenBlocks(each.name, each.blocks[0][:n], digests(b"", each.tokens, 0, n))
+                FrozenBlocks(each.name, each.blocks[0][:n], digests(each.digests, each.tokens, n))
                 for each, n in ((each, each.remembered) for each in long)
             ]
             self.saved.save(frozen, self._block_bytes)
@@ -275,21 +278,22 @@ class KvCache:
         """Tokens that each group of layers keeps; None for all."""
         return self._windows
 
-    def _saved_behind(
-        self, digest: bytes, first: int, sequence: LoopSequence
-    ) -> list[torch.Tensor]:
-        """The bytes of blocks `first` and following, as far as they are saved; never all of its tokens."""
-        assert self._prefixes is not None
+    def _saved(self, digests: Iterable[bytes]) -> list[torch.Tensor]:
+        """The bytes of the blocks of these digests, as far as they are saved."""
         found: list[torch.Tensor] = []
-        if not self.saved.blocks:
-            return found
-        end = (len(sequence.tokens) - 1) // self.page_size
-        for ahead in self._prefixes.digests(digest, sequence.tokens, first, end):
-            host = self.saved.find(ahead)
-            if host is None:
+        for digest in digests if self.saved.blocks else ():
+            if (host := self.saved.find(digest)) is None:
                 break
             found.append(host)
         return found
+
+    def _may_have_room(self, sequence: LoopSequence, found: Sequence[int], spare: int) -> bool:
+        """Whether `_has_room` can come true with these blocks: a prompt that waits is looked at in each step."""
+        assert self._prefixes is not None
+        (pool,) = self._pools
+        missing = -(-len(sequence.tokens) // self.page_size) - len(found)
+        unused = self._prefixes.unused_beside(found)
+        return pool.missing_sectors(missing + spare - unused) <= self._sectors.free
 
     def _missing(self, sequence: LoopSequence, tokens: int) -> list[int]:
         """Blocks of each group that a sequence lacks for so many tokens."""

@@ -226,6 +226,7 @@ class GenerationLoop:
         Args:
             saves: first of all to host memory, what is worth it; else what was saved before is forgotten, too.
         """
+        self._take_in()  # who was cancelled has nothing that is worth it
         if saves:
             self._scheduler.save()
         else:

@@ -66,7 +66,8 @@ class Pipeline:
         self._needs_results = needs_results
         self._release_memory = release_memory
         self._unread = False  # the newest step
-        self._is_short = False  # of memory: the last launch failed
+        # Sequences whose step found no memory, and how many tokens each had then.
+        self._short: dict[str, int] = {}
 
     def wait(self) -> None:
         """Return when the next step is to be launched, before the one under way ends."""
@@ -85,7 +86,6 @@ class Pipeline:
         except torch.OutOfMemoryError as exc:
             self._survive(step, exc)
             return True
-        self._is_short = False
         before, self._unread = self._unread, True
         if before:
             self._read()
@@ -120,16 +120,21 @@ class Pipeline:
             self._sink(outputs)
 
     def _survive(self, step: Step, reason: torch.OutOfMemoryError) -> None:
-        """A step found no memory: somebody else has it. Try once more, then refuse its sequences."""
+        """A step found no memory: somebody else has it. Try once more, then refuse its sequences.
+
+        Those, that is, that have got no token since: what begins again may find memory for the first parts of a
+        prompt each time, and never for a later one.
+        """
         self.read_newest()
         self._release_memory()
-        if self._is_short:
-            refused = [row.sequence.name for row in step.rows if row.is_wanted]
-            for name in refused:
-                self._scheduler.remove(name)
+        had = {row.sequence.name: len(row.sequence.tokens) for row in step.rows if row.is_wanted}
+        refused = [name for name, tokens in had.items() if self._short.get(name) == tokens]
+        for name in refused:
+            self._scheduler.remove(name)
+        if refused:
             error = DeviceMemoryShort("no memory for a step on the device", RETRY_SHORT_AFTER_S)
-            if refused:
-                self._sink([EngineOutput(name, (), None, error=error) for name in refused])
-        logger.warning("%s: %s", "refused" if self._is_short else "starting over", reason)
-        self._is_short = not self._is_short
+            self._sink([EngineOutput(name, (), None, error=error) for name in refused])
+        logger.warning("%s: %s", "refused" if refused else "starting over", reason)
+        known = {*self._scheduler.running, *self._scheduler.waiting}
+        self._short = {name: n for name, n in (self._short | had).items() if name in known}
         self._scheduler.start_over()

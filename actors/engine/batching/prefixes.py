@@ -1,7 +1,7 @@
 """What the KV cache remembers of prompts and answers, by what their tokens are."""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 
@@ -23,26 +23,30 @@ class Prefixes:
         """Blocks that no sequence has."""
         return len(self._left)
 
-    def match(self, tokens: Sequence[int]) -> tuple[list[int], bytes]:
-        """The blocks that a prompt begins with, never all of it, and the digest of their tokens."""
+    def unused_beside(self, blocks: Iterable[int]) -> int:
+        """Blocks that no sequence has, without these."""
+        return len(self._left) - sum(block in self._left for block in blocks)
+
+    def match(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks of these digests, as far as they are known."""
         found: list[int] = []
-        digest = b""
-        for ahead in self.digests(digest, tokens, 0, (len(tokens) - 1) // self._page_size):
-            block = self._block_of.get(ahead)
-            if block is None:
+        for digest in digests:
+            if (block := self._block_of.get(digest)) is None:
                 break
             found.append(block)
-            digest = ahead
-        return found, digest
+        return found
 
-    def digests(
-        self, before: bytes, tokens: Sequence[int], first: int, end: int
-    ) -> Iterator[bytes]:
-        """Of all tokens up to the end of each of the blocks `first` to `end`, given that in front of them."""
-        for number in range(first, end):
+    def digests(self, known: list[bytes], tokens: Sequence[int], pages: int) -> list[bytes]:
+        """Of all tokens up to the end of each of the first `pages`.
+
+        Args:
+            known: of some of these pages, from the first on; gets the others.
+        """
+        for number in range(len(known), pages):
             page = tokens[number * self._page_size : (number + 1) * self._page_size]
-            before = blake2b(before + array("i", page).tobytes(), digest_size=16).digest()
-            yield before
+            before = known[-1] if known else b""
+            known.append(blake2b(before + array("i", page).tobytes(), digest_size=16).digest())
+        return known[:pages]
 
     def add(self, block: int, digest: bytes) -> None:
         """Remember a block, unless one with the same tokens is known; its sequence keeps it either way."""

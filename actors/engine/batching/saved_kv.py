@@ -4,7 +4,7 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class FrozenBlocks:
 
     name: str
     blocks: Sequence[int]
-    digests: Iterator[bytes]
+    digests: Sequence[bytes]
 
 
 class SavedKv:

@@ -27,7 +27,7 @@ class LoopSequence:
         blocks: its blocks in the cache, of each group of layers; the cache writes them.
         place: its row in the table of blocks, while it has blocks.
         remembered: of its blocks, those that the prefix cache has seen.
-        digest: of all tokens up to the end of these.
+        digests: of all tokens up to the end of each of its first pages, as far as anybody has looked.
         cached_tokens: of its prompt, found in the cache; None before it has blocks, and where nobody looks.
     """
 
@@ -42,7 +42,7 @@ class LoopSequence:
     blocks: list[list[int]] = field(default_factory=list)
     place: int | None = None
     remembered: int = 0
-    digest: bytes = b""
+    digests: list[bytes] = field(default_factory=list)
     cached_tokens: int | None = None
     started_s: float | None = None
     _is_told: bool = field(default=False, init=False)  # how many tokens were found
@@ -68,7 +68,6 @@ class LoopSequence:
     def start_over(self) -> None:
         """Nothing of it is in the cache any more: its tokens so far are computed again."""
         self.computed = self.pending = self.remembered = 0
-        self.digest = b""
         self.epoch += 1
 
     def take(self, token: int) -> EngineOutput:

@@ -12,6 +12,7 @@ from actors.checkpoints.directory import unsupported_weights
 from actors.checkpoints.making import write_checkpoint
 from actors.image import packer
 from actors.image.attach import build_on_meta
+from actors.quantization.formats import StoredTensor, read_format
 from actors.quantization.making import QuantizeName, quantizer
 
 NAME = "model.layers.0.mlp.up_proj"
@@ -120,6 +121,28 @@ BY_CONFIG: dict[str, tuple[dict[str, Any], str, str]] = {
         "scales that divide (weight_scale_semantics inverse)",
     ),
 }
+
+
+@pytest.mark.parametrize("first", ["Linear", "named"])
+def test_groups_of_compressed_tensors_may_come_in_any_order(first: str) -> None:
+    own: dict[str, Any] = {"type": "int", "symmetric": True}
+    groups = {
+        "Linear": {"targets": ["Linear"], "weights": own | {"num_bits": 4, "strategy": "channel"}},
+        "named": {
+            "targets": ["re:.*down_proj"],
+            "weights": own | {"num_bits": 8, "strategy": "channel"},
+        },
+    }
+    order = sorted(groups, key=lambda name: name != first)
+    config = ct(config_groups={f"group_{i}": groups[name] for i, name in enumerate(order)})
+    describe = read_format(config).describe
+    for name, bits in (("model.layers.0.self_attn.q_proj", 4), ("model.layers.0.mlp.down_proj", 8)):
+        parts = {
+            "weight_packed": StoredTensor("I32", (256, 256 * bits // 32)),
+            "weight_scale": StoredTensor("BF16", (256, 1)),
+            "weight_shape": StoredTensor("I64", (2,)),
+        }
+        assert describe(name, parts).scheme.kind == f"int{bits}"
 
 
 def refusal(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -103,6 +103,26 @@ def test_one_step_without_memory_starts_all_over() -> None:
     assert any(len(step) == 2 and step[0][1:] == (0, 5) for step in steps.steps)
 
 
+@pytest.mark.parametrize("beside", [[], [20]], ids=["alone", "beside a short one"])
+def test_sequence_whose_later_part_never_finds_memory_is_refused(beside: list[int]) -> None:
+    """Its first parts do, each time that it starts over."""
+    steps, runner = loop()
+    launch = runner.launch
+
+    def launch_short_ones(step: Step) -> None:
+        if any(row.end > 64 for row in step.rows):
+            raise torch.OutOfMemoryError("a neighbour has it")
+        launch(step)
+
+    runner.launch = launch_short_ones  # type: ignore[method-assign]
+    others = [steps.submit([1] * length, 8) for length in beside]
+    long = steps.submit([1] * 100, 8)
+    steps.finish()
+    assert [each.sequence_id for each in steps.outputs if each.error is not None] == [long]
+    for name, length in zip(others, beside, strict=True):
+        assert steps.tokens(name) == list(range(length, length + 8))
+
+
 def test_two_in_a_row_refuse_the_sequences_of_the_step_and_no_others() -> None:
     steps, _ = loop(3, 4, max_sequences=2)
     names = [steps.submit([1] * n, 6) for n in (2, 3, 4)]

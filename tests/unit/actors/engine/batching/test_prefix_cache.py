@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from actors.engine.batching import prefixes
 from tests.unit.actors.engine.batching.steps_on_cpu import PAGE, Steps
 
 
@@ -32,9 +33,9 @@ class Loop(Steps):
     def remembered(self) -> int:
         """Blocks; each is either known by its digest and unused, or free."""
         (pool,), sectors = self.cache._pools, self.cache._sectors
-        prefixes = self.cache._prefixes
-        unused = 0 if prefixes is None else prefixes.unused
-        assert prefixes is None or len(prefixes._block_of) == len(prefixes._digest_of) == unused
+        known = self.cache._prefixes
+        unused = 0 if known is None else known.unused
+        assert known is None or len(known._block_of) == len(known._digest_of) == unused
         assert pool.used == 0
         assert unused + pool._num_free + sectors.free * pool.per_sector == self.cache.total_blocks
         return unused
@@ -146,10 +147,48 @@ def test_what_was_used_last_is_given_up_last_and_ends_before_beginnings() -> Non
     loop.ask(prompt(8, first=500, more=0))  # four are free, four are taken from the first
     assert loop.remembered == 16
     loop.ask(prompt(2, first=900, more=0))  # and two from the end of the second
-    prefixes = loop.cache._prefixes
-    assert prefixes is not None
-    found = [len(prefixes.match(list(prompt(4, 100 * n)))[0]) for n in range(3)]
+    known = loop.cache._prefixes
+    assert known is not None
+    found = [len(known.match(known.digests([], prompt(4, 100 * n), 4))) for n in range(3)]
     assert found == [0, 2, 4]
+
+
+def test_what_a_sequence_had_computed_itself_is_not_told_as_found() -> None:
+    loop = Loop(num_blocks=16, least=PAGE, max_tokens=3)
+    loop.submit([5 + i % 50 for i in range(5 * PAGE)], 60)
+    for _ in range(16):
+        loop.pipeline.advance()
+    late = loop.submit([60 + i % 30 for i in range(8 * PAGE + 2)], 3)
+    loop.finish()
+    begun = [start for step in loop.steps for name, start, _ in step if name == late]
+    assert len({*begun}) < len(begun), "it was put off"
+    assert {each.cached_tokens for each in loop.outputs} == {0, None}
+
+
+def test_prompt_that_waits_is_hashed_once_however_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed = 0
+    hash_page = prefixes.blake2b
+
+    def counted(data: bytes, *, digest_size: int) -> Any:
+        nonlocal hashed
+        hashed += 1
+        return hash_page(data, digest_size=digest_size)
+
+    monkeypatch.setattr(prefixes, "blake2b", counted)
+    loop = Loop(num_blocks=16)
+    beginning = prompt(8, more=0)
+    loop.submit(beginning, 40)
+    for _ in range(4):
+        loop.pipeline.advance()
+    loop.submit([*beginning, *prompt(6, first=500)], 1)
+    before = hashed
+    for _ in range(2 * PAGE):
+        loop.pipeline.advance()
+    assert loop.scheduler.waiting
+    assert hashed - before <= 8 + 6 + 2, "and the two pages that the other fills meanwhile"
+    loop.finish()
 
 
 def test_under_pressure_all_end_and_no_block_is_lost() -> None:
