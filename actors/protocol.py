@@ -103,6 +103,11 @@ class ChatPrompt:
         str, ...
     ] = ()  # the output must be a call of one of these tools; none: as it likes
 
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message, and has no beginning of its own."""
+        return bool(self.template_kwargs.get("continue_final_message"))
+
 
 # Of a request that has sent nothing yet: it may be what kills them, and is not begun again.
 MAX_LOST_WORKERS = 2

@@ -167,11 +167,12 @@ class OpenStreams:
             ReplicaFailed: the worker serves no more.
         """
         params = prepared.params
-        in_chat = isinstance(prepared.request.prompt, ChatPrompt)
+        prompt = prepared.request.prompt
+        begins = isinstance(prompt, ChatPrompt) and not prompt.continues  # a message of its own
         stream = RequestStream(
             assemblers=[
                 OutputAssembler(
-                    self._codec.stream(() if in_chat else prepared.prompt_ids),
+                    self._codec.stream(() if begins else prepared.prompt_ids),
                     index=i,
                     prompt_tokens=len(prepared.prompt_ids),
                     stops=params.stop,

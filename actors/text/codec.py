@@ -170,8 +170,8 @@ class TextCodec:
         """A decoder for one continuation.
 
         Args:
-            context: the ids that the text continues. Without them (an answer in a chat) the text
-                starts as `decode` would start it: Llama 2's tokenizer drops a leading space.
+            context: the ids that the text continues. Without them (a message of its own in a chat) the
+                text starts as `decode` would start it: Llama 2's tokenizer drops a leading space.
         """
         if self._table is not None:
             return ByteStream(self._table, continues=bool(context))
@@ -287,12 +287,11 @@ def _render_with_none(
     options: Mapping[str, Any],
 ) -> str:
     """As `apply_chat_template`, which leaves out what is None (5.23), and such a template then every call."""
-    continues = bool(options.get("continue_final_message"))
-    if continues and prompt.add_generation_prompt:
+    if prompt.continues and prompt.add_generation_prompt:
         raise ValueError("continue_final_message and add_generation_prompt exclude each other")
     last = len(messages) - 1
     given = [
-        dict(message) if continues and i == last else _without_empty_content(message)
+        dict(message) if prompt.continues and i == last else _without_empty_content(message)
         for i, message in enumerate(messages)
     ]
     rendered: Any = render_jinja_template(

@@ -95,7 +95,7 @@ def ends_in_reasoning(prompt: ChatPrompt, end: str) -> bool:
         prompt: the messages.
         end: of the rendered prompt; more characters than the tag.
     """
-    if prompt.template_kwargs.get("continue_final_message"):
+    if prompt.continues:
         last: Mapping[str, Any] = prompt.messages[-1]
         content = str(last.get("content") or "")
         return content.rfind(_OPEN) > content.rfind(_CLOSE)

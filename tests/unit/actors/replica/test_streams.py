@@ -4,17 +4,24 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
 from actors.engine.outputs import EngineOutput
 from actors.errors import ReplicaFailed
 from actors.observer import EngineMeter, Observer
 from actors.protocol import (
+    ChatPrompt,
     FinishReason,
     GenerateRequest,
     MessageForm,
+    Prompt,
     TokenEvent,
     TokenLogprob,
 )
 from actors.replica.streams import OpenStreams, Prepared, RequestStream, pieces
+from actors.text.codec import TextCodec
 from actors.text.output import OutputAssembler
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.messages import NewSequence
@@ -76,6 +83,54 @@ def test_sequences_carry_the_id_of_their_request_into_the_worker_s_log_and_none_
     ids = [each.sequence_id for each in submitted]
     assert len(set(ids)) == 4
     assert all(each.startswith("chatcmpl-7-0-") for each in ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        (ChatPrompt(({"role": "user", "content": "b"},)), "b"),
+        (
+            ChatPrompt(
+                ({"role": "assistant", "content": "b"},),
+                add_generation_prompt=False,
+                template_kwargs={"continue_final_message": True},
+            ),
+            " b",
+        ),
+        ("b", " b"),
+    ],
+)
+def test_space_before_a_text_is_lost_only_where_a_message_begins(prompt: Prompt, text: str) -> None:
+    """As Llama 2's tokenizer has it."""
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "▁b": 1}, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend), 2, [])
+    streams = OpenStreams(Mock(), codec, EngineMeter(Observer()))
+
+    async def scenario() -> list[TokenEvent]:
+        stream = streams.open(
+            Prepared(
+                GenerateRequest("r", prompt),
+                (1,),
+                ResolvedSampling(),
+                (0,),
+                frozenset(),
+                None,
+                arrived_s=0.0,
+            )
+        )
+        streams.deliver([EngineOutput(stream.sequence_ids[0], (1,), None)])
+        return stream.take()
+
+    (event,) = asyncio.run(scenario())
+    assert event.text == text
 
 
 LONG_S = 3600.0
