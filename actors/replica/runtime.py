@@ -23,6 +23,7 @@ from actors.protocol import (
 from actors.replica.streams import OpenStreams, Prepared, RequestStream, pieces
 from actors.replica.worker_client import WorkerClient
 from actors.text.forced_calls import forced_call
+from actors.text.output import StopStrings
 from actors.text.sampling_defaults import ResolvedSampling, resolve
 from actors.text.validation import check_request
 
@@ -109,11 +110,12 @@ class ModelRuntime:
         params = resolve(sampling, self._defaults, facts.max_model_len - len(prompt_ids))
         check_request(params, prompt_ids, facts.vocab_size, facts.max_model_len)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        stops = frozenset(params.stop_token_ids)
+        stop_ids = frozenset(params.stop_token_ids)
         if params.grammar is not None or not params.ignore_eos:
-            stops |= self.codec.eos_ids
+            stop_ids |= self.codec.eos_ids
+        stop_strings = StopStrings(params.stop) if params.stop else None
         seeds = tuple(_wrap_int64(seed + i) for i in range(request.n))
-        return Prepared(request, prompt_ids, params, seeds, stops, form, arrived_s)
+        return Prepared(request, prompt_ids, params, seeds, stop_ids, stop_strings, form, arrived_s)
 
     async def check_grammar(self, prepared: Prepared) -> None:
         """Have the worker compile a request's grammar, if it has one. Needs no weights.

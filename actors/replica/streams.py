@@ -17,7 +17,7 @@ from actors.protocol import (
     MessageForm,
     TokenEvent,
 )
-from actors.text.output import OutputAssembler
+from actors.text.output import OutputAssembler, StopStrings
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.messages import NewSequence
 
@@ -46,6 +46,7 @@ class Prepared:
     params: ResolvedSampling
     seeds: tuple[int, ...]  # one per continuation
     stop_ids: frozenset[int]
+    stop_strings: StopStrings | None
     form: MessageForm | None  # of a chat
     arrived_s: float  # of `time.perf_counter`
 
@@ -175,7 +176,7 @@ class OpenStreams:
                     self._codec.stream(() if begins else prepared.prompt_ids),
                     index=i,
                     prompt_tokens=len(prepared.prompt_ids),
-                    stops=params.stop,
+                    stops=prepared.stop_strings,
                     min_tokens=params.min_tokens,
                     form=prepared.form,
                 )

@@ -1,10 +1,70 @@
 """Tokens of one continuation to the events its client sees: text, stop strings, the end."""
 
-from collections import deque
+from array import array
 from collections.abc import Sequence
 
 from actors.protocol import FinishReason, MessageForm, TokenEvent, TokenLogprob
 from actors.text.detokenizer import StreamDecoder
+
+
+class StopStrings:
+    """Stop strings as an Aho-Corasick automaton (Aho, Corasick 1975), for any number of texts at once.
+
+    Nothing changes in it once it is made, which takes a microsecond a character.
+
+    Args:
+        stops: none of them empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: dict[tuple[int, str], int] = {}  # state and character -> state
+        self._shorter = array("I", [0])  # the state of the longest proper suffix
+        self._stop: dict[int, str] = {}  # the longest stop string a state ends with
+        self._depth = array("I", [0])
+        for stop in stops:
+            state = 0
+            for char in stop:
+                child = self._next.setdefault((state, char), len(self._depth))
+                if child == len(self._depth):
+                    self._depth.append(self._depth[state] + 1)
+                    self._shorter.append(0)
+                state = child
+            self._stop[state] = stop
+        self._leaves = set(self._next.values()) - {state for state, _ in self._next}
+        self._link()
+
+    def step(self, state: int, char: str) -> int:
+        """The state behind one more character; a text begins with 0. O(1) amortised."""
+        while (found := self._next.get((state, char))) is None:
+            if not state:
+                return 0
+            state = self._shorter[state]
+        return found
+
+    def stop_at(self, state: int) -> str | None:
+        """The longest stop string that has just come to its end."""
+        return self._stop.get(state)
+
+    def chars_held(self, state: int) -> int:
+        """How long the longest end of the text is that a stop string could start with."""
+        return self._depth[state]
+
+    def passed_over(self, state: int) -> int:
+        """The state where a stop string that was complete is none; only others may go on."""
+        while state in self._leaves:
+            state = self._shorter[state]
+        return state
+
+    def _link(self) -> None:
+        # Breadth first: a suffix is shorter, so its own links are already there.
+        for (state, char), child in sorted(
+            self._next.items(), key=lambda edge: self._depth[edge[1]]
+        ):
+            if not state:
+                continue
+            self._shorter[child] = self.step(self._shorter[state], char)
+            if (stop := self._stop.get(self._shorter[child])) is not None:
+                self._stop.setdefault(child, stop)
 
 
 class StopMatcher:
@@ -15,22 +75,14 @@ class StopMatcher:
     longest counts, so that none of it stays in the text. How the text is cut into pieces makes no
     difference. (vLLM checks once per token and takes the first in the list.)
 
-    An Aho-Corasick automaton (Aho, Corasick 1975): O(1) amortised per character, and what is held
-    back is exactly the longest end of the text that a stop string could start with.
-
-    Args:
-        stops: none of them empty.
+    What is held back is exactly the longest end of the text that a stop string could start with.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: StopStrings) -> None:
         self.matched: str | None = None
+        self._stops = stops
         self._held = ""
         self._state = 0
-        self._next: list[dict[str, int]] = [{}]  # by state: character -> state
-        self._depth = [0]  # how many characters a state stands for
-        self._shorter = [0]  # the state of the longest proper suffix
-        self._stop: list[str | None] = [None]  # the longest stop string a state ends with
-        self._build(stops)
 
     def feed(self, text: str, *, armed: bool = True) -> str:
         """The part of the text that is certainly not in a stop string.
@@ -42,20 +94,16 @@ class StopMatcher:
         """
         if self.matched is not None:
             return ""
-        if len(self._next) == 1:
-            return text
         for i, char in enumerate(text):
-            self._state = self._step(self._state, char)
-            stop = self._stop[self._state]
-            if armed and stop is not None:
+            self._state = self._stops.step(self._state, char)
+            if armed and (stop := self._stops.stop_at(self._state)) is not None:
                 self.matched = stop
                 before = (self._held + text[: i + 1])[: -len(stop)]
                 self._held = ""
                 return before
-        while self._state and not self._next[self._state]:  # a stop string passed over, not armed
-            self._state = self._shorter[self._state]
+        self._state = self._stops.passed_over(self._state)
         pending = self._held + text
-        split = len(pending) - self._depth[self._state]
+        split = len(pending) - self._stops.chars_held(self._state)
         self._held = pending[split:]
         return pending[:split]
 
@@ -63,33 +111,6 @@ class StopMatcher:
         """What was held back, when nothing more will come."""
         held, self._held = self._held, ""
         return held
-
-    def _build(self, stops: Sequence[str]) -> None:
-        for stop in stops:
-            state = 0
-            for char in stop:
-                if char not in self._next[state]:
-                    self._next[state][char] = len(self._next)
-                    self._next.append({})
-                    self._depth.append(self._depth[state] + 1)
-                    self._shorter.append(0)
-                    self._stop.append(None)
-                state = self._next[state][char]
-            self._stop[state] = stop
-        # Breadth first: a suffix is shorter, so its own links are already there.
-        queue = deque(self._next[0].values())
-        while queue:
-            state = queue.popleft()
-            for char, child in self._next[state].items():
-                self._shorter[child] = self._step(self._shorter[state], char)
-                if self._stop[child] is None:
-                    self._stop[child] = self._stop[self._shorter[child]]
-                queue.append(child)
-
-    def _step(self, state: int, char: str) -> int:
-        while state and char not in self._next[state]:
-            state = self._shorter[state]
-        return self._next[state].get(char, 0)
 
 
 class OutputAssembler:
@@ -104,7 +125,7 @@ class OutputAssembler:
         decoder: of its own, not shared.
         index: which continuation of the request.
         prompt_tokens: copied into every event.
-        stops: stop strings.
+        stops: stop strings; others may search for them at the same time.
         min_tokens: of the sampling parameters.
         form: goes with the first event.
     """
@@ -115,7 +136,7 @@ class OutputAssembler:
         *,
         index: int = 0,
         prompt_tokens: int = 0,
-        stops: Sequence[str] = (),
+        stops: StopStrings | None = None,
         min_tokens: int = 0,
         form: MessageForm | None = None,
     ) -> None:
@@ -125,7 +146,7 @@ class OutputAssembler:
         self._decoder = decoder
         self._index = index
         self._prompt_tokens = prompt_tokens
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = None if stops is None else StopMatcher(stops)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         # What the next event is made of.

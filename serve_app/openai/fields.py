@@ -21,6 +21,7 @@ from serve_app.process.heap import without_collections
 # wrong (`fail_fast`): the errors of millions cost seconds and gigabytes.
 MAX_STOPS = 32  # OpenAI allows 4, vLLM any number; each is searched for at every token
 MAX_STOP_CHARS = 1024
+MAX_ALL_STOP_CHARS = 8192  # of a request; what finds them takes 130 bytes a character
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
 MAX_TOOLS = 1024
@@ -182,7 +183,16 @@ def to_stop(value: object) -> tuple[str, ...]:
         raise wrong("must be a string or an array of strings")
     if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise wrong(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
-    return tuple(stops)
+    return tuple(bounded_stops(stops))
+
+
+def bounded_stops(stops: list[str]) -> list[str]:
+    """Raises PydanticCustomError if they are too long together."""
+    if (chars := sum(map(len, stops))) > MAX_ALL_STOP_CHARS:
+        raise wrong(
+            f"must have at most {MAX_ALL_STOP_CHARS} characters in all strings, found {chars}"
+        )
+    return stops
 
 
 def to_text_token_ids(value: object) -> tuple[int, ...]:

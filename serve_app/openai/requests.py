@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,6 +31,7 @@ from serve_app.openai.fields import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_TEXT_TOKENS,
+    bounded_stops,
     parse_form,
     shown,
     to_list,
@@ -58,7 +60,9 @@ _Prompts = (
 _StopIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
 _Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
+Stops = Annotated[
+    list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(bounded_stops)
+]
 
 SEED_PROMPT = "The future of artificial intelligence is"
 

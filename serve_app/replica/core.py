@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_LONG_PROMPT = 16_384  # characters; of them 15 ms are spent on a tokenizer
+_LONG_PROMPT = 16_384  # characters, of stop strings as well; of them 15 ms are spent on a tokenizer
 _READERS = 2  # of long prompts at a time; the CPUs are for those who are served
 _WATCH_AGAIN_S = 1.0
 
@@ -209,6 +209,7 @@ class Replica:
         """On a thread, if it may take its time: everybody else's tokens go through this event loop."""
         prompt, runtime = request.prompt, self._workers.runtime
         size = len(repr(prompt)) if isinstance(prompt, ChatPrompt) else len(prompt)
+        size += sum(map(len, request.sampling.stop))
         if size > _LONG_PROMPT:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._reading, runtime.prepare, request)

@@ -17,12 +17,14 @@ from actors.protocol import (
     GenerateRequest,
     MessageForm,
     Prompt,
+    SamplingParams,
     TokenEvent,
     TokenLogprob,
 )
+from actors.replica.runtime import ModelRuntime
 from actors.replica.streams import OpenStreams, Prepared, RequestStream, pieces
 from actors.text.codec import TextCodec
-from actors.text.output import OutputAssembler
+from actors.text.output import OutputAssembler, StopStrings
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.worker.messages import NewSequence
 
@@ -78,7 +80,9 @@ def test_sequences_carry_the_id_of_their_request_into_the_worker_s_log_and_none_
     request = GenerateRequest("chatcmpl-7-0", (1, 2), n=2)
     for _ in range(2):  # begun again, by the same worker as after a refusal elsewhere
         streams.open(
-            Prepared(request, (1, 2), ResolvedSampling(), (3, 4), frozenset(), None, arrived_s=0.0)
+            Prepared(
+                request, (1, 2), ResolvedSampling(), (3, 4), frozenset(), None, None, arrived_s=0.0
+            )
         )
     ids = [each.sequence_id for each in submitted]
     assert len(set(ids)) == 4
@@ -123,6 +127,7 @@ def test_space_before_a_text_is_lost_only_where_a_message_begins(prompt: Prompt,
                 (0,),
                 frozenset(),
                 None,
+                None,
                 arrived_s=0.0,
             )
         )
@@ -133,6 +138,40 @@ def test_space_before_a_text_is_lost_only_where_a_message_begins(prompt: Prompt,
     assert event.text == text
 
 
+def test_continuations_share_what_finds_their_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    make = StopStrings.__init__
+
+    def count(self: StopStrings, stops: Sequence[str]) -> None:
+        made.append(len(stops))
+        make(self, stops)
+
+    monkeypatch.setattr(StopStrings, "__init__", count)
+    codec: Any = Mock()
+    codec.stream = lambda context: Letters()
+    codec.encode_prompt.return_value = (1,)
+    codec.eos_ids = frozenset()
+    worker: Any = Mock(facts=Mock(max_model_len=512, vocab_size=512))
+
+    async def scenario() -> list[TokenEvent]:
+        runtime = ModelRuntime(worker, codec, Observer(), ResolvedSampling(), 100.0)
+        prepared = runtime.prepare(
+            GenerateRequest("r", (1,), SamplingParams(stop=("bc", "bd")), n=3)
+        )
+        stream = OpenStreams(worker, codec, EngineMeter(Observer())).open(prepared)
+        for assembler, text in zip(stream.assemblers, ("abc", "aabd", "abb"), strict=True):
+            assembler.push(tuple(map(ord, text)))
+        return stream.take()
+
+    events = asyncio.run(scenario())
+    assert [(event.text, event.stop_reason) for event in events] == [
+        ("a", "bc"),
+        ("aa", "bd"),
+        ("ab", None),
+    ]
+    assert made == [2]
+
+
 LONG_S = 3600.0
 
 
@@ -141,6 +180,16 @@ class Silent:
 
     def push(self, token_ids: Sequence[int]) -> str:
         return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class Letters:
+    """A decoder whose tokens are characters."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
 
     def flush(self) -> str:
         return ""
@@ -193,6 +242,7 @@ def test_first_tokens_go_up_before_those_of_streams_under_way() -> None:
                     ResolvedSampling(),
                     (3,),
                     frozenset(),
+                    None,
                     None,
                     0.0,
                 )

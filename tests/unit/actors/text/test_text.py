@@ -2,6 +2,7 @@ import json
 import random
 import string
 import time
+from collections.abc import Sequence
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -11,7 +12,7 @@ from actors.errors import ContextLengthExceeded, InvalidRequest
 from actors.protocol import ChatPrompt, FinishReason, TokenLogprob
 from actors.text.codec import TextCodec
 from actors.text.detokenizer import ByteStream, WindowStream
-from actors.text.output import OutputAssembler, StopMatcher
+from actors.text.output import OutputAssembler, StopMatcher, StopStrings
 
 SPECIALS = ["<|eos|>", "<|bos|>", "<｜end▁of▁turn｜>"]
 TEXTS = [
@@ -357,7 +358,7 @@ def test_stop_matcher_equals_the_reference_for_any_split() -> None:
             "".join(rng.choices(letters, k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))
         ]
         text = "".join(rng.choices(letters, k=rng.randint(0, 30)))
-        matcher, out, fed = StopMatcher(stops), "", 0
+        matcher, out, fed = StopMatcher(StopStrings(stops)), "", 0
         while fed < len(text):
             size = rng.randint(1, 5)
             out += matcher.feed(text[fed : fed + size])
@@ -385,15 +386,27 @@ def test_stop_matcher_equals_the_reference_for_any_split() -> None:
     ],
 )
 def test_stop_matcher_examples(text: str, stops: list[str], expected: tuple[str, str]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     out = "".join(matcher.feed(char) for char in text) + matcher.flush()
     assert (out, matcher.matched) == expected
     if matcher.matched is not None:
         assert matcher.feed("more") == matcher.flush() == ""
 
 
+def test_texts_are_searched_side_by_side_with_the_same_stop_strings() -> None:
+    stops = StopStrings(["abc", "bd"])
+    texts = ["ababd", "xabc", "aba", "abd"]
+    matchers = [StopMatcher(stops) for _ in texts]
+    out = [""] * len(texts)
+    for place in range(max(map(len, texts))):
+        for i, (matcher, text) in enumerate(zip(matchers, texts, strict=True)):
+            out[i] += matcher.feed(text[place : place + 1])
+    assert [a + b.flush() for a, b in zip(out, matchers, strict=True)] == ["aba", "x", "aba", "a"]
+    assert [matcher.matched for matcher in matchers] == ["bd", "abc", None, "bd"]
+
+
 def test_stop_matcher_is_linear_on_the_worst_case() -> None:
-    matcher = StopMatcher(["a" * 5000 + "b"])
+    matcher = StopMatcher(StopStrings(["a" * 5000 + "b"]))
     start = time.perf_counter()
     out = "".join(matcher.feed("a") for _ in range(20_000))
     assert len(out) == 15_000
@@ -403,8 +416,15 @@ def test_stop_matcher_is_linear_on_the_worst_case() -> None:
 # Events
 
 
-def assemble(codec: TextCodec, text: str, **kwargs: object):  # type: ignore[no-untyped-def]
-    assembler = OutputAssembler(codec.stream(), index=1, prompt_tokens=3, **kwargs)  # type: ignore[arg-type]
+def assemble(codec: TextCodec, text: str, stops: Sequence[str] = (), **kwargs: object):  # type: ignore[no-untyped-def]
+    automaton = StopStrings(stops) if stops else None
+    assembler = OutputAssembler(
+        codec.stream(),
+        index=1,
+        prompt_tokens=3,
+        stops=automaton,
+        **kwargs,  # type: ignore[arg-type]
+    )
     return assembler, list(codec.encode_prompt(text))
 
 
@@ -456,7 +476,8 @@ def test_what_is_taken_seldom_is_what_is_taken_often(kind: str, stops: list[str]
         logprobs = [codec.token_logprob(i, -float(n)) for n, i in enumerate(ids)]
         told = []
         for every in (1, 2, 3, len(ids)):
-            assembler, events = OutputAssembler(codec.stream(), stops=stops), []
+            automaton = StopStrings(stops) if stops else None
+            assembler, events = OutputAssembler(codec.stream(), stops=automaton), []
             for n, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True), 1):
                 finish = FinishReason.LENGTH if n == len(ids) else None
                 assembler.push([token_id], [logprob], finish)

@@ -259,6 +259,7 @@ def test_known_but_unsupported(fields: Any, param: str) -> None:
         {"messages": [*HI, said(called("f", {"a": [0] * 2**16}), role="assistant"), *HI]},
         {"stop_sequences": ["x"] * 33},
         {"stop_sequences": ["x" * 1025]},
+        {"stop_sequences": ["x" * 1024] * 9},
     ],
 )
 def test_everything_has_a_limit(fields: Any) -> None:

@@ -347,6 +347,7 @@ SHARED_WRONG = [
     ({"stop": ""}, "stop", "stop must be at most 32 strings of 1 to 1024 characters"),
     ({"stop": ["a"] * 33}, "stop", "stop must be at most 32 strings"),
     ({"stop": "x" * 1025}, "stop", "stop must be at most 32 strings"),
+    ({"stop": ["x" * 1024] * 9}, "stop", "stop must have at most 8192 characters in all strings"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids must be an array of token ids"),
     ({"stop_token_ids": 3}, "stop_token_ids", "stop_token_ids must be an array of token ids"),
     ({"ignore_eos": "yes"}, "ignore_eos", 'ignore_eos must be true or false, found "yes"'),

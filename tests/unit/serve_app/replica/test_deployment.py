@@ -64,12 +64,22 @@ class Runtime:
     ],
 )
 def test_long_prompts_are_read_beside_the_event_loop(prompt: Prompt, thread: str) -> None:
+    assert prepared_by(GenerateRequest("r", prompt)).startswith(thread)
+
+
+@pytest.mark.parametrize(("chars", "thread"), [(100, "MainThread"), (1024, "long-prompts")])
+def test_so_are_long_stop_strings(chars: int, thread: str) -> None:
+    stops = tuple(chr(ord("a") + i) * chars for i in range(20))
+    request = GenerateRequest("r", "short", SamplingParams(stop=stops), n=128)
+    assert prepared_by(request).startswith(thread)
+
+
+def prepared_by(request: GenerateRequest) -> str:
+    """The name of a thread."""
     reading = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
     runtime = Runtime()
     replica: Any = SimpleNamespace(_workers=SimpleNamespace(runtime=runtime), _reading=reading)
-    request = GenerateRequest("r", prompt, SamplingParams())
-    prepared = asyncio.run(Replica._prepare(replica, request))
-    assert str(prepared).startswith(thread)
+    return str(asyncio.run(Replica._prepare(replica, request)))
 
 
 def test_watch_that_fails_is_told_and_begins_again(
