@@ -1,6 +1,7 @@
 """Sequences on their way to the engine; those that follow a grammar wait until it is compiled."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
@@ -9,9 +10,11 @@ from actors.engine.engine import TransformersEngine
 from actors.engine.outputs import EngineOutput
 from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar
 from actors.engine.sampling.sampler import SequenceSampling
-from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailable
+from actors.errors import EngineDied, ReplicaFailed, ServingError
 from actors.protocol import Grammar
 from actors.worker.messages import NewSequence, Outputs, Send
+
+logger = logging.getLogger(__name__)
 
 _GRAMMAR_THREADS = 8  # that wait for one; they are compiled one by one
 
@@ -55,12 +58,14 @@ class Submissions:
                 self._engine.cancel(sequence_id)
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, so that sequences find it compiled.
+        """Compile a grammar, so that sequences find it compiled. One that is known waits for no other.
 
         Raises:
             InvalidRequest: it is no valid one, or too much work; naming the field.
             Unavailable: too many are being compiled.
         """
+        if self._grammars.find(grammar) is not None:
+            return
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, self._grammars.compile, grammar)
 
@@ -83,10 +88,12 @@ class Submissions:
         assert new.params.grammar is not None
         try:
             grammar = self._grammars.compile(new.params.grammar)
-        except (InvalidRequest, Unavailable) as exc:
-            self._refuse(new, exc)
-        else:
             self._begin(new, grammar)
+        except ServingError as exc:
+            self._refuse(new, exc)
+        except Exception as exc:
+            logger.exception("%s cannot begin", new.sequence_id)
+            self._refuse(new, EngineDied(f"the sequence cannot begin: {type(exc).__name__}"))
         with self._lock:
             was_cancelled = new.sequence_id not in self._awaiting_grammar
             self._awaiting_grammar.discard(new.sequence_id)

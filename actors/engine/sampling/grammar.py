@@ -45,6 +45,7 @@ _COMPILE_TIMEOUT_S = 10.0
 # llguidance recurses along chains of rules and $refs: 3,000 of them overflow 8 MiB and end the process.
 # This is enough for as many as `actors.text.validation.MAX_GRAMMAR_CHARS` can hold.
 _COMPILE_STACK_BYTES = 2**28
+_STACK_SIZE = threading.Lock()  # the process has one for all threads to come
 # Between the tokens of JSON. Without a bound, a model that has nothing to say goes on with white space.
 _WHITE_SPACE = r"[ \t\r\n]{1,64}"
 _MAX_REASON_CHARS = 300
@@ -76,13 +77,14 @@ class _Memory:
         self._alive: weakref.WeakSet[_Compiled] = weakref.WeakSet()
         self._lock = threading.Lock()
 
-    def take(self, key: tuple[GrammarKind, str]) -> _Compiled | None:
-        """One that is kept and can be used; `keep` it again."""
+    def find(self, key: tuple[GrammarKind, str]) -> _Compiled | None:
+        """One that is kept and can be used; now the latest."""
         with self._lock:
             compiled = self._kept.pop(key, None)
-        if compiled is None or compiled.is_exhausted or compiled.bytes > _RENEWED_BYTES:
-            return None
-        return compiled
+            if compiled is None or compiled.is_exhausted or compiled.bytes > _RENEWED_BYTES:
+                return None
+            self._kept[key] = compiled
+            return compiled
 
     def keep(self, key: tuple[GrammarKind, str], compiled: _Compiled) -> None:
         """As the latest; others go when they are too many, or too large."""
@@ -236,12 +238,8 @@ class GrammarCompiler:
 
     def find(self, grammar: Grammar) -> SequenceGrammar | None:
         """A grammar at its beginning, if it is compiled already. Does not block."""
-        key = grammar.kind, grammar.text
-        compiled = self._memory.take(key)
-        if compiled is None:
-            return None
-        self._memory.keep(key, compiled)
-        return SequenceGrammar(compiled, grammar.param)
+        compiled = self._memory.find((grammar.kind, grammar.text))
+        return None if compiled is None else SequenceGrammar(compiled, grammar.param)
 
     def compile(self, grammar: Grammar) -> SequenceGrammar:
         """A grammar at its beginning. Blocks, for milliseconds as a rule.
@@ -255,9 +253,7 @@ class GrammarCompiler:
         if found is not None:
             return found
         self._memory.check_room()
-        compiled = self._on_worker(grammar)
-        self._memory.keep((grammar.kind, grammar.text), compiled)
-        return SequenceGrammar(compiled, grammar.param)
+        return SequenceGrammar(self._on_worker(grammar), grammar.param)
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -277,11 +273,21 @@ class GrammarCompiler:
     def _submit(self, grammar: Grammar) -> Future[_Compiled]:
         # For the thread that the first call starts; one of anybody else's may get it as well, which
         # costs addresses only.
-        before = threading.stack_size(_COMPILE_STACK_BYTES)
-        try:
-            return self._worker.submit(self._compile, grammar)
-        finally:
-            threading.stack_size(before)
+        with _STACK_SIZE:
+            before = threading.stack_size(_COMPILE_STACK_BYTES)
+            try:
+                return self._worker.submit(self._find_or_compile, grammar)
+            finally:
+                threading.stack_size(before)
+
+    def _find_or_compile(self, grammar: Grammar) -> _Compiled:
+        """It may have been compiled for another request while this one waited."""
+        key = grammar.kind, grammar.text
+        compiled = self._memory.find(key)
+        if compiled is None:
+            compiled = self._compile(grammar)
+            self._memory.keep(key, compiled)
+        return compiled
 
     def _compile(self, grammar: Grammar) -> _Compiled:
         from llguidance import LLMatcher

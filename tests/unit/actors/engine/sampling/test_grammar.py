@@ -4,7 +4,9 @@ import gc
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -397,6 +399,63 @@ def test_compiling_has_a_time_limit_and_a_turn(
     compiler.compile(regex("warm"))  # known, so it waits for nobody
     monkeypatch.undo()
     assert compiler.compile(regex("quick")).refusal is None
+
+
+def test_grammar_that_many_ask_for_at_once_is_compiled_once(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    submitted = threading.Semaphore(0)
+    compile_one, submit = compiler._compile, compiler._submit
+
+    def compile_late(grammar: Grammar) -> Any:
+        if not compiled:
+            for _ in range(8):
+                submitted.acquire()
+        compiled.append(grammar.text)
+        return compile_one(grammar)
+
+    def tell(grammar: Grammar) -> Any:
+        future = submit(grammar)
+        submitted.release()
+        return future
+
+    monkeypatch.setattr(compiler, "_compile", compile_late)
+    monkeypatch.setattr(compiler, "_submit", tell)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(compiler.compile, [regex("ab")] * 8))
+    assert compiled == ["ab"]
+    assert len({id(each.compiled) for each in found}) == 1
+
+
+def test_threads_that_ask_at_once_leave_the_stacks_of_others_as_they_are(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = threading.stack_size(0)
+    second_came, first_is_done = threading.Event(), threading.Event()
+    came: list[str] = []
+    submit = compiler._worker.submit
+
+    def in_each_other_s_way(*work: Any) -> Any:
+        came.append("")
+        if len(came) == 1:
+            second_came.wait(0.2)
+        else:
+            second_came.set()
+            first_is_done.wait(0.2)
+        return submit(*work)
+
+    def ask(text: str) -> None:
+        compiler.compile(regex(text))
+        first_is_done.set()
+
+    monkeypatch.setattr(compiler._worker, "submit", in_each_other_s_way)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(ask, "ab"))
+        assert threading.stack_size() == 0
+    finally:
+        threading.stack_size(before)
 
 
 def test_grammars_are_kept_the_latest_of_them(
