@@ -19,7 +19,7 @@ from actors.protocol import (
 )
 from actors.text.output import OutputAssembler, StopStrings
 from actors.text.sampling_defaults import ResolvedSampling
-from actors.worker.messages import NewSequence
+from actors.worker.messages import NewRequest
 
 if TYPE_CHECKING:
     from actors.text.codec import TextCodec  # transformers comes in with it
@@ -31,7 +31,7 @@ _MAX_LOGPROBS = 512  # of one event
 class Sequences(Protocol):
     """Where sequences are generated; `deliver` is told of their tokens."""
 
-    def submit(self, sequences: Sequence[NewSequence]) -> None:
+    def submit(self, request: NewRequest) -> None:
         """Raises ReplicaFailed if nothing is generated there any more."""
 
     def cancel(self, sequence_id: str) -> None: ...
@@ -188,11 +188,8 @@ class OpenStreams:
                 f"{prepared.request.request_id}-{next(self._ids)}" for _ in prepared.seeds
             ],
         )
-        sequences = [
-            NewSequence(sequence_id, prepared.prompt_ids, params, seed, prepared.stop_ids)
-            for sequence_id, seed in zip(stream.sequence_ids, prepared.seeds, strict=True)
-        ]
-        self._engine.submit(sequences)
+        seeds = dict(zip(stream.sequence_ids, prepared.seeds, strict=True))
+        self._engine.submit(NewRequest(seeds, prepared.prompt_ids, params, prepared.stop_ids))
         for i, sequence_id in enumerate(stream.sequence_ids):
             self._continuations[sequence_id] = (stream, i)
             self._meter.submitted(sequence_id, len(prepared.prompt_ids), prepared.arrived_s)

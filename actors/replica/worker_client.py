@@ -27,7 +27,7 @@ from actors.worker.messages import (
     GrowKv,
     KvResized,
     Logged,
-    NewSequence,
+    NewRequest,
     Obtained,
     Outputs,
     ReadDevice,
@@ -102,7 +102,7 @@ class WorkerClient:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Answer]] = {}
-        self._new: list[NewSequence] = []
+        self._new: list[NewRequest] = []
         self._cancelled: list[str] = []
         self._closed = False
         self.has_retired = False
@@ -131,7 +131,7 @@ class WorkerClient:
         if self.failed.done():
             raise self.failed.result()
 
-    def submit(self, sequences: Sequence[NewSequence]) -> None:
+    def submit(self, request: NewRequest) -> None:
         """Have the worker generate.
 
         Raises:
@@ -139,7 +139,7 @@ class WorkerClient:
         """
         self.check_alive()
         self._schedule()
-        self._new += sequences
+        self._new.append(request)
 
     def cancel(self, sequence_id: str) -> None:
         """Have the worker forget a sequence, whether or not it has ended."""

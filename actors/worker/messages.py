@@ -18,20 +18,19 @@ from actors.text.sampling_defaults import ResolvedSampling
 # --- down ---
 
 
-class NewSequence(msgspec.Struct, frozen=True, array_like=True):
-    """One continuation to generate. It passed `actors.text.validation.check_request`."""
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Continuations of one prompt to generate. It passed `actors.text.validation.check_request`."""
 
-    sequence_id: str  # never used before with this worker
+    seeds: dict[str, int]  # by the id of each sequence, never used before with this worker
     prompt_ids: tuple[int, ...]
     params: ResolvedSampling
-    seed: int
     stop_ids: frozenset[int]  # end-of-sequence and stop tokens
 
 
 class Sequences(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What the engine is to begin and to end; in this order."""
 
-    new: list[NewSequence]
+    new: list[NewRequest]
     cancelled: list[str]
 
 

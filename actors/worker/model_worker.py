@@ -55,7 +55,7 @@ from actors.worker.kv_demand import KvDemand
 from actors.worker.messages import (
     Failed,
     KvResized,
-    NewSequence,
+    NewRequest,
     Outputs,
     Send,
     Settled,
@@ -253,9 +253,9 @@ class ModelWorker:
             raise self._failure
         self._engine.check_health()
 
-    def submit(self, sequences: Sequence[NewSequence]) -> None:
+    def submit(self, requests: Sequence[NewRequest]) -> None:
         """See Submissions."""
-        self._submissions.submit(sequences)
+        self._submissions.submit(requests)
 
     def cancel(self, sequence_ids: Sequence[str]) -> None:
         """See Submissions."""

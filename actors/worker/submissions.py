@@ -12,7 +12,7 @@ from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar
 from actors.engine.sampling.sampler import SequenceSampling
 from actors.errors import EngineDied, ReplicaFailed, ServingError
 from actors.protocol import Grammar
-from actors.worker.messages import NewSequence, Outputs, Send
+from actors.worker.messages import NewRequest, Outputs, Send
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,16 @@ class Submissions:
         self._awaiting_grammar: set[str] = set()  # sequences
         self._lock = Lock()
 
-    def submit(self, sequences: Sequence[NewSequence]) -> None:
+    def submit(self, requests: Sequence[NewRequest]) -> None:
         """Have the engine generate; what becomes of each is sent. Grammars are compiled beside it."""
-        for new in sequences:
+        for new in requests:
             wanted = new.params.grammar
             grammar = None if wanted is None else self._grammars.find(wanted)
             if (wanted is None) == (grammar is None):
                 self._begin(new, grammar)
             else:  # forgotten since it was checked
                 with self._lock:
-                    self._awaiting_grammar.add(new.sequence_id)
+                    self._awaiting_grammar.update(new.seeds)
                 self._threads.submit(self._compile_and_begin, new)
 
     def cancel(self, sequence_ids: Sequence[str]) -> None:
@@ -73,18 +73,18 @@ class Submissions:
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, new: NewSequence, grammar: SequenceGrammar | None) -> None:
+    def _begin(self, new: NewRequest, grammar: SequenceGrammar | None) -> None:
         try:
-            self._engine.submit(
-                new.sequence_id,
-                SequenceSampling(
-                    new.params, new.prompt_ids, new.seed, new.stop_ids, grammar=grammar
-                ),
-            )
+            for sequence_id, seed in new.seeds.items():
+                own = None if grammar is None else grammar.fork()
+                self._engine.submit(
+                    sequence_id,
+                    SequenceSampling(new.params, new.prompt_ids, seed, new.stop_ids, grammar=own),
+                )
         except ReplicaFailed as exc:
             self._refuse(new, exc)
 
-    def _compile_and_begin(self, new: NewSequence) -> None:
+    def _compile_and_begin(self, new: NewRequest) -> None:
         assert new.params.grammar is not None
         try:
             grammar = self._grammars.compile(new.params.grammar)
@@ -92,13 +92,14 @@ class Submissions:
         except ServingError as exc:
             self._refuse(new, exc)
         except Exception as exc:
-            logger.exception("%s cannot begin", new.sequence_id)
-            self._refuse(new, EngineDied(f"the sequence cannot begin: {type(exc).__name__}"))
+            logger.exception("%s cannot begin", ", ".join(new.seeds))
+            self._refuse(new, EngineDied(f"the request cannot begin: {type(exc).__name__}"))
         with self._lock:
-            was_cancelled = new.sequence_id not in self._awaiting_grammar
-            self._awaiting_grammar.discard(new.sequence_id)
-        if was_cancelled:
-            self._engine.cancel(new.sequence_id)
+            cancelled = new.seeds.keys() - self._awaiting_grammar
+            self._awaiting_grammar.difference_update(new.seeds)
+        for sequence_id in cancelled:
+            self._engine.cancel(sequence_id)
 
-    def _refuse(self, new: NewSequence, error: ServingError) -> None:
-        self._send(Outputs([EngineOutput(new.sequence_id, (), None, error=error)]))
+    def _refuse(self, new: NewRequest, error: ServingError) -> None:
+        """Of those that have begun nobody waits for more: their stream has failed with the others."""
+        self._send(Outputs([EngineOutput(each, (), None, error=error) for each in new.seeds]))

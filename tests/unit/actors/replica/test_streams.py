@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -26,7 +27,7 @@ from actors.replica.streams import OpenStreams, Prepared, RequestStream, pieces
 from actors.text.codec import TextCodec
 from actors.text.output import OutputAssembler, StopStrings
 from actors.text.sampling_defaults import ResolvedSampling
-from actors.worker.messages import NewSequence
+from actors.worker.messages import NewRequest
 
 
 def logprob(number: int, tops: int) -> TokenLogprob:
@@ -67,11 +68,11 @@ def test_echo_has_no_tokens_of_its_own() -> None:
 def test_sequences_carry_the_id_of_their_request_into_the_worker_s_log_and_none_comes_twice() -> (
     None
 ):
-    submitted: list[NewSequence] = []
+    submitted: list[NewRequest] = []
 
     class Worker:
-        def submit(self, sequences: Sequence[NewSequence]) -> None:
-            submitted.extend(sequences)
+        def submit(self, request: NewRequest) -> None:
+            submitted.append(request)
 
         def cancel(self, sequence_id: str) -> None: ...
 
@@ -84,7 +85,8 @@ def test_sequences_carry_the_id_of_their_request_into_the_worker_s_log_and_none_
                 request, (1, 2), ResolvedSampling(), (3, 4), frozenset(), None, None, arrived_s=0.0
             )
         )
-    ids = [each.sequence_id for each in submitted]
+    assert [tuple(each.seeds.values()) for each in submitted] == [(3, 4)] * 2
+    ids = [sequence_id for each in submitted for sequence_id in each.seeds]
     assert len(set(ids)) == 4
     assert all(each.startswith("chatcmpl-7-0-") for each in ids)
 
@@ -173,6 +175,27 @@ def test_continuations_share_what_finds_their_stop_strings(monkeypatch: pytest.M
 
 
 LONG_S = 3600.0
+
+
+def test_prompt_goes_to_the_worker_once_whatever_n_is() -> None:
+    def message_bytes(n: int) -> int:
+        worker = Mock()
+        request = GenerateRequest("r", tuple(range(30_000)), n=n)
+        OpenStreams(worker, Mock(), EngineMeter(Observer())).open(
+            Prepared(
+                request,
+                tuple(range(30_000)),
+                ResolvedSampling(),
+                tuple(range(n)),
+                frozenset(),
+                None,
+                None,
+                arrived_s=0.0,
+            )
+        )
+        return sum(len(msgspec.msgpack.encode(call.args)) for call in worker.submit.call_args_list)
+
+    assert message_bytes(128) < 1.1 * message_bytes(1)
 
 
 class Silent:

@@ -28,7 +28,7 @@ from actors.worker.messages import (
     Failed,
     FinishCompiling,
     Logged,
-    NewSequence,
+    NewRequest,
     Obtained,
     Outputs,
     ReadDevice,
@@ -140,8 +140,8 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-def new(name: str) -> NewSequence:
-    return NewSequence(name, (1, 2), ResolvedSampling(), 0, frozenset({2}))
+def new(name: str) -> NewRequest:
+    return NewRequest({name: 0}, (1, 2), ResolvedSampling(), frozenset({2}))
 
 
 def waiters(client: WorkerClient) -> list[asyncio.Future[Any]]:
@@ -262,7 +262,7 @@ def test_failure_ends_all_calls_and_refuses_later_ones(how: str) -> None:
         with pytest.raises(kind):
             peer.client.check_alive()
         with pytest.raises(kind):
-            peer.client.submit([new("a")])
+            peer.client.submit(new("a"))
         late = await asyncio.gather(*waiters(peer.client), return_exceptions=True)
         assert [type(each) for each in late] == [kind] * len(late)
         peer.client.cancel("a")
@@ -461,9 +461,10 @@ def test_client_that_is_closed_listens_no_more() -> None:
 def test_submissions_and_cancels_of_one_turn_go_in_one_message_in_order() -> None:
     async def scenario(peer: Peer) -> None:
         client = peer.client
-        client.submit([new("a"), new("b")])
+        client.submit(new("a"))
+        client.submit(new("b"))
         client.cancel("y")
-        client.submit([new("c")])
+        client.submit(new("c"))
         client.cancel("b")  # that is new itself: cancels come last
         client.cancel("x")
         await until(lambda: bool(peer.received))
@@ -478,7 +479,7 @@ def test_each_turn_has_a_message_of_its_own_and_an_idle_one_none() -> None:
         client = peer.client
         client.cancel("a")
         await asyncio.sleep(0)
-        client.submit([new("b")])
+        client.submit(new("b"))
         await asyncio.sleep(0)
         await turns()
         client.cancel("b")

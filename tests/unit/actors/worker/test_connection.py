@@ -39,7 +39,7 @@ from actors.worker.messages import (
     GrowKv,
     KvResized,
     Logged,
-    NewSequence,
+    NewRequest,
     Obtained,
     Outputs,
     ReadDevice,
@@ -75,7 +75,9 @@ PARAMS = ResolvedSampling(
     logprobs=0,
     grammar=GRAMMAR,
 )
-NEW = NewSequence("seq-1", (1, 2, 151_935), PARAMS, 2**63 - 1, frozenset({0, 151_645}))
+NEW = NewRequest(
+    {"seq-1": 2**63 - 1, "seq-2": -(2**63)}, (1, 2, 151_935), PARAMS, frozenset({0, 151_645})
+)
 LEFT = MemoryLeft(context=1, graphs=2, kept_layers=3, torch_reserve=4, other=-5)
 REPORT = WakeReport(2**40, 1.25, 55.5, 3, 2**40, 0.5, intact=True)
 STATE = WorkerState(EngineStats(1, 2, 3, 4), 5, 6, "disk", 12, 7, 8, 9, 10, LEFT, REPORT)
@@ -84,7 +86,7 @@ CHANGE = MemoryChange(1, 2, 3, 4, 5, LEFT)
 LOGPROBS = (RawLogprob(5, -0.25, ((5, -0.25), (6, -1e300))), RawLogprob(6, float("-inf")))
 
 DOWN: list[Any] = [
-    Sequences([NEW, NewSequence("seq-2", (1,), ResolvedSampling(), 0, frozenset())], ["seq-0"]),
+    Sequences([NEW, NewRequest({"seq-3": 0}, (1,), ResolvedSampling(), frozenset())], ["seq-0"]),
     Sequences([], []),
     Call(0, Wake()),
     Call(1, Sleep(2)),

@@ -10,10 +10,11 @@ from unittest.mock import Mock
 import pytest
 
 from actors.engine.sampling.grammar import GrammarCompiler
+from actors.engine.sampling.sampler import SequenceSampling
 from actors.errors import EngineDied
 from actors.protocol import Grammar, GrammarKind
 from actors.text.sampling_defaults import ResolvedSampling
-from actors.worker.messages import NewSequence, Outputs
+from actors.worker.messages import NewRequest, Outputs
 from actors.worker.submissions import Submissions
 
 
@@ -74,13 +75,33 @@ def test_sequence_whose_grammar_cannot_be_compiled_for_any_reason_is_refused(
     engine = Mock()
     submissions = Submissions(engine, GrammarCompiler(load), sent.put)
     params = ResolvedSampling(grammar=regex("a"))
-    submissions.submit([NewSequence("r-0", (1,), params, 1, frozenset())])
+    submissions.submit([NewRequest({"r-0": 1, "r-1": 2}, (1,), params, frozenset())])
     told = sent.get(timeout=10)
     submissions.close()
     assert isinstance(told, Outputs)
-    (output,) = told.outputs
-    assert output.sequence_id == "r-0"
-    assert isinstance(output.error, EngineDied)
-    assert "OSError" in str(output.error)
+    assert [output.sequence_id for output in told.outputs] == ["r-0", "r-1"]
+    for output in told.outputs:
+        assert isinstance(output.error, EngineDied)
+        assert "OSError" in str(output.error)
     assert "Input/output error: 'tokenizer.json'" in caplog.text
     engine.submit.assert_not_called()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_continuations_share_their_prompt_and_have_a_seed_and_a_grammar_each(known: bool) -> None:
+    begun: queue.Queue[tuple[str, SequenceSampling]] = queue.Queue()
+    engine = Mock(submit=lambda *sequence: begun.put(sequence))
+    grammar = Mock(fork=Mock)
+    grammars = Mock(
+        find=lambda _: grammar if known else None,
+        compile=lambda _: grammar,
+    )
+    submissions = Submissions(engine, grammars, Mock())
+    params = ResolvedSampling(grammar=regex("a"))
+    new = NewRequest({"r-0": 5, "r-1": 6, "r-2": 7}, (1, 2, 3), params, frozenset())
+    submissions.submit([new])
+    found = [begun.get(timeout=10) for _ in new.seeds]
+    submissions.close()
+    assert {sequence_id: sampling.seed for sequence_id, sampling in found} == new.seeds
+    assert all(sampling.prompt_ids is new.prompt_ids for _, sampling in found)
+    assert len({id(sampling.grammar) for _, sampling in found}) == 3
