@@ -6,6 +6,7 @@ stays text.
 
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -284,11 +285,16 @@ def _typed(value: str, types: Collection[str]) -> object:
 
 
 def _json(text: str) -> object:
-    """The value, or None if it is no JSON."""
+    """The value, or None if it is no JSON. A number beyond all doubles is the last of them."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float:
+    """What a forced call has of a number is up to the model, and JSON has no infinity."""
+    return max(-sys.float_info.max, min(float(text), sys.float_info.max))
 
 
 def _call_of(value: object, *keys: str) -> ToolCall | None:
@@ -300,7 +306,7 @@ def _call_of(value: object, *keys: str) -> ToolCall | None:
         return None
     try:
         told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        f"{name}{told}".encode()
+        name.encode()
     except (ValueError, RecursionError):
-        return None  # json reads NaN, 1e999 and half a surrogate pair, which no answer can hold
-    return ToolCall(name, told)
+        return None  # json reads NaN, and names of half a surrogate pair, which no answer can hold
+    return ToolCall(name, told.encode(errors="replace").decode())  # half a pair becomes a "?"
