@@ -166,7 +166,14 @@ class BareCalls:
 
 _PYTHON_TAG = "<|python_tag|>"  # a special token, so usually gone; not for every tokenizer
 _SEPARATORS = re.compile(r"[; \t\r\n]*")
-_DECODER = json.JSONDecoder()
+
+
+def _finite(text: str) -> float:
+    """What a forced call has of a number is up to the model, and JSON has no infinity."""
+    return max(-sys.float_info.max, min(float(text), sys.float_info.max))
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite)
 
 
 def _behind_separators(text: str, at: int) -> int:
@@ -287,14 +294,9 @@ def _typed(value: str, types: Collection[str]) -> object:
 def _json(text: str) -> object:
     """The value, or None if it is no JSON. A number beyond all doubles is the last of them."""
     try:
-        return json.loads(text, parse_float=_finite)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _finite(text: str) -> float:
-    """What a forced call has of a number is up to the model, and JSON has no infinity."""
-    return max(-sys.float_info.max, min(float(text), sys.float_info.max))
 
 
 def _call_of(value: object, *keys: str) -> ToolCall | None:
