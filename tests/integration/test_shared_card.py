@@ -9,11 +9,12 @@ import pytest
 
 from actors.card.messages import Sight
 from actors.checkpoints.making import write_checkpoint
-from actors.errors import DeviceMemoryShort, NeverFits, NoRoom
+from actors.errors import DeviceMemoryShort, NeverFits, NoRoom, WorkerLost
 from actors.memory.cpu_card import CpuCard
 from actors.observer import GrantOutcome, SleepCause, WakeCause
-from actors.protocol import ReplicaState
+from actors.protocol import DeviceNow, ReplicaState
 from actors.quantization.making import QuantizeName
+from actors.replica.worker_client import WorkerClient
 from serve_app.metrics.catalogue import CARD_WAITING
 from serve_app.metrics.instruments import gauges
 from tests.card_site import until
@@ -225,6 +226,42 @@ def test_memory_that_strangers_took_is_waited_for_by_nobody_in_vain(
             assert made[1].outcomes == [GrantOutcome.AT_ONCE, GrantOutcome.AFTER_ROOM]
             assert states(made) == [ASLEEP, AWAKE]
             stranger.give(site.card.total * 2 // 5)
+
+    run(scenario)
+
+
+def test_memory_that_strangers_gave_back_is_granted_where_all_models_sleep(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints[:2], 2.5, max_wait_s=0.2) as (site, made):
+            stranger = CpuCard(site.account, site.card.total)
+            stranger.take(site.card.total * 7 // 10)
+            for each, prompt in zip(made, PROMPTS, strict=False):
+                with pytest.raises(NoRoom):
+                    await each.tokens(prompt)
+            stranger.give(site.card.total * 7 // 10)
+            with pytest.raises(NoRoom):  # from then on the keeper knows
+                await made[0].tokens(PROMPTS[0])
+            for each, prompt in zip(made, PROMPTS, strict=False):
+                assert await each.tokens(prompt)
+
+    run(scenario)
+
+
+def test_refusal_is_told_as_such_where_the_device_cannot_be_read(
+    tmp_path: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        sharing = {"max_wait_s": 0.1, "preempt": "never"}
+        async with replicas(tmp_path, checkpoints[:2], 1.5, **sharing) as (_, made):
+            monkeypatch.setattr(WorkerClient, "read_device", unreadable)
+            async with made[0].lifecycle.serving("busy"):
+                with pytest.raises(NoRoom):
+                    await made[1].tokens(PROMPTS[1])
+
+    async def unreadable(worker: WorkerClient, node: str) -> DeviceNow:
+        raise WorkerLost("it ended just now")
 
     run(scenario)
 
