@@ -12,7 +12,6 @@ import torch
 from actors.errors import Unavailable
 from actors.image.compressing import compress_segment, try_parts
 from actors.image.config import MOST_STORED, Compression
-from actors.image.image import WeightImage
 from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.store import ByteArray, map_pages
 from actors.worker.image_need import ImageNeed
@@ -75,20 +74,20 @@ class ImageCompression:
         pays = True if how == "on" else None
         while True:
             await self._quiet()
-            image, wait_s = self._memory.image, _LOOK_AGAIN_S
-            # Whoever has a copy of its own has it for want of room, for as long as it is awake.
-            if image is not None and image.origin == "image" and not image.manifest.compressed:
+            # Not the image: one that is let go of while this waits would stay in the store.
+            key, wait_s = self._key(), _LOOK_AGAIN_S
+            if key is not None:
                 try:
                     if pays is None:
-                        pays = await asyncio.to_thread(self._does_it_pay, image)
+                        pays = await asyncio.to_thread(self._does_it_pay)
                     if pays is False:
                         return
                     if pays:
-                        await self._have_compressed(image.manifest.key, compress)
+                        await self._have_compressed(key, compress)
                     else:  # there was no wake yet
                         wait_s = _LOOK_FIRST_S
                 except Exception:
-                    logger.exception("image %s stays as it is for now", image.manifest.key)
+                    logger.exception("image %s stays as it is for now", key)
             await asyncio.sleep(wait_s)
 
     def segment(self, key: ImageKey, index: int, out: ByteArray) -> CompressedSegment | None:
@@ -117,6 +116,16 @@ class ImageCompression:
         """Have nobody wait for a quiet moment any more."""
         self._closed.set()
 
+    def _key(self) -> ImageKey | None:
+        """Of the image that there is, if it can be compressed.
+
+        Whoever has a copy of its own has it for want of room, for as long as it is awake.
+        """
+        image = self._memory.image
+        if image is None or image.origin != "image" or image.manifest.compressed:
+            return None
+        return image.manifest.key
+
     async def _quiet(self) -> None:
         quiet_since_s = time.monotonic()
         while (busy := self._is_busy()) or time.monotonic() < quiet_since_s + QUIET_S:
@@ -133,10 +142,10 @@ class ImageCompression:
         finally:
             self._trim()
 
-    def _does_it_pay(self, image: WeightImage) -> bool | None:
+    def _does_it_pay(self) -> bool | None:
         """None: it cannot be told yet."""
-        transfer = self._memory.last_transfer
-        if transfer is None or not transfer.gb_per_s:
+        image, transfer = self._memory.image, self._memory.last_transfer
+        if image is None or transfer is None or not transfer.gb_per_s:
             return None  # how fast a wake's copies are
         self._progress_s = time.monotonic()
         sample = try_parts(image, self._memory.device, self._part)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ from actors.worker.compression import ImageCompression
 
 KEY = cast("ImageKey", "key")
 OUT = np.empty(0, np.uint8)
+
+
+class Image(SimpleNamespace):
+    """As far as it is looked at; one whose end is seen."""
 
 
 @dataclass
@@ -44,7 +49,7 @@ class Bench:
         self.compressed = asyncio.Event()
         layout = SimpleNamespace(total_bytes=int(15e9))
         manifest = SimpleNamespace(key=KEY, compressed=())
-        self.image: Any = SimpleNamespace(origin="image", manifest=manifest, layout=layout)
+        self.image: Any = Image(origin="image", manifest=manifest, layout=layout)
         self.image.segment = lambda index: memoryview(bytes(index))
 
     @property
@@ -218,6 +223,30 @@ def test_what_the_worker_gets_instead_is_compressed_as_well(make: Any) -> None:
 
     asyncio.run(scenario())
     assert bench.asked == [KEY, KEY]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_nothing_keeps_an_image_that_the_worker_has_let_go_of(make: Any, answers: bool) -> None:
+    bench = Bench(device="cpu")
+    compression = make(bench)
+    asked = asyncio.Event()
+
+    async def compress(key: ImageKey) -> bool:
+        asked.set()
+        if not answers:
+            await asyncio.Event().wait()
+        return False
+
+    async def scenario() -> None:
+        running = asyncio.create_task(compression.run("on", compress))
+        await asked.wait()
+        await asyncio.sleep(0)  # by now it waits, for the holder or until it looks again
+        image = weakref.ref(bench.image)
+        bench.image = None
+        assert image() is None
+        running.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_a_segment_waits_for_requests_but_not_for_good(
