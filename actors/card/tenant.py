@@ -111,7 +111,7 @@ class CardClient:
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
         self._account = Account()
-        self._device_free: int | None = None  # when it last settled
+        self._device_free: int | None = None  # when it settled since the last order
         self._awake_since_s = self._quiet_since_s = now()
         self._numbers = itertools.count()
         self._wants: dict[int, asyncio.Future[Granted | Refused | None]] = {}
@@ -456,6 +456,7 @@ class CardClient:
                 assert_never(message)
 
     def _begin(self, number: int, work: Awaitable[None]) -> None:
+        self._device_free = None  # of what comes of this alone: before, others may have had more or less
         order = asyncio.create_task(self._obey(number, work, self._connection))
         self._orders.add(order)
         order.add_done_callback(self._orders.discard)

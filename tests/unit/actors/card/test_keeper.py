@@ -123,6 +123,28 @@ def test_drift_is_told_when_two_figures_agree_and_once(
     run(scenario)
 
 
+def test_order_that_comes_to_nothing_repeats_no_figure_of_the_device(tmp_path: Path) -> None:
+    """By what was free when others were awake, strangers would have the rest now."""
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b, c = [await Tenant(site, name).place() for name in "abc"]
+            await c.wake(40)
+            await seen(c)
+            a.client.settled(held=0, residue=10, device_free=50)
+            await seen(a)
+            c.client.settled(held=0, device_free=90)
+            await seen(c)
+            a.busy = True  # it refuses
+            wait = asyncio.create_task(b.wake(95))
+            await until(lambda: len(a.orders) == 3)
+            told = await seen(b)
+            assert (told.others, told.drift) == (0, 0)
+            wait.cancel()
+
+    run(scenario)
+
+
 def test_idle_neighbour_makes_room(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with card_site(tmp_path, BUDGET) as site:
