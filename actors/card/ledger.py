@@ -222,7 +222,9 @@ class CardLedger:
     # --- what follows ---
 
     def card(self) -> Card:
-        return Card(self.budget, self.max_awake, tuple(self._tenants.values()), self._foreign)
+        asking = {ask.tenant for ask in self._asks.values() if not ask.grows}
+        tenants = (replace(t, asks=True) if t.name in asking else t for t in self._tenants.values())
+        return Card(self.budget, self.max_awake, tuple(tenants), self._foreign)
 
     def decide(self, now_s: float) -> Iterator[Decision]:
         """Take the asks in their order, as far as there is anything to decide; sets `next_s`.

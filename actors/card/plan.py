@@ -42,6 +42,7 @@ class Tenant:
         copies: what its wake copies.
         moving: between awake and asleep; it can make no room until it has settled.
         reached: by the request that it was woken for, if there was one.
+        asks: it waits for room to wake.
         leaving: it was asked to make room, and has not answered.
         gone: its replica is lost, its process about to end.
         kv, kv_most: of `held`, the KV cache, and the most that it may have.
@@ -65,6 +66,7 @@ class Tenant:
     reached: bool = True
     awake_since_s: float = 0.0
     quiet_since_s: float = 0.0
+    asks: bool = False
     leaving: bool = False
     gone: bool = False
     spared_until_s: float = -math.inf
@@ -404,7 +406,7 @@ def _may_sleep(tenant: Tenant) -> bool:
     """For others, at some time."""
     is_settled = not (tenant.moving or tenant.comes_free or tenant.giving)
     if not tenant.awake:  # frozen requests, and those that wait, want it whole
-        return is_settled and tenant.frees > 0 and not tenant.busy
+        return is_settled and tenant.frees > 0 and not (tenant.busy or tenant.asks)
     return is_settled and not tenant.terms.pin
 
 

@@ -167,6 +167,16 @@ def test_sleeper_that_cannot_sleep_deep_now_is_asked_again_later() -> None:
     assert decide(book, 20.9) == [Granting("b", 1, at_once=False)]
 
 
+def test_sleeper_that_waits_for_room_itself_is_not_asked_to_sleep_deep() -> None:
+    book = ledger("a", "b")
+    book.account("a", Account(process_id=1, residue=5), 20.0)
+    wants(book, "b", 100)
+    wants(book, "a", number=7)
+    assert {type(each) for each in decide(book)} == {Waiting}
+    book.withdraw("a", 7)
+    assert any(isinstance(each, Ordering) for each in decide(book))
+
+
 def test_nobody_small_overtakes_who_waits_for_more() -> None:
     book = ledger("a", "b", "c")
     book.account("a", AWAKE, 20.0)

@@ -288,6 +288,7 @@ def test_kept_layers_go_with_a_deep_sleep() -> None:
     [
         {"moving": True},
         {"busy": True},
+        {"asks": True},
         {"leaving": True},
         {"spared_until_s": NOW_S + 1},
     ],
