@@ -36,6 +36,7 @@ from actors.replica.sleep_config import SleepConfig
 logger = logging.getLogger(__name__)
 
 _HELD_RETRY_AFTER_S = 30.0  # nobody knows when an operator ends a hold; this keeps clients polite
+_FROZEN_RETRY_S = 1.0  # between two wakes for frozen requests that were refused
 
 
 class Lifecycle:
@@ -232,7 +233,8 @@ class Lifecycle:
             try:
                 await self._step_to_awake("frozen requests go on", WakeCause.REQUEST)
             except Unavailable as exc:
-                await asyncio.sleep(exc.retry_after_s)
+                # As long as a client would, it would not be in the queue while the card is free.
+                await asyncio.sleep(min(exc.retry_after_s, _FROZEN_RETRY_S))
             except ReplicaFailed:
                 return
 

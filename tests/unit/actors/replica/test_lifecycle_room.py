@@ -122,12 +122,17 @@ def test_frozen_requests_go_on_by_themselves() -> None:
     run(scenario)
 
 
-def test_frozen_requests_ask_again_where_there_was_no_room() -> None:
+@pytest.mark.parametrize("clients_retry_after_s", [0.001, 240.0])
+def test_frozen_requests_ask_again_where_there_was_no_room(
+    clients_retry_after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.replica.lifecycle._FROZEN_RETRY_S", 0.01)
+
     async def scenario() -> None:
         bench = Bench()
         await bench.awake()
         request, ends = await bench.in_flight()
-        refusals = iter([NoRoom("full", 0.001), NoRoom("full", 0.001)])
+        refusals = iter([NoRoom("full", clients_retry_after_s)] * 2)
 
         def next_failure() -> None:
             if bench.effects.calls[-1] == "wake":
