@@ -40,7 +40,7 @@ class CardSite:
     async def begin(self) -> CardKeeper:
         """A keeper in the place of the last one."""
         self._number += 1
-        self.keeper = CardKeeper()
+        self.keeper = CardKeeper() if self._number > 1 else CardKeeper(gather_s=0.0)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(self.keeper.accept, self._socket)
         return self.keeper

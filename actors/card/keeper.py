@@ -33,7 +33,8 @@ from actors.worker.connection import Connection
 
 logger = logging.getLogger(__name__)
 
-# A keeper that takes another's place grants nothing for so long: tenants that have not come back yet have memory.
+# From its first tenant on a keeper grants nothing for so long: those of one before it, if there was one, have memory
+# and may not have come back yet.
 GATHER_S = 0.5
 _DRIFT_TOLD = 256 * 2**20  # bytes
 # Behind a change, until tenants are told how the card is: what routers and policies hear is older than that anyway.
@@ -55,9 +56,16 @@ class _Member:
 class CardKeeper:
     """Ledgers of all cards of a node, and who has to be told what."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """One that nobody has joined. Its protocols are made by `accept`."""
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, gather_s: float = GATHER_S
+    ) -> None:
+        """One that nobody has joined. Its protocols are made by `accept`.
+
+        Args:
+            gather_s: 0 where it has the place of no other one.
+        """
         self._now = now
+        self._gather_s = gather_s
         self._ledgers: dict[str, CardLedger] = {}
         self._members: dict[str, _Member] = {}  # by tenant
         self._timers: dict[str, asyncio.TimerHandle] = {}  # by card
@@ -134,9 +142,8 @@ class CardKeeper:
     def _join(self, member: _Member, join: Join, now_s: float) -> None:
         member.name, member.card, member.total = join.tenant, join.card, join.device_total
         member.process_id = join.account.process_id
-        if join.again and self._gathers_until_s is None:
-            self._gathers_until_s = now_s + GATHER_S
-            logger.info("a new keeper: the tenants of the last one come back")
+        if self._gathers_until_s is None:
+            self._gathers_until_s = now_s + self._gather_s
         ledger = self._ledgers.setdefault(join.card, CardLedger(join.budget, join.max_awake))
         ledger.budget, ledger.max_awake = join.budget, join.max_awake
         self._forget_process(join.tenant)

@@ -53,7 +53,6 @@ class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
     device_total: int
     terms: Terms
     account: Account
-    again: bool  # it had a keeper before, and so may others
     gpus: float = 0.0  # that Ray has set aside for it
 
 

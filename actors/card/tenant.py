@@ -388,7 +388,7 @@ class CardClient:
                     await asyncio.sleep(_PAUSE_S)
                     continue
                 self._connection = connection
-                connection.send(self._join(again))
+                connection.send(self._join())
                 self._connected.set()
                 again = True
                 try:
@@ -412,7 +412,7 @@ class CardClient:
             look.cancel()
         self._looks.clear()
 
-    def _join(self, again: bool) -> Join:
+    def _join(self) -> Join:
         assert self._card is not None
         # Orders are numbered by each keeper anew, and this one has given none.
         self._account = msgspec.structs.replace(
@@ -427,7 +427,6 @@ class CardClient:
             self._card.total,
             Terms.of(self._sharing),
             self._timed(),
-            again,
             self._gpus,
         )
 

@@ -24,7 +24,7 @@ GIB = 2**30
 
 def _keep(socket: str, ready: "multiprocessing.synchronize.Event") -> None:
     async def serve() -> None:
-        await asyncio.get_running_loop().create_unix_server(CardKeeper().accept, socket)
+        await asyncio.get_running_loop().create_unix_server(CardKeeper(gather_s=0.0).accept, socket)
         ready.set()
         await asyncio.Event().wait()
 

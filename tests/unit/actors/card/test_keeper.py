@@ -330,6 +330,25 @@ def test_next_keeper_knows_what_the_last_one_knew(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_next_keeper_waits_for_those_of_the_last_one_also_where_another_comes_first(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a").place()
+            await a.wake(60)
+            a.work(True)
+            await site.kill()
+            await until(lambda: a.client._connection is None)  # it looks again a little later
+            await site.begin()
+            starts = await Tenant(site, "starts").place()
+            with pytest.raises(NoRoom):
+                await starts.wake(60, waits=False)
+            assert (await seen(starts)).held == 60
+
+    run(scenario)
+
+
 def test_keeper_that_dies_while_somebody_waits(tmp_path: Path) -> None:
     """Who waits goes on by the driver's word; here it has no room, so the next keeper is asked."""
 
