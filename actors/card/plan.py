@@ -98,7 +98,7 @@ class Tenant:
     def coming(self) -> int:
         """Bytes that are on their way back."""
         if self.gone:
-            return self.held - self.kept + self.residue
+            return self.held + self.residue
         return self.frees if self.leaving else min(self.giving, self.frees)
 
     def gives(self, now_s: float) -> int:

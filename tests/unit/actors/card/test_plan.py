@@ -379,6 +379,14 @@ def test_memory_that_is_not_back_yet_is_not_given() -> None:
     assert not outcome.evict
 
 
+def test_all_that_a_lost_replica_has_is_on_its_way_back_and_nobody_sleeps_for_it() -> None:
+    ending = awake("ending", 60, gone=True, kept=30 * GIB)
+    outcome = plan(card(ending, awake("idle", 40)), ask(60), NOW_S)
+    assert evicted(outcome) == []
+    assert isinstance(outcome, Wait)
+    assert "ending on the way" in outcome.reason
+
+
 def test_claims_of_those_before_come_first() -> None:
     """Nobody small overtakes for ever who is large."""
     free = card(awake("a", 50, busy=True), claimed=60 * GIB)
