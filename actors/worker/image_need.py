@@ -36,7 +36,7 @@ class ImageNeed:
             exchange: `ModelMemory.exchange`, likewise.
             drop: `HostImage.drop`, likewise.
             reload: gets the image again after it was dropped.
-            release: told when a level 2 sleep drops it.
+            release: told when a level 2 sleep drops it, or has dropped it while it was got again.
         """
         self.need = Need.CHANGING
         self._needed_s = 0.0  # when it was last needed, once it is not
@@ -84,9 +84,12 @@ class ImageNeed:
         prepared = await asyncio.to_thread(self._memory.host.prepare, image)
         async with self._lock:
             left = await self._exchange(prepared)
-        if (
-            left is not None
-        ):  # beside the event loop, and beside a wake: to unpin 15 GB takes a while
+            if (
+                self._memory.image is None
+            ):  # a sleep has dropped it, and ended the lease before this one
+                await self._release(image.manifest.key)
+        # Beside the event loop, and beside a wake: to unpin 15 GB takes a while.
+        if left is not None:
             await asyncio.to_thread(left.close)
         return left is not prepared.link
 

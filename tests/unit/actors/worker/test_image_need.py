@@ -1,0 +1,71 @@
+"""When a worker has its image, and when its replica has a lease."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.holder.host_memory import Need
+from actors.worker.image_need import ImageNeed
+
+
+class Bench:
+    """A worker that looks at an image, among fakes; `gate` is before what it gets again."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.image: Any = self._image()
+        self.host = self
+        self.leases = {"key"}
+        memory: Any = self
+        self.need = ImageNeed(
+            memory, self._take, self._exchange, self._drop, self._reload, self._release
+        )
+
+    def prepare(self, image: Any) -> Any:
+        return SimpleNamespace(image=image, link=SimpleNamespace(close=lambda: None))
+
+    async def _take(self, image: Any) -> None:
+        self.image = image
+
+    async def _exchange(self, prepared: Any) -> Any:
+        if self.image is None:
+            return prepared.link
+        self.image = prepared.image
+        return None
+
+    async def _drop(self) -> Any:
+        image, self.image = self.image, None
+        return image.manifest.key
+
+    async def _reload(self) -> Any:
+        await self.gate.wait()
+        self.leases.add("key")
+        return self._image()
+
+    async def _release(self, key: Any) -> None:
+        self.leases.remove(key)
+
+    @staticmethod
+    def _image() -> Any:
+        manifest = SimpleNamespace(key="key")
+        return SimpleNamespace(origin="image", is_kept_asleep=True, manifest=manifest)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_image_that_is_renewed_beside_a_sleep_leaves_no_lease_without_it(level: int) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.need.need = Need.AWAKE
+        renewing = asyncio.create_task(bench.need.renew())
+        await asyncio.sleep(0)
+        bench.need.need = Need.CHANGING
+        await bench.need.drop_asleep(level)
+        bench.need.not_needed()
+        bench.gate.set()
+        assert await renewing == (level == 1)
+        assert bench.leases == ({"key"} if bench.image else set())
+        assert (bench.image is None) == (level == 2)
+
+    asyncio.run(scenario())
