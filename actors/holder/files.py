@@ -25,9 +25,13 @@ class ImageFiles:
     """What stands in for an image that is not in memory. A file that is of no use is told of and deleted.
 
     Calls block for as long as the disk takes; any thread may make them, no two for the same key.
+
+    Attributes:
+        written: how many it has made.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.written = 0
         self._folder = folder
 
     def path(self, key: ImageKey) -> Path:
@@ -56,6 +60,7 @@ class ImageFiles:
         except OSError as exc:
             logger.warning("image %s is not kept on disk: %s", manifest.key, exc)
             return False
+        self.written += 1
         size, took_s = manifest.stored_bytes, time.monotonic() - started_s
         logger.info(
             "image %s: wrote %.2f GiB to %s, costed %.2f s",

@@ -121,7 +121,9 @@ class WeightHolder:
         self._load_timeout_s = load_timeout_s
         self._wanted = Wanted()
         self._is_compressing = False  # one at a time: each takes room for two
-        self._is_tidy = False  # the files on disk are of models that are wanted
+        self._tidied: tuple[
+            object, ...
+        ] = ()  # `_files_depend_on` when the files on disk were looked at
         self._tidying: Future[None] | None = None
         self._unwanted: set[tuple[ModelSource, str]] = set()  # that were wanted
 
@@ -159,7 +161,8 @@ class WeightHolder:
     async def keep(self, requests: Sequence[ImageRequest], host: HostConfig | None = None) -> None:
         """Know which models there are, and what room their images have.
 
-        Images of models that are no longer among them go with their last lessee, and their files at once.
+        Images of models that are no longer among them go with their last lessee, and their files at once. So do
+        those of checkpoints that were replaced in place, once the next image is there.
 
         Args:
             host: as before when None.
@@ -172,7 +175,6 @@ class WeightHolder:
         self._unwanted -= {request.checkpoint for request in requests}
         self._wanted = wanted
         self._room.configure(wanted.host)
-        self._is_tidy = False
 
     async def preload(self, requests: Sequence[ImageRequest]) -> None:
         """Load what is not here, in the background, as far as there is room that nobody has to leave for it."""
@@ -202,12 +204,15 @@ class WeightHolder:
 
     async def expire(self) -> None:
         """Let go of the images that have had no lessee for their time, and of files. To be called now and then."""
-        if not self._is_tidy and (self._tidying is None or self._tidying.done()):
-            self._tidying = self._look_ups.submit(self._tidy_files, self._wanted)
+        known = self._files_depend_on
+        if known != self._tidied and (self._tidying is None or self._tidying.done()):
+            self._tidying = self._look_ups.submit(self._tidy_files, self._wanted, known)
         before = {key: frozenset(held.lessees) for key, held in self._images.snapshot()}
         living = await asyncio.to_thread(alive)
-        now_s = self._now()
-        for key, held in self._images.snapshot():
+        now_s, there = self._now(), self._images.snapshot()
+        there.sort(key=lambda each: each[1].leased_s)
+        latest = {held.request.checkpoint: key for key, held in there}
+        for key, held in there:
             # Not of those that came meanwhile, who may be younger than that list.
             self._images.end_leases(held, before.get(key, frozenset()) - living)
             ttl_s = held.request.ttl_s
@@ -215,6 +220,8 @@ class WeightHolder:
                 held.unused_since_s = now_s
             elif held.request.checkpoint in self._unwanted:
                 self._images.drop(key, held, "its model is no longer served")
+            elif latest[held.request.checkpoint] != key:
+                self._images.drop(key, held, "its checkpoint was replaced")
             elif ttl_s is not None and now_s - held.unused_since_s >= ttl_s:
                 self._images.drop(key, held, f"unused for {ttl_s:g} s")
 
@@ -397,7 +404,14 @@ class WeightHolder:
             case _:
                 assert_never(origin)
 
-    def _tidy_files(self, wanted: Wanted) -> None:
+    @property
+    def _files_depend_on(self) -> tuple[object, ...]:
+        """Once it is another, there may be files that nobody wants: other models, other checkpoints, other files."""
+        files, counts = self._room.files, self._counts
+        written = 0 if files is None else files.written
+        return self._wanted, counts.disk_loads + counts.pulls, written
+
+    def _tidy_files(self, wanted: Wanted, known: tuple[object, ...]) -> None:
         """On a look-up thread: files of models that nobody wants any more go. Of no effect until all are known."""
         files = self._room.files
         try:
@@ -408,7 +422,7 @@ class WeightHolder:
             return  # it is being downloaded, say: whether a file is of it cannot be told
         except Exception:
             logger.exception("files that nobody needs cannot be looked for")
-        self._is_tidy = wanted == self._wanted
+        self._tidied = known
 
     def _publish(
         self, model_id: str, checkpoint: Path, key: ImageKey, make_room: MakeRoom

@@ -1,0 +1,140 @@
+"""Images and files of what was replaced or is served no more: they go, and nothing else does."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.checkpoints.source import ModelSource
+from actors.holder import holder as module
+from actors.holder.config import HostConfig
+from actors.holder.held import ImageGrant, ImageRequest, Published
+from actors.holder.holder import WeightHolder
+from actors.holder.obtain import load_from_disk
+from actors.image import packer
+from actors.image.layout import ImageKey
+
+
+class Bench:
+    """A holder in whose store are arrays, and actors that live because the test says so."""
+
+    def __init__(self, checkpoint: Path, disk_dir: Path) -> None:
+        self.living: set[str] = set()
+        self.holder = WeightHolder()
+        self.request = ImageRequest("m", ModelSource(id=str(checkpoint)), "auto")
+        self._checkpoint = checkpoint
+        self._host = HostConfig(memory_budget_gib=1, disk_dir=str(disk_dir))
+
+    async def serves(self, *requests: ImageRequest) -> None:
+        await self.holder.keep(requests, self._host)
+
+    async def acquire(self, lessee: str) -> ImageKey:
+        self.living.add(lessee)
+        key = self.key
+        await self.holder.acquire(self.request, key, lessee, object())
+        return key
+
+    @property
+    def key(self) -> ImageKey:
+        return packer.image_key(self._checkpoint, packer.checkpoint_dtype(self._checkpoint, "auto"))
+
+    def write(self, key: ImageKey) -> None:
+        """As somebody does who evicts it."""
+        held, files = self.holder._images.get(key), self.holder._room.files
+        assert held is not None
+        assert files is not None
+        assert files.write(held.grant.manifest, held.payloads)
+
+    async def kept(self) -> tuple[list[ImageKey], list[Path]]:
+        """Images and files, when it has been looked for those that nobody needs."""
+        await self.holder.expire()
+        tidying, files = self.holder._tidying, self.holder._room.files
+        assert tidying is not None
+        assert files is not None
+        await asyncio.wrap_future(tidying)
+        return [key for key, _ in self.holder._images.snapshot()], sorted(files._all())
+
+    def path(self, key: ImageKey) -> Path:
+        assert self.holder._room.files is not None
+        return self.holder._room.files.path(key)
+
+
+@pytest.fixture
+def bench(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    def publish(
+        _: WeightHolder,
+        model_id: str,
+        checkpoint: Path,
+        key: ImageKey,
+        make_room: Callable[..., Any],
+    ) -> Published:
+        loaded = load_from_disk(checkpoint, key)
+        segments: Any = [
+            SimpleNamespace(payload=np.frombuffer(segment, np.uint8), ref=None)
+            for segment in loaded.segments
+        ]
+        return ImageGrant(loaded.manifest, (), 1.0), segments
+
+    (tmp_path / "images").mkdir()
+    checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "m"))
+    made = Bench(checkpoint, tmp_path / "images")
+    monkeypatch.setattr(WeightHolder, "_publish", publish)
+    monkeypatch.setattr(module, "alive", lambda: set(made.living))
+    return made
+
+
+def replace_in_place(bench: Bench) -> None:
+    os.utime(next(bench._checkpoint.glob("*.safetensors")))
+
+
+def test_image_of_a_checkpoint_that_was_replaced_goes_with_its_last_lessee(bench: Bench) -> None:
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        first = await bench.acquire("old")
+        bench.living.clear()
+        assert (await bench.kept())[0] == [first], "it may be wanted again"
+        bench.living.add("old")
+        await bench.acquire("old")
+        replace_in_place(bench)
+        second = await bench.acquire("new")
+        assert (await bench.kept())[0] == [first, second], "it is in use"
+        bench.living.remove("old")
+        assert (await bench.kept())[0] == [second]
+
+    asyncio.run(scenario())
+
+
+def test_file_of_a_checkpoint_that_was_replaced_goes_once_the_next_image_is_there(
+    bench: Bench,
+) -> None:
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        first = await bench.acquire("old")
+        bench.write(first)
+        assert (await bench.kept())[1] == [bench.path(first)]
+        replace_in_place(bench)
+        second = await bench.acquire("new")
+        bench.write(second)
+        assert (await bench.kept())[1] == [bench.path(second)]
+        bench.write(first)  # by now its image leaves, too
+        assert (await bench.kept())[1] == [bench.path(second)]
+
+    asyncio.run(scenario())
+
+
+def test_file_of_a_model_that_is_gone_goes_whenever_it_was_written(bench: Bench) -> None:
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        key = await bench.acquire("it still drains")
+        await bench.serves()
+        assert await bench.kept() == ([key], [])
+        bench.write(key)
+        assert await bench.kept() == ([key], [])
+
+    asyncio.run(scenario())
