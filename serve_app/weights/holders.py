@@ -219,11 +219,14 @@ class HolderOfThisNode:
             await asyncio.sleep(_STATUS_INTERVAL_S)
 
     async def ping(self) -> None:
-        self._holder = await asyncio.to_thread(_find, self._node)
-        if self._holder is not None:
-            await self._holder.ping.remote()
+        holder = await asyncio.to_thread(_find, self._node)
+        if holder is not None:
+            await holder.ping.remote()
         elif await self._deployment.ping.remote() == self._node:
-            self._holder = self._deployment
+            holder = self._deployment
+        self._holder = (
+            holder  # at last: who asks for an image meanwhile would have another holder made
+        )
 
     async def acquire(
         self, request: "ImageRequest", key: "ImageKey", lessee: str, worker: Any = None

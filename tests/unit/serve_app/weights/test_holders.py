@@ -25,6 +25,7 @@ class FakeHolder:
     def __init__(self, node: str) -> None:
         self.released: list[tuple[Any, ...]] = []
         self.ping = Method([], node)
+        self.acquire = Method([], "its grant")
         self.release = Method(self.released, True)
         self.release_all = Method(self.released, None)
 
@@ -41,3 +42,34 @@ def test_who_got_no_image_releases_it_where_its_own_node_has_a_holder(
     assert asyncio.run(HolderOfThisNode().release(key, "me")) == (node == "here")
     asyncio.run(HolderOfThisNode().release_all("me"))
     assert found.released == ([("key", "me"), ("me",)] if node == "here" else [])
+
+
+def test_image_that_is_asked_for_beside_another_ping_comes_from_the_same_holder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holders, "_own_node", lambda: "here")
+    monkeypatch.setattr(holders, "_find", lambda _: None)
+    monkeypatch.setattr(holders, "_find_or_make", lambda _: pytest.fail("there is one"))
+    found = FakeHolder("here")
+    monkeypatch.setattr(HolderOfThisNode, "_deployment", found)
+    request: Any = "request"
+    key: Any = "key"
+
+    async def scenario() -> None:
+        holder = HolderOfThisNode()
+        await holder.ping()
+        asked, answers = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> str:
+            asked.set()
+            await answers.wait()
+            return "here"
+
+        monkeypatch.setattr(found.ping, "remote", slowly)
+        pinging = asyncio.create_task(holder.ping())
+        await asked.wait()
+        assert await holder.acquire(request, key, "me") == "its grant"
+        answers.set()
+        await pinging
+
+    asyncio.run(scenario())
