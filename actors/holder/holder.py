@@ -187,13 +187,14 @@ class WeightHolder:
         if held is None:
             return False
         self._images.end_leases(held, {lessee})
-        before = frozenset(held.lessees)
-        living = await asyncio.to_thread(alive)
-        # Those that came meanwhile may be younger than that list.
-        self._images.end_leases(held, before - living)
-        if held.lessees or self._images.get(key) is not held:
+        if before := frozenset(held.lessees):
+            living = await asyncio.to_thread(alive)
+            # Those that came meanwhile may be younger than that list.
+            self._images.end_leases(held, before - living)
+        there = self._images.get(key)  # compressed meanwhile, maybe: the lessees are the same
+        if held.lessees or there is None or there.lessees is not held.lessees:
             return False
-        self._images.drop(key, held, "nobody holds a lease")
+        self._images.drop(key, there, "nobody holds a lease")
         return True
 
     async def release_all(self, lessee: str) -> None:

@@ -1,4 +1,4 @@
-"""Images and files of what was replaced or is served no more: they go, and nothing else does."""
+"""Images and files that nobody needs any more: they go, and nothing else does."""
 
 import asyncio
 import os
@@ -136,5 +136,43 @@ def test_file_of_a_model_that_is_gone_goes_whenever_it_was_written(bench: Bench)
         assert await bench.kept() == ([key], [])
         bench.write(key)
         assert await bench.kept() == ([key], [])
+
+    asyncio.run(scenario())
+
+
+def test_last_lease_ends_an_image_whether_or_not_ray_says_who_lives(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent() -> set[str]:
+        raise RuntimeError("no answer")
+
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        key = await bench.acquire("only")
+        monkeypatch.setattr(module, "alive", silent)
+        assert await bench.holder.release(key, "only")
+        assert bench.holder._images.snapshot() == []
+
+    asyncio.run(scenario())
+
+
+def test_last_lease_ends_an_image_that_is_compressed_just_then(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        key = await bench.acquire("dead")
+        await bench.acquire("last")
+        images = bench.holder._images
+        held = images.get(key)
+        assert held is not None
+
+        def alive() -> set[str]:
+            assert images.replace(key, held, (held.grant, held.segments))
+            return {"last"}
+
+        monkeypatch.setattr(module, "alive", alive)
+        assert await bench.holder.release(key, "last")
+        assert images.snapshot() == []
 
     asyncio.run(scenario())
