@@ -78,15 +78,13 @@ class ImageNeed:
         Raises:
             Unavailable: it cannot be had now.
         """
-        if self._memory.image is None or self.need is Need.CHANGING:
+        if not self._has_image() or self.need is Need.CHANGING:
             return False
         image = await self._reload()
         prepared = await asyncio.to_thread(self._memory.host.prepare, image)
         async with self._lock:
             left = await self._exchange(prepared)
-            if (
-                self._memory.image is None
-            ):  # a sleep has dropped it, and ended the lease before this one
+            if not self._has_image():  # a sleep has dropped it, and ended the lease before this one
                 await self._release(image.manifest.key)
         # Beside the event loop, and beside a wake: to unpin 15 GB takes a while.
         if left is not None:
@@ -117,6 +115,9 @@ class ImageNeed:
             if self._is_needed():
                 return False
             return await self._drop() is not None
+
+    def _has_image(self) -> bool:
+        return self._memory.image is not None
 
     def _is_needed(self) -> bool:
         return self.need is not Need.NONE
