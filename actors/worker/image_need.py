@@ -81,6 +81,8 @@ class ImageNeed:
         if not self._has_image() or self.need is Need.CHANGING:
             return False
         image = await self._reload()
+        if image.origin != "image":
+            return False  # the holder did not answer; a copy of its own is worth less than what it looks at
         prepared = await asyncio.to_thread(self._memory.host.prepare, image)
         async with self._lock:
             left = await self._exchange(prepared)

@@ -18,6 +18,7 @@ class Bench:
         self.image: Any = self._image()
         self.host = self
         self.leases = {"key"}
+        self.origin = "image"  # of what it gets again
         memory: Any = self
         self.need = ImageNeed(
             memory, self._take, self._exchange, self._drop, self._reload, self._release
@@ -41,16 +42,17 @@ class Bench:
 
     async def _reload(self) -> Any:
         await self.gate.wait()
-        self.leases.add("key")
-        return self._image()
+        if self.origin == "image":
+            self.leases.add("key")
+        return self._image(self.origin)
 
     async def _release(self, key: Any) -> None:
         self.leases.remove(key)
 
     @staticmethod
-    def _image() -> Any:
+    def _image(origin: str = "image") -> Any:
         manifest = SimpleNamespace(key="key")
-        return SimpleNamespace(origin="image", is_kept_asleep=True, manifest=manifest)
+        return SimpleNamespace(origin=origin, is_kept_asleep=True, manifest=manifest)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -67,5 +69,20 @@ def test_image_that_is_renewed_beside_a_sleep_leaves_no_lease_without_it(level: 
         assert await renewing == (level == 1)
         assert bench.leases == ({"key"} if bench.image else set())
         assert (bench.image is None) == (level == 2)
+
+    asyncio.run(scenario())
+
+
+def test_copy_of_its_own_does_not_take_the_place_of_the_image_that_it_looks_at() -> None:
+    """As where the holder does not answer: the checkpoint is read instead."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        bench.need.need = Need.AWAKE
+        bench.origin = "disk"
+        bench.gate.set()
+        before = bench.image
+        assert not await bench.need.renew()
+        assert bench.image is before
 
     asyncio.run(scenario())
