@@ -455,9 +455,8 @@ class CardClient:
                 assert_never(message)
 
     def _begin(self, number: int, work: Awaitable[None]) -> None:
-        self._device_free = (
-            None  # of what comes of this alone: before, others may have had more or less
-        )
+        # What counts is the figure that comes of this: before, others may have had more or less.
+        self._device_free = None
         order = asyncio.create_task(self._obey(number, work, self._connection))
         self._orders.add(order)
         order.add_done_callback(self._orders.discard)

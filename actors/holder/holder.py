@@ -121,9 +121,8 @@ class WeightHolder:
         self._load_timeout_s = load_timeout_s
         self._wanted = Wanted()
         self._is_compressing = False  # one at a time: each takes room for two
-        self._tidied: tuple[
-            object, ...
-        ] = ()  # `_files_depend_on` when the files on disk were looked at
+        # `_files_depend_on` when the files on disk were looked at.
+        self._tidied: tuple[object, ...] = ()
         self._tidying: Future[None] | None = None
         self._unwanted: set[tuple[ModelSource, str]] = set()  # that were wanted
 

@@ -49,12 +49,11 @@ from actors.worker.messages import (
     WorkerFacts,
     WorkerState,
 )
-from actors.worker.watchdog import WatchdogConfig
+from actors.worker.watchdog import STOOD_STILL_S, WatchdogConfig
 
 logger = logging.getLogger(__name__)
 
 _LISTEN_S = 1.0  # at a time, to a worker that says nothing
-_STOOD_STILL_S = 1.0  # so late can only be who did not run
 
 T = TypeVar("T")
 
@@ -271,7 +270,7 @@ class WorkerClient:
         """A stopped process, or one whose interpreter is held for good, keeps its connection."""
         limits, now_s = self._limits, time.monotonic()
         limit_s = limits.silence_timeout_s if self._has_begun else limits.other_timeout_s
-        if now_s - self._listens_until_s > _STOOD_STILL_S:
+        if now_s - self._listens_until_s > STOOD_STILL_S:
             self._heard_s = now_s  # so did this process, as in a container that was paused
         left_s = self._heard_s + limit_s - now_s
         if left_s > 0:

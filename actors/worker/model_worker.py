@@ -385,9 +385,8 @@ class ModelWorker:
             EngineDied: something hung.
         """
         while True:
-            traced = (
-                self._compilation.traced
-            )  # first: by the time of the answer it may be the next one's
+            # First: by the time of the answer it may be the next one's.
+            traced = self._compilation.traced
             found: tuple[T] | None = await self._on_control(self._between_steps, work)
             if found is not None:
                 return found[0]

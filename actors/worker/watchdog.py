@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.5
-_STOOD_STILL_S = 1.0  # so late is who did not run, as in a container that was paused
+STOOD_STILL_S = 1.0  # so late is who did not run, as in a container that was paused
 
 # How long a worker that starts waits for room on its card.
 ROOM_LIMIT_S = 600.0
@@ -145,7 +145,7 @@ class Watchdog:
         running_since_s = looked_s = time.monotonic()
         while not self._closed.wait(_LOOK_EVERY_S):
             now_s = time.monotonic()
-            if now_s - looked_s > _LOOK_EVERY_S + _STOOD_STILL_S:
+            if now_s - looked_s > _LOOK_EVERY_S + STOOD_STILL_S:
                 running_since_s = now_s
             looked_s = now_s
             for watch in self._watches:

@@ -224,9 +224,8 @@ class HolderOfThisNode:
             await holder.ping.remote()
         elif await self._deployment.ping.remote() == self._node:
             holder = self._deployment
-        self._holder = (
-            holder  # at last: who asks for an image meanwhile would have another holder made
-        )
+        # Once it is known: who asks for an image meanwhile would have another holder made.
+        self._holder = holder
 
     async def acquire(
         self, request: "ImageRequest", key: "ImageKey", lessee: str, worker: Any = None

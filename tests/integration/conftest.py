@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from serve_app.process.ports import free_port
-
 if TYPE_CHECKING:
     from actors.image.image import WeightImage
 
@@ -43,7 +41,11 @@ class RayOfTests:
             self._start(object_store_bytes)
         ray.init(address=self._cluster.address, _node_ip_address="127.0.0.1", log_to_driver=False)
         try:
-            while bytes_in_store():  # of the driver before, which Ray frees in the background
+            ends_s = time.monotonic() + 60
+            while (
+                left := bytes_in_store()
+            ):  # of the driver before, which Ray frees in the background
+                assert time.monotonic() < ends_s, f"{left} bytes of another module are in the store"
                 time.sleep(0.05)
             yield
         finally:
@@ -55,23 +57,11 @@ class RayOfTests:
             self._cluster, self._object_store_bytes = None, 0
 
     def _start(self, object_store_bytes: int) -> None:
-        from ray.cluster_utils import Cluster
+        from tests.integration.holder_harness import start_cluster
 
-        # Its address in the usual file would have everybody else on this machine find it. No dashboard
-        # comes, but its usual port is looked at, and may be somebody else's.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
-            self._cluster = Cluster(
-                initialize_head=True,
-                head_node_args={
-                    "node_ip_address": "127.0.0.1",
-                    "num_cpus": 4,
-                    "num_gpus": 0,
-                    "object_store_memory": object_store_bytes,
-                    "include_dashboard": False,
-                    "dashboard_port": free_port(),
-                },
-            )
+        self._cluster = start_cluster(
+            num_cpus=4, num_gpus=0, object_store_memory=object_store_bytes
+        )
         self._object_store_bytes = object_store_bytes
 
 

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 from ray._private.internal_api import node_stats
+from ray.cluster_utils import Cluster
 
 from actors.checkpoints.source import ModelSource
 from actors.holder.held import ImageGrant, ImageRequest
@@ -22,9 +24,28 @@ from actors.image.image import WeightImage
 from actors.image.layout import ImageKey
 from actors.image.store import ByteArray
 from actors.protocol import HeldImage
+from serve_app.process.ports import free_port
 
 MIB = 2**20
 STORE = 160 * MIB
+
+
+def start_cluster(**head: Any) -> Cluster:
+    """A Ray on loopback that nobody else finds, with a node of these arguments of Ray's."""
+    # Its address in the usual file would have everybody else on this machine find it. No dashboard comes, but its
+    # usual port is looked at, and may be somebody else's.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
+        return Cluster(
+            initialize_head=True,
+            head_node_args={
+                "node_ip_address": "127.0.0.1",
+                "object_store_memory": STORE,
+                "include_dashboard": False,
+                "dashboard_port": free_port(),
+                **head,
+            },
+        )
 
 
 def bytes_in_store() -> int:

@@ -10,7 +10,6 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.holder.obtain import load_from_disk
-from serve_app.process.ports import free_port
 from tests.integration.holder_harness import (
     STORE,
     ActorHolder,
@@ -18,6 +17,7 @@ from tests.integration.holder_harness import (
     fast_load,
     image_key,
     run,
+    start_cluster,
 )
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
@@ -28,9 +28,7 @@ NODE = {"num_cpus": 1, "object_store_memory": STORE, "node_ip_address": "127.0.0
 @contextmanager
 def cluster_of_one() -> Iterator[Cluster]:
     """With this process on its only node."""
-    # No dashboard comes, but its usual port is looked at, and may be somebody else's.
-    head = {**NODE, "include_dashboard": False, "dashboard_port": free_port()}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster = start_cluster(**NODE)
     try:
         ray.init(address=cluster.address, _node_ip_address="127.0.0.1", log_to_driver=False)
         yield cluster
@@ -48,11 +46,8 @@ async def answers(holder: ActorHolder) -> bool:
 
 
 def test_replica_outlives_the_node_of_its_holder(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Or it would be the Ray that everybody else on this machine finds.
-    monkeypatch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
-
     async def scenario(cluster: Cluster) -> None:
         far = cluster.add_node(**NODE, resources={"far": 1})
         holder = ActorHolder(resources={"far": 1})

@@ -13,7 +13,6 @@ from ray.cluster_utils import Cluster
 from actors.holder.obtain import FastLoad, ImageSource, load_from_disk
 from actors.image.image import WeightImage
 from actors.image.store import store_room
-from serve_app.process.ports import free_port
 from tests.integration.holder_harness import (
     STORE,
     ActorHolder,
@@ -22,6 +21,7 @@ from tests.integration.holder_harness import (
     image_key,
     image_request,
     run,
+    start_cluster,
 )
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
@@ -42,12 +42,8 @@ class TwoNodes:
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoNodes]:
-    # Or it would be the Ray that everybody else on this machine finds.
-    monkeypatch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
-    head = {**NODE, "resources": {"near": 1}, "include_dashboard": False}
-    # No dashboard comes, but its usual port is looked at, and may be somebody else's.
-    cluster = Cluster(initialize_head=True, head_node_args=head | {"dashboard_port": free_port()})
+def nodes() -> Iterator[TwoNodes]:
+    cluster = start_cluster(**NODE, resources={"near": 1})
     try:
         ray.init(address=cluster.address, _node_ip_address="127.0.0.1", log_to_driver=False)
         yield TwoNodes(cluster, cluster.add_node(**NODE, resources={"far": 1}))
