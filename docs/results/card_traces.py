@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument(
         "--duration", type=float, default=120.0, metavar="SECONDS", help="of `rare`, `hot`"
     )
-    parser.add_argument("--rate", type=float, default=60.0, help="of the hot one, a second")
+    parser.add_argument("--rate", type=float, default=150.0, help="of the hot one, a second")
     parser.add_argument(
         "--output-tokens", type=int, default=128, help="of `agents` and of the hot one"
     )
