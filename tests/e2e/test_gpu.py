@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.card import full_card
 from tests.e2e.conftest import Servers
+from tests.e2e.deaths import DEATHS, STREAMS, check_nothing_grew, counted
 from tests.e2e.serve_process import PROJECT, ServeProcess, wait_until
 
 pytestmark = pytest.mark.gpu
@@ -85,21 +87,33 @@ def test_full_card_is_a_503_and_the_replica_recovers(card: ServeProcess) -> None
     assert after["wakes"] == asleep["wakes"] + 1
 
 
-def test_killed_workers_leave_nothing_on_the_card(card: ServeProcess) -> None:
+def test_worker_killed_twenty_times_under_streams_leaves_nothing_on_the_card(
+    card: ServeProcess,
+) -> None:
     before = complete(card)
     asleep = card.sleep()
-    endless = {**ASK, "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    for _ in range(5):
+    endless = {**ASK, "prompt": PROMPT, "max_tokens": 2000, "stream": True}
+    seen = []
+    for _ in range(DEATHS):
         awake = card.wake_up()
-        with card.http.stream("POST", "/v1/completions", json=endless) as stream:
-            lines = stream.iter_lines()
-            assert next(lines).startswith("data: ")
+        with ExitStack() as responses:
+            streams = [
+                responses.enter_context(
+                    card.http.stream("POST", "/v1/completions", json=endless)
+                ).iter_lines()
+                for _ in range(STREAMS)
+            ]
+            assert all(next(lines).startswith("data: ") for lines in streams)
             os.kill(awake["worker_process_id"], signal.SIGKILL)
             assert complete(card) == before  # by the next worker
-            assert sum('"worker_lost"' in line for line in lines) == 1
+            endings = [sum('"worker_lost"' in line for line in lines) for lines in streams]
+            assert endings == [1] * STREAMS
+        card.wait_until_free(MODEL)
+        seen.append(counted(card, awake))
+    check_nothing_grew(seen)
     after = card.sleep()
     assert after["process_id"] == asleep["process_id"]
-    assert after["worker_restarts"] == asleep["worker_restarts"] + 5
+    assert after["worker_restarts"] == asleep["worker_restarts"] + DEATHS
     assert after["device"]["free"] >= asleep["device"]["free"] - 64 * 2**20
 
 

@@ -12,17 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from serve_app.bench.serve_process import SHARED_MEMORY
 from tests.e2e.conftest import Servers, config_with
+from tests.e2e.deaths import DEATHS, STREAMS, check_nothing_grew, counted
 from tests.e2e.puzzles import Puzzle
 from tests.e2e.serve_process import ServeProcess, wait_until, wait_until_gone
 from tests.e2e.test_faults import HOLDER, LONG, MODEL, solve, stopped
 from tests.e2e.test_recovery import SAME, replicas_of, serving
 
-STREAMS = 8
-DEATHS = 20
-WARM_UP = 3  # deaths before anything is counted
-WOBBLE = 2  # of what is counted; a death that left something would show as 17
 MAX_FAILURES_IN_A_ROW = 5
 SILENCE_TIMEOUT_S = 3.0
 BEGIN_TIMEOUT_S = 20.0  # also for an engine to be made ready
@@ -227,16 +223,6 @@ def test_five_killed_before_they_served_cost_the_replica_and_nobody_a_request(
 # --- one after the other ---
 
 
-def counted(server: ServeProcess, replica: dict[str, Any]) -> dict[str, int]:
-    """What must not grow. Ray ends idle processes when it likes."""
-    return {
-        "open files": psutil.Process(replica["process_id"]).num_fds(),
-        "threads": psutil.Process(replica["process_id"]).num_threads(),
-        "processes": len(server.processes()) - len(server.named("ray::IDLE")),
-        "in /dev/shm": len(list(SHARED_MEMORY.iterdir())),
-    }
-
-
 @pytest.mark.slow
 def test_worker_killed_twenty_times_under_streams_costs_these_and_leaves_nothing(
     tiny: ServeProcess, replica: dict[str, Any], puzzles: tuple[Puzzle, ...]
@@ -255,11 +241,7 @@ def test_worker_killed_twenty_times_under_streams_costs_these_and_leaves_nothing
         seen.append(counted(tiny, replica))
     print(lost, seen[0], seen[-1])
     assert lost > DEATHS * STREAMS / 2
-    for name in seen[0]:
-        early, late = (
-            max(each[name] for each in part) for part in (seen[:WARM_UP], seen[-WARM_UP:])
-        )
-        assert late - early <= WOBBLE, (name, [each[name] for each in seen])
+    check_nothing_grew(seen)
 
 
 # --- one that hangs ---
