@@ -198,7 +198,8 @@ def tool_parser(name: str | None, tools: Sequence[Mapping[str, Any]]) -> ToolPar
         around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
         return MarkedCalls("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", around, _read_deepseek)
     assert name == "qwen", name
-    types = cache(lambda tool, key: _types(schemas.get(tool, {}).get(key)))
+    whole = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    types = cache(lambda tool, key: _types(schemas.get(tool, {}).get(key), whole.get(tool)))
     return MarkedCalls("<tool_call>", "</tool_call>", (), lambda text: _read_qwen(text, types))
 
 
@@ -254,23 +255,40 @@ def _parameters_in(text: str) -> Iterator[tuple[str, str]]:
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
-def _types(schema: object) -> frozenset[str]:
-    """The JSON types that a schema allows, as far as it tells."""
+def _types(schema: object, whole: object) -> frozenset[str]:
+    """The JSON types that a schema allows, as far as it tells.
+
+    Args:
+        whole: that the schema is a part of; where `$ref` looks.
+    """
     found: set[str] = set()
-    pending = [schema]
+    pending, seen = [schema], set[int]()  # a schema may refer to itself
     while pending:
         each = pending.pop()
-        if not isinstance(each, dict):
+        if not isinstance(each, dict) or id(each) in seen:
             continue
-        if values := _listed(each.get("enum")):
+        seen.add(id(each))
+        if values := _listed(each.get("enum")) or ([each["const"]] if "const" in each else []):
             types = {_TYPE_NAMES.get(type(value), "other") for value in values}
             # 1 of ["auto", 1] is the number.
             found |= types if types <= {"string", "null"} else types - {"string"}
         else:
             named = each.get("type")
             found |= {name for name in (named, *_listed(named)) if isinstance(name, str)}
-            pending += (*_listed(each.get("anyOf")), *_listed(each.get("oneOf")))
+            for several in ("anyOf", "oneOf", "allOf"):
+                pending += _listed(each.get(several))
+            pending.append(_referred(each.get("$ref"), whole))
     return frozenset(found)
+
+
+def _referred(reference: object, whole: object) -> object:
+    """What a pointer such as `#/$defs/Color` names; None if it names nothing here."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found, names = whole, reference.split("/")[1:]
+    for name in (name.replace("~1", "/").replace("~0", "~") for name in names):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _listed(value: object) -> list[object]:

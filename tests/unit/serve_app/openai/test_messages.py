@@ -194,6 +194,7 @@ def test_values_between_tags_have_the_type_of_the_schema():
 
 
 STRING, NULL = {"type": "string"}, {"type": "null"}
+ITSELF = {"anyOf": [NULL, {"$ref": "#/$defs/Itself"}]}
 
 
 @pytest.mark.parametrize(
@@ -219,12 +220,24 @@ STRING, NULL = {"type": "string"}, {"type": "null"}
         ({"type": "integer"}, "True", "True"),
         ({"anyOf": [{"type": "integer"}, NULL]}, "7", 7),
         ({"anyOf": [{"type": "object"}, NULL]}, '{"a": 1}', {"a": 1}),
+        ({"const": "1"}, "1", "1"),
+        ({"const": 1}, "1", 1),
+        ({"$ref": "#/$defs/Text"}, "10001", "10001"),
+        ({"allOf": [{"$ref": "#/$defs/Text"}], "default": "a"}, "10001", "10001"),
+        ({"anyOf": [{"$ref": "#/$defs/Text"}, NULL]}, "null", None),
+        ({"$ref": "#/$defs/Whole~1part~0"}, "7", 7),
+        ({"anyOf": [{"$ref": "#/$defs/Itself"}, STRING]}, "7", "7"),
+        ({"$ref": "#/$defs/Nothing"}, "7", 7),
+        ({"$ref": "#/$defs/Text/type/a"}, "7", 7),
+        ({"$ref": "elsewhere#/$defs/Text"}, "7", 7),
+        ({"$ref": 3, "allOf": "x"}, "7", 7),
         ({"type": 3, "anyOf": "x", "enum": {}}, "7", 7),
         (True, "7", 7),
     ],
 )
 def test_value_between_tags_is_one_that_its_schema_allows(schema, written, value):
-    parameters = {"type": "object", "properties": {"a": schema}}
+    named = {"Text": STRING, "Whole/part~": {"type": "integer"}, "Itself": ITSELF}
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": named}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     text = f"<tool_call><function=f><parameter=a>\n{written}\n</parameter></function></tool_call>"
     (call,) = parse(QWEN, text, tools=tools).calls
