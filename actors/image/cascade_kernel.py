@@ -23,6 +23,7 @@ from actors.image.cascade import (
     Coder,
 )
 from actors.image.layout import Compressed, FloatType
+from actors.rounding import cdiv
 
 _WARPS = 4
 
@@ -32,13 +33,13 @@ class InTriton(Coder):
 
     def frequencies(self, weights: torch.Tensor, dtype: FloatType) -> torch.Tensor:
         counts = torch.zeros(EXPONENTS, dtype=torch.int64, device=weights.device)
-        _frequencies[(triton.cdiv(len(weights), BLOCK),)](
+        _frequencies[(cdiv(len(weights), BLOCK),)](
             weights, len(weights), counts, dtype, EXPONENTS, BLOCK, num_warps=_WARPS
         )
         return counts
 
     def count(self, weights: torch.Tensor, ranks: torch.Tensor, dtype: FloatType) -> torch.Tensor:
-        blocks = triton.cdiv(len(weights), BLOCK)
+        blocks = cdiv(len(weights), BLOCK)
         found = torch.empty((blocks, 2), dtype=torch.int64, device=weights.device)
         _count[(blocks,)](
             weights, ranks, len(weights), found, dtype, RANKS, BLOCK, num_warps=_WARPS

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from actors.rounding import cdiv
+
 _BLOCK = 2048  # words of a program at a time
 _PROGRAMS = 1024  # whatever the card: several for each multiprocessor
 
@@ -18,7 +20,7 @@ def sum_words(words: torch.Tensor, sums: torch.Tensor) -> None:
         sums: int64 [2].
     """
     if words.numel():
-        programs = min(_PROGRAMS, triton.cdiv(words.numel(), _BLOCK))
+        programs = min(_PROGRAMS, cdiv(words.numel(), _BLOCK))
         _sum_words[(programs,)](words, sums, words.numel(), _BLOCK)
 
 

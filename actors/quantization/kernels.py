@@ -28,9 +28,11 @@ import triton.language as tl
 from torch import Tensor
 
 from actors.quantization import pairs, single_row
+from actors.quantization.operators import operator
 from actors.quantization.routing import most_tiles, tile_rows
 from actors.quantization.scheme import WRITTEN_BYTES, Kind, Scheme
 from actors.quantization.unpacking import eights, floats, fours
+from actors.rounding import cdiv
 
 _MAX_CHANNELS = 128
 _MAX_SHARES = 16
@@ -116,7 +118,19 @@ def matmul(
     return product
 
 
-@torch.library.custom_op("sleepserve::quantized_matmul", mutates_args=())
+def _product_like(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    kind: str,
+    group: int,
+    rows: int,
+) -> Tensor:
+    return x.new_empty((x.size(0), weight.size(0)))
+
+
+@operator("quantized_matmul", _product_like)
 def _quantized_matmul(
     x: Tensor,
     weight: Tensor,
@@ -135,19 +149,6 @@ def _quantized_matmul(
     if tile is None:
         return dequantised(x, weight, scales, zeros, scheme)
     return fused(x, weight, scales, zeros, scheme, tile)
-
-
-@_quantized_matmul.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    kind: str,
-    group: int,
-    rows: int,
-) -> Tensor:
-    return x.new_empty((x.size(0), weight.size(0)))
 
 
 def is_single_row(x: Tensor, scheme: Scheme) -> bool:
@@ -191,16 +192,16 @@ def fused(
     (M, K), N = x.shape, len(weight)
     BK = scheme.channels(K, tile.channels)
     turns = K // BK
-    places = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
+    places = cdiv(M, tile.rows) * cdiv(N, tile.columns)
     wanted = tile.programs * _multiprocessors(x.device) // places
-    share = triton.cdiv(turns, max(1, min(wanted, turns // _MIN_TURNS, _MAX_SHARES)))
-    S = triton.cdiv(turns, share)
+    share = cdiv(turns, max(1, min(wanted, turns // _MIN_TURNS, _MAX_SHARES)))
+    S = cdiv(turns, share)
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
     sums = out if S == 1 else torch.empty((S, M, N), dtype=torch.float32, device=x.device)
-    grid = triton.cdiv(M, tile.rows), triton.cdiv(N, tile.columns), S
+    grid = cdiv(M, tile.rows), cdiv(N, tile.columns), S
     _launch(grid, x, None, weight, scales, zeros, sums, share, scheme, tile)
     if S > 1:
-        _join[(triton.cdiv(M * N, _JOINED),)](
+        _join[(cdiv(M * N, _JOINED),)](
             sums, out, M * N, S, MOST=_MAX_SHARES, BLOCK=_JOINED, num_warps=4
         )
     return out
@@ -228,7 +229,20 @@ def matmul_of_experts(
     return product
 
 
-@torch.library.custom_op("sleepserve::quantized_matmul_of_experts", mutates_args=())
+def _products_like(
+    x: Tensor,
+    tiles: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    kind: str,
+    group: int,
+    rows: int,
+) -> Tensor:
+    return x.new_empty((x.size(0), weight.size(1)))
+
+
+@operator("quantized_matmul_of_experts", _products_like)
 def _matmul_of_experts(
     x: Tensor,
     tiles: Tensor,
@@ -246,23 +260,9 @@ def _matmul_of_experts(
     tile = next(tile for _, tile in TILES[scheme.kind] if tile.rows == height)
     out = torch.empty((P, N), dtype=x.dtype, device=x.device)
     share = K // scheme.channels(K, tile.channels)  # all of them
-    grid = most_tiles(P, E), triton.cdiv(N, tile.columns), 1
+    grid = most_tiles(P, E), cdiv(N, tile.columns), 1
     _launch(grid, x, tiles, weight, scales, zeros, out, share, scheme, tile)
     return out
-
-
-@_matmul_of_experts.register_fake
-def _(
-    x: Tensor,
-    tiles: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    kind: str,
-    group: int,
-    rows: int,
-) -> Tensor:
-    return x.new_empty((x.size(0), weight.size(1)))
 
 
 def _launch(
@@ -318,7 +318,7 @@ def dequantised(
     if most >= N:
         return x @ _written(weight, scales, zeros, scheme, x.dtype, K, 0, N).T
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    count = triton.cdiv(triton.cdiv(N, triton.cdiv(N, most)), _MAX_CHANNELS) * _MAX_CHANNELS
+    count = cdiv(cdiv(N, cdiv(N, most)), _MAX_CHANNELS) * _MAX_CHANNELS
     for first in range(0, N, count):
         end = min(first + count, N)
         rows = _written(weight, scales, zeros, scheme, x.dtype, K, first, end)
@@ -344,7 +344,7 @@ def _written(
         BK = _MAX_CHANNELS if one_group else math.gcd(_MAX_CHANNELS, scheme.group)
     BN = _WRITTEN_TILE // BK
     out = torch.empty((end - first, K), dtype=dtype, device=weight.device)
-    _write[(triton.cdiv(K, BK), triton.cdiv(end - first, BN))](
+    _write[(cdiv(K, BK), cdiv(end - first, BN))](
         weight.view(torch.uint8),
         scales,
         scales if zeros is None else zeros,

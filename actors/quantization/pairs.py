@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from actors.quantization.scheme import Scheme
+from actors.rounding import cdiv, next_power_of_2
 
 BLOCK = 128  # channels, of both operands
 # The product wants each block's factors, and each column's scales, to begin at multiples of 16 bytes.
@@ -53,7 +54,7 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor
         parts.view(-1, K), weight.T, factors.T, of_weight.T, out_dtype=torch.bfloat16
     )
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    _add[(triton.cdiv(M * N, _ADDED),)](
+    _add[(cdiv(M * N, _ADDED),)](
         both,
         len(both) // 2 * N,
         scales,
@@ -79,11 +80,11 @@ def split(x: Tensor, scales: Tensor | None, N: int) -> tuple[Tensor, Tensor, Ten
         scales, [N/128, K/128].
     """
     (M, K), device = x.shape, x.device
-    R = triton.cdiv(M, _ROWS_ALIGNED) * _ROWS_ALIGNED
+    R = cdiv(M, _ROWS_ALIGNED) * _ROWS_ALIGNED
     parts = torch.empty((2, R, K), dtype=torch.float8_e4m3fn, device=device)
     factors = torch.empty((K // BLOCK, 2 * R), dtype=torch.float32, device=device)
     of_weight = torch.empty((N // BLOCK, K // BLOCK), dtype=torch.float32, device=device)
-    _split[(triton.cdiv(R, _SPLIT_ROWS), K // BLOCK)](
+    _split[(cdiv(R, _SPLIT_ROWS), K // BLOCK)](
         x,
         of_weight if scales is None else scales,
         parts,
@@ -96,7 +97,7 @@ def split(x: Tensor, scales: Tensor | None, N: int) -> tuple[Tensor, Tensor, Ten
         ONES=scales is None,
         ROWS=_SPLIT_ROWS,
         BLOCK=BLOCK,
-        COLUMNS=triton.next_power_of_2(N // BLOCK),
+        COLUMNS=next_power_of_2(N // BLOCK),
         num_warps=4,
     )
     return parts, factors, of_weight

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from actors.quantization.operators import operator
+
 # Each of so many has a tile of its own: sorting them takes longer than reading some weights twice.
 _FEW_PAIRS = 32
 _TILE_ROWS = (16, 64, 128)
@@ -56,8 +58,14 @@ def most_tiles(P: int, E: int) -> int:
     return min(P, E + P // tile_rows(P, E))
 
 
+def _routing_like(chosen_TC: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
+    P = chosen_TC.numel()
+    pairs = chosen_TC.new_empty(P, dtype=torch.int64)
+    return pairs, torch.empty_like(pairs), chosen_TC.new_empty((P, 3), dtype=torch.int32)
+
+
 # One operation, so that compiled layers are the same for any number of pairs.
-@torch.library.custom_op("sleepserve::route_experts", mutates_args=())
+@operator("route_experts", _routing_like)
 def _route_experts(chosen_TC: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     experts = chosen_TC.reshape(-1).to(torch.int64, copy=True)
     P = len(experts)
@@ -76,10 +84,3 @@ def _route_experts(chosen_TC: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     firsts = (ends_E - counts_E)[of] + (numbers - (last_E - tiles_E)[of]) * rows
     ends = torch.where(numbers < last_E[-1], ends_E[of], 0)
     return pairs, experts, torch.stack((of, firsts, ends), 1).int()
-
-
-@_route_experts.register_fake
-def _(chosen_TC: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
-    P = chosen_TC.numel()
-    pairs = chosen_TC.new_empty(P, dtype=torch.int64)
-    return pairs, torch.empty_like(pairs), chosen_TC.new_empty((P, 3), dtype=torch.int32)

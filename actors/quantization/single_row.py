@@ -15,6 +15,7 @@ from torch import Tensor
 
 from actors.quantization.scheme import Scheme
 from actors.quantization.unpacking import floats
+from actors.rounding import cdiv
 
 BLOCK = 128  # input channels that share a scale
 # Of a program, a turn; chosen among some ninety on an H100.
@@ -44,7 +45,7 @@ def product(
     x = x.contiguous()
     K, N = x.size(1), len(weight)
     out = torch.empty((1, N), dtype=x.dtype, device=x.device)
-    _product[(triton.cdiv(N, _CHANNELS),)](
+    _product[(cdiv(N, _CHANNELS),)](
         x,
         weight.view(torch.uint8),
         scales,

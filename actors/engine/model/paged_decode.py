@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from actors.rounding import next_power_of_2
+
 _MAX_SPLITS = 64
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # several in flight hide each other's waits for memory
 _MOSTLY_PADDING = 8  # of 256 rows, as a rule some tens are real
@@ -60,7 +62,7 @@ def paged_decode(
     B, H, D = q_BHD.shape
     P, K = k_pages_NPKD.shape[1:3]
     G = H // K
-    Dp = max(_MIN_DOT, triton.next_power_of_2(D))
+    Dp = max(_MIN_DOT, next_power_of_2(D))
     # Of rows beside prompts most are padding, and those that are not shall have their share of the device.
     per_multiprocessor = _PROGRAMS_PER_MULTIPROCESSOR * (1 if out is None else _MOSTLY_PADDING)
     S = num_splits(B * K, per_multiprocessor * _multiprocessors(q_BHD.device))
@@ -95,7 +97,7 @@ def paged_decode(
         tables.stride(0),
         K=K,
         G=G,
-        Gp=max(_MIN_DOT, triton.next_power_of_2(G)),
+        Gp=max(_MIN_DOT, next_power_of_2(G)),
         D=D,
         Dp=Dp,
         P=P,

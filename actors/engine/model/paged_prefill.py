@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from actors.engine.model.paged_step import PagesView
+from actors.rounding import next_power_of_2
 
 _TILE_ELEMENTS = 64 * 128  # of K, and as many of V: two stages of both fit into shared memory
 _MIN_DOT = 16  # the smallest side of a tl.dot
@@ -36,7 +37,7 @@ def paged_prefill(
     """
     H, D = q_NHD.shape[1:]
     P, K = k_pages.shape[1:3]
-    Dp = max(_MIN_DOT, triton.next_power_of_2(D))
+    Dp = max(_MIN_DOT, next_power_of_2(D))
     assert k_pages.stride() == v_pages.stride(), "K and V pages of different strides"
     assert all(t.stride(-1) == 1 for t in (q_NHD, k_pages, out_NHD, pages.tables))
     _prefill[(pages.tiles.shape[1], H)](

@@ -24,6 +24,7 @@ from triton.language.extra import libdevice
 
 from actors.engine.sampling.logits import Param
 from actors.engine.sampling.noise import GAMMA, LARGEST_BELOW_ONE, MULTIPLIERS
+from actors.rounding import cdiv, next_power_of_2
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # has no libdevice
 _TILE = 4096
@@ -52,7 +53,7 @@ _BELOW_ONE = tl.constexpr(LARGEST_BELOW_ONE)
 def sample(logits_BV: Tensor, params_PB: Tensor, *, filters: bool) -> Tensor:
     """The argmax [B] of `actors.engine.sampling.logits.perturb`, int64."""
     B, V = logits_BV.shape
-    N = triton.cdiv(V, _TILE)
+    N = cdiv(V, _TILE)
     device = logits_BV.device
     params_BP = params_PB.T.contiguous()
     floor_B = params_PB[Param.MIN_P].view(torch.float32).log()
@@ -71,7 +72,7 @@ def sample(logits_BV: Tensor, params_PB: Tensor, *, filters: bool) -> Tensor:
         chosen_B,
         V=V,
         N=N,
-        NP=triton.next_power_of_2(N),
+        NP=next_power_of_2(N),
         FILTERS=filters,
         TILE=_SCAN_TILE,
         num_warps=_SCAN_WARPS if filters else 4,
@@ -94,7 +95,7 @@ def adjust(
         adjusted_BV = logits_BV.clone()
     else:
         adjusted_BV = torch.empty_like(logits_BV)
-        _penalise[(B, triton.cdiv(V, _TILE))](
+        _penalise[(B, cdiv(V, _TILE))](
             logits_BV,
             params_BP,
             input_ids_B,
