@@ -95,7 +95,7 @@ gpu: $(if $(filter command line,$(origin PY)),,$(STAMP))
 check: $(STAMP)
 	$(PY) -m ruff format --check
 	$(PY) -m ruff check
-	$(PY) -m mypy --num-workers auto
+	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 fmt: $(STAMP)

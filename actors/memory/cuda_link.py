@@ -64,7 +64,11 @@ class CudaLink:
         self._expansions: torch.cuda.ExternalStream | None = None
         self._pages = PinnedPages(driver.pages, buffers)
         self.in_place = self._pages.in_place
-        self._ring = None if self.in_place else self._make_ring()
+        try:
+            self._ring = None if self.in_place else self._make_ring()
+        except DeviceMemoryError:
+            driver.destroy_stream(self._stream)
+            raise
 
     @property
     def pinned(self) -> tuple[HostRange, ...]:

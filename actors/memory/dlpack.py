@@ -43,14 +43,22 @@ class _DLManagedTensor(ctypes.Structure):
     )
 
 
-# torch looks at a description again when its last tensor goes, which may be after anything of ours;
-# so these few bytes a reservation stay.
-_described: list[_DLManagedTensor] = []
+# torch looks at a description again when its last tensor goes, which may be after anything of ours; so these few bytes stay,
+# once for each range of addresses.
+_described: dict[tuple[int, int, torch.device], _DLManagedTensor] = {}
 
 
 def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
     """A flat uint8 tensor on `size` bytes at an address, which are neither touched nor owned."""
-    managed = _DLManagedTensor(
+    managed = _described.get((address, size, device))
+    if managed is None:
+        managed = _described[address, size, device] = _description(address, size, device)
+    tensor: torch.Tensor = from_dlpack(_new_capsule(ctypes.addressof(managed), _CAPSULE_NAME, None))
+    return tensor
+
+
+def _description(address: int, size: int, device: torch.device) -> _DLManagedTensor:
+    return _DLManagedTensor(
         _DLTensor(
             data=address,
             device_type=_DEVICE_TYPES[device.type],
@@ -62,6 +70,3 @@ def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
             shape=(ctypes.c_int64 * 1)(size),
         )
     )
-    _described.append(managed)
-    tensor: torch.Tensor = from_dlpack(_new_capsule(ctypes.addressof(managed), _CAPSULE_NAME, None))
-    return tensor

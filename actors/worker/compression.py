@@ -138,9 +138,18 @@ class ImageCompression:
     ) -> None:
         try:
             if await compress(key):
-                await self._need.renew()
+                await self._renew()
         finally:
             self._trim()
+
+    async def _renew(self) -> None:
+        """Unless the process is suspended, and then at another time: whatever calls the driver waits for its end."""
+        if not self.keep_off():
+            return
+        try:
+            await self._need.renew()
+        finally:
+            self.let_go_on()
 
     def _does_it_pay(self) -> bool | None:
         """None: it cannot be told yet."""

@@ -4,9 +4,11 @@ import gc
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -94,6 +96,58 @@ def test_a_graph_that_finds_no_memory_leaves_its_size_without(
         assert set(runner._graphs) == at_start
         assert len(tried) == len(set(tried)) > 0
         assert caplog.text.count("out of memory for a graph") == len(tried)
+
+
+@pytest.mark.parametrize("at", ["capture_begin", "capture_end"])
+def test_a_graph_that_the_driver_has_no_memory_for_leaves_its_size_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: str
+) -> None:
+    """The step that it was for, and those behind it, run on the stream that their inputs are on."""
+    with running(MODELS["qwen2, 64"](), LIMITS, captures_by_need=True) as h:
+        runner = h.engine._runner
+        assert runner is not None
+        at_start, whole = set(runner._graphs), getattr(torch.cuda.CUDAGraph, at)
+
+        def no_memory(graph: torch.cuda.CUDAGraph, *args: Any, **options: Any) -> None:
+            if at == "capture_end":
+                whole(graph, *args, **options)
+            raise torch.AcceleratorError("CUDA error: out of memory")
+
+        monkeypatch.setattr(torch.cuda.CUDAGraph, at, no_memory)
+        h.engine.end_gates()
+        come_and_go(h)
+        h.check_greedy()
+        assert set(runner._graphs) == at_start
+        assert "CUDA error: out of memory" in caplog.text
+
+
+def test_others_may_wait_for_the_whole_device_while_a_graph_is_captured() -> None:
+    """As a compiler that times its kernels does."""
+    ended, errors = threading.Event(), list[Exception]()
+
+    def wait_for_it() -> None:
+        while not ended.is_set():
+            try:
+                torch.cuda.synchronize()
+            except Exception as exc:  # noqa: BLE001  # whatever it is, is told
+                errors.append(exc)
+                return
+
+    with running(MODELS["qwen2, 64"](), LIMITS, captures_by_need=True) as h:
+        runner = h.engine._runner
+        assert runner is not None
+        at_start = set(runner._graphs)
+        waits = threading.Thread(target=wait_for_it)
+        waits.start()
+        try:
+            h.engine.end_gates()
+            come_and_go(h)
+        finally:
+            ended.set()
+            waits.join()
+        assert not errors
+        assert set(runner._graphs) > at_start
+        h.check_greedy()
 
 
 def test_experts_that_cannot_be_captured_run_without_graphs() -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a Hopper card, where there is none.
+"""Triton kernels compiled for a Hopper card, or another, where there is none.
 
 The interpreter, in which tests run kernels on a CPU, accepts what the compiler does not.
 """
@@ -13,13 +13,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-def compiled(kernel, types, constants, **options):
+def compiled(kernel, types, constants, capability=90, **options):
     # `types` and `constants` are those of all arguments that have such names.
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     by_place = {(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants}
     source = ASTSource(fn=kernel, signature=signature, constexprs=by_place)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 """
 
 

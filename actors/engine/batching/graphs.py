@@ -4,8 +4,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -174,7 +174,7 @@ class GraphRunner(Runner):
     def compile(self) -> None:
         """See CompiledLayers.compile; after a `capture`."""
         assert self._layers is not None, "nothing to compile"
-        with workspaces.in_use():
+        with workspaces.in_use(), _short_of_memory():
             self._layers.compile()
 
     def use_compiled(self) -> None:
@@ -202,9 +202,7 @@ class GraphRunner(Runner):
         started_s = time.perf_counter()
         try:
             self._capture_size(size)
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as exc:
-            if "out of memory" not in str(exc):  # the driver's words
-                raise
+        except torch.OutOfMemoryError as exc:
             logger.warning("no graph of %s: %s", size, exc)
             return
         seconds = time.perf_counter() - started_s
@@ -253,11 +251,17 @@ class GraphRunner(Runner):
     def _capture_size(self, size: StepSize) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(
-                graph,
-                pool=self._graph_pool,  # type: ignore[arg-type]  # annotated int, is a handle
-                stream=self._capture_stream,
-                capture_error_mode="thread_local",  # other threads may use the device meanwhile
+            # A capture that fails as it begins or ends leaves its stream current: torch puts back the one before only
+            # when all went well.
+            with (
+                _short_of_memory(),
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(
+                    graph,
+                    pool=self._graph_pool,  # type: ignore[arg-type]  # annotated int, is a handle
+                    stream=self._capture_stream,
+                    capture_error_mode="thread_local",  # other threads may use the device meanwhile
+                ),
             ):
                 logits_RV = self._padding(size)
                 if self._logits_RV is None:
@@ -272,3 +276,20 @@ class GraphRunner(Runner):
                 "for the device; set engine.use_cuda_graphs: false"
             ) from exc
         self._graphs[size] = graph
+
+
+@contextmanager
+def _short_of_memory() -> Iterator[None]:
+    """Torch has an error of its own for what its allocator lacks, and one for all errors of the driver; these are one here.
+
+    Graphs and kernels take the driver's memory: some 4 MiB for a graph.
+
+    Raises:
+        torch.OutOfMemoryError: either lacks memory.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as exc:
+        if "out of memory" not in str(exc):  # the driver's words
+            raise
+        raise torch.OutOfMemoryError(str(exc)) from exc

@@ -55,6 +55,7 @@ class StepInputs:
         self.max_tokens = max_tokens
         self._max_rows = max_rows
         groups, N, R = len(cache.windows), max_tokens, max_rows
+        self._head_dim = next(iter(cache.layers.values())).k_rows.shape[-1]
         self._max_tiles = -(-N // 64) + MAX_PROMPTS
         self._width = max_blocks
         sizes = {
@@ -147,7 +148,7 @@ class StepInputs:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def _write_tiles(self, tiles: NDArray[np.int32], step: Step, size: StepSize) -> None:
-        M = queries_per_program(size.tokens)
+        M = queries_per_program(size.tokens, self._head_dim)
         found = [
             (number, first)
             for number, row in enumerate(step.rows[step.num_decoding :], step.num_decoding)
@@ -260,7 +261,7 @@ class StepInputs:
     def pages(self, size: StepSize) -> PagesView:
         """The step for attention that reads pages."""
         found, R = self._of_pages, size.rows
-        M = queries_per_program(size.tokens)
+        M = queries_per_program(size.tokens, self._head_dim)
         tiles = found["tiles"].view(2, -1)[:, : -(-size.tokens // M) + MAX_PROMPTS]
         return PagesView(
             tables=self._tables,

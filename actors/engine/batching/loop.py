@@ -318,8 +318,8 @@ class GenerationLoop:
     def _give_up_parts(self) -> None:
         if self._gives_up is not None:
             size, given = self._gives_up
+            self._gives_up = None  # whoever hears of the result may ask again
             given.set_result(self.cache.give_up(size))
-            self._gives_up = None
 
     def _fail_all(self, error: Exception) -> None:
         self._take_in()

@@ -14,11 +14,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 _MANY = 1024  # tokens of a step from which on there are programs enough that take more queries
+_WIDE = 128  # more than so many numbers a head, 128 times, and a program needs more shared memory than most cards have
 
 
-def queries_per_program(tokens: int) -> int:
+def queries_per_program(tokens: int, head_dim: int) -> int:
     """Queries of a part of a prompt, which one program of the kernel attends to, in a step of so many tokens."""
-    if tokens >= _MANY:
+    if tokens >= _MANY and head_dim <= _WIDE:
         return 128
     return 64 if tokens > 32 else 16  # a short step: as much parallelism as there is
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from actors.errors import DeviceMemoryError, DeviceMemoryShort
+from actors.memory import dlpack
 from actors.memory.arena import DeviceArena
 from actors.memory.cpu import CpuDriver
 from actors.memory.dlpack import bytes_at
@@ -195,6 +196,18 @@ def test_tensor_from_an_address_shares_its_bytes() -> None:
     del tensor
     view.zero_()
     assert content[15:33].tolist() == [15] + [0] * 16 + [32]
+
+
+def test_ranges_described_before_take_no_more_memory() -> None:
+    content = np.arange(64, dtype=np.uint8)
+    ranges = [(content.ctypes.data + at, size) for at in (0, 8, 16) for size in (8, 16)]
+    views = [bytes_at(*each, torch.device("cpu")) for each in ranges]
+    count = len(dlpack._described)
+    views += [bytes_at(*each, torch.device("cpu")) for each in ranges]
+    assert len(dlpack._described) == count
+    del views[:6]
+    assert [len(view) for view in views] == [size for _, size in ranges]
+    assert views[3].tolist() == list(range(8, 24))
 
 
 def test_release_ends_the_reservation() -> None:

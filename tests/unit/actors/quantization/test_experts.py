@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.quantization import experts as module
 from actors.quantization.routing import most_tiles, route, route_by_host, tile_rows
 from actors.quantization.scheme import Scheme
 from tests.unit.actors.quantization.cases import (
@@ -50,6 +51,19 @@ def test_every_pair_is_in_one_tile_of_its_expert(T: int, E: int, C: int, seed: i
         assert {int(found.experts[row]) for row in rows} <= {expert}
         seen += rows
     assert sorted(seen) == list(range(P))
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+def test_channels_are_put_in_the_order_of_their_expert(
+    monkeypatch: pytest.MonkeyPatch, rows_at_once: int
+) -> None:
+    P, K, E = 7, 16, 3
+    monkeypatch.setattr(module, "WRITTEN_BYTES", rows_at_once * K * 12)
+    rows = torch.randn(P, K, dtype=torch.bfloat16)
+    order = torch.stack([torch.randperm(K) for _ in range(E)]).int()
+    experts = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+    expected = torch.stack([row[order[e].long()] for row, e in zip(rows, experts, strict=True)])
+    assert torch.equal(torch.ops.sleepserve.permute_for_experts(rows, order, experts), expected)
 
 
 def test_the_host_counts_them_too() -> None:

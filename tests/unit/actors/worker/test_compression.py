@@ -225,6 +225,35 @@ def test_what_the_worker_gets_instead_is_compressed_as_well(make: Any) -> None:
     assert bench.asked == [KEY, KEY]
 
 
+def test_a_process_that_is_suspended_gets_no_new_image_and_is_not_suspended_meanwhile(
+    make: Any,
+) -> None:
+    bench = Bench()
+    compression = make(bench)
+    kept_off = []
+    renew = bench.renew
+
+    async def renewing() -> bool:
+        kept_off.append(compression.keep_off())
+        return await renew()
+
+    bench.renew = renewing  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        assert compression.keep_off()
+        running = asyncio.create_task(compression.run("on", bench.compress))
+        await asyncio.sleep(0.1)
+        assert bench.asked
+        assert not kept_off
+        compression.let_go_on()
+        await asyncio.wait_for(bench.compressed.wait(), 10)
+        running.cancel()
+
+    asyncio.run(scenario())
+    assert kept_off == [False]
+    assert compression.keep_off()
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_nothing_keeps_an_image_that_the_worker_has_let_go_of(make: Any, answers: bool) -> None:
     bench = Bench(device="cpu")
