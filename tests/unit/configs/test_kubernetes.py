@@ -1,6 +1,11 @@
 """The manifests beside KubeRay's schema and our own code; tests/e2e/test_rayservice.py serves what they say."""
 
+import io
 import json
+import time
+import urllib.error
+import urllib.request
+from email.message import Message
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -93,12 +98,50 @@ def test_weights_fit_into_shared_memory_and_that_into_the_pod(manifest: Manifest
     assert worker["volumeMounts"][0]["mountPath"] == "/dev/shm"
 
 
-def test_grace_covers_the_drain(manifest: Manifest) -> None:
+def drain_of(manifest: Manifest) -> str:
     (group,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     *_, script = container(group["template"])["lifecycle"]["preStop"]["exec"]["command"]
-    assert "time.monotonic() + 600" in script
-    compile(script, "preStop", "exec")
+    return str(script)
+
+
+def test_grace_covers_the_drain(manifest: Manifest) -> None:
+    (group,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert "time.monotonic() + 600" in drain_of(manifest)
     assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= 600 + 30
+
+
+SILENT = urllib.error.HTTPError("", 503, "one of them is silent", Message(), None)
+REFUSED = urllib.error.URLError(ConnectionRefusedError())
+
+
+@pytest.mark.parametrize("last", [b'{"server_load":0}', REFUSED])
+def test_drain_ends_when_nobody_is_served_or_there_is_no_proxy(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: bytes | Exception
+) -> None:
+    answers: list[bytes | Exception] = [
+        b'{"server_load":3}',
+        SILENT,
+        TimeoutError(),
+        urllib.error.URLError(TimeoutError()),
+        ConnectionResetError(),
+        b'{"server_load":1}',
+        last,
+        AssertionError("it goes on"),
+    ]
+
+    def answer(asked: urllib.request.Request, timeout: float) -> io.BytesIO:
+        assert (timeout, asked.get_header("Authorization")) == (5, "Bearer secret")
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return io.BytesIO(found)
+
+    monkeypatch.setattr(urllib.request, "urlopen", answer)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    keys = tmp_path / "inference"
+    keys.write_text("# whose\nsomebody:secret\n")
+    exec(drain_of(manifest).replace("/etc/sleepserve/keys/inference", str(keys)), {})
+    assert len(answers) == 1
 
 
 def test_network_policy_is_of_these_pods_and_opens_only_what_it_names(
@@ -111,5 +154,5 @@ def test_network_policy_is_of_these_pods_and_opens_only_what_it_names(
     own, *others = policy["ingress"]
     assert own == {"from": [{"podSelector": {"matchLabels": chosen}}]}
     ports = sorted(port["port"] for rule in others for port in rule["ports"])
-    assert ports == [8000, 8000, 8080, 8265]
+    assert ports == [8000, 8000, 8000, 8080, 8265]
     assert all(rule["from"] for rule in others)
