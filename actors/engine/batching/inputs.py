@@ -55,7 +55,7 @@ class StepInputs:
         self.max_tokens = max_tokens
         self._max_rows = max_rows
         groups, N, R = len(cache.windows), max_tokens, max_rows
-        self._head_dim = next(iter(cache.layers.values())).k_rows.shape[-1]
+        self._head_dim = cache.shape.head_dim
         self._max_tiles = -(-N // 64) + MAX_PROMPTS
         self._width = max_blocks
         sizes = {

@@ -34,6 +34,20 @@ class FakeGraph:
         self.runner._logits_RV[: len(logits_RV)].copy_(logits_RV)
 
 
+class Restoring:
+    """Of torch's: a stream is current inside, and the one before it afterwards, whatever happens."""
+
+    def __init__(self, streams: list[str], stream: str) -> None:
+        self._streams, self._stream = streams, stream
+
+    def __enter__(self) -> None:
+        self._before = len(self._streams)
+        self._streams.append(self._stream)
+
+    def __exit__(self, *exc: object) -> None:
+        del self._streams[self._before :]
+
+
 @contextmanager
 def captured(*args: object, **kwargs: object) -> Iterator[None]:
     yield
@@ -46,6 +60,7 @@ def no_card() -> Iterator[None]:
         for name, fake in {
             "Stream": lambda *_: None,
             "stream": lambda *_: nullcontext(),
+            "current_stream": lambda *_: None,
             "graph": captured,
             "graph_pool_handle": lambda: None,
             "CUDAGraph": FakeGraph,
@@ -157,13 +172,32 @@ def test_graphs_are_captured_by_need_while_no_hook_holds_a_module(
     assert runner._uncaptured == {runner._prompt_size(16)}
 
 
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_a_graph_without_memory_is_not_tried_again(
-    loop: Steps, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loop: Steps,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[RuntimeError],
 ) -> None:
+    """As torch does, a capture that fails at its end leaves its stream current; the step it was for is not computed there."""
+    streams = ["the engine's"]
+
     @contextmanager
     def fails(*args: object, **kwargs: object) -> Iterator[None]:
-        raise torch.OutOfMemoryError("out of memory for a graph")
+        streams.append("the capture's")
         yield
+        raise kind("CUDA error: out of memory for a graph")
+
+    logits = GraphRunner._forward
+
+    def forward(self: GraphRunner, *args: Any) -> torch.Tensor:
+        computed_on.append(streams[-1])
+        return logits(self, *args)
+
+    computed_on: list[str] = []
+    monkeypatch.setattr(GraphRunner, "_forward", forward)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Restoring(streams, stream))
 
     runner: GraphRunner = loop.runner
     size = runner._decode_size(1)
@@ -178,6 +212,9 @@ def test_a_graph_without_memory_is_not_tried_again(
         assert len(loop.tokens(name)) == 4
     assert size not in runner._graphs
     assert caplog.text.count("out of memory for a graph") == 1
+    assert computed_on.count("the capture's") == 1
+    assert computed_on[computed_on.index("the capture's") + 1 :]
+    assert streams == ["the engine's"]
 
 
 @pytest.mark.usefixtures("no_card")
