@@ -109,6 +109,9 @@ class Observer:
     def slept(self, cause: SleepCause, level: int, seconds: float, change: MemoryChange) -> None:
         """A sleep is over, after the drain."""
 
+    def drain_taken_back(self) -> None:
+        """A drain to make room has ended: nobody wanted the room any more, and the replica is awake."""
+
     def restarted(self) -> None:
         """Another worker has taken the place of one that failed."""
 
@@ -175,6 +178,9 @@ class GuardedObserver(Observer):
 
     def slept(self, cause: SleepCause, level: int, seconds: float, change: MemoryChange) -> None:
         self._tell(self._inner.slept, cause, level, seconds, change)
+
+    def drain_taken_back(self) -> None:
+        self._tell(self._inner.drain_taken_back)
 
     def restarted(self) -> None:
         self._tell(self._inner.restarted)

@@ -5,6 +5,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
+async def one_of(*events: asyncio.Event) -> None:
+    """Return once one of them is set; at once if one is."""
+    if any(event.is_set() for event in events):
+        return
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
 @asynccontextmanager
 async def at_most(seconds: float, late: Exception) -> AsyncIterator[None]:
     """Raises `late` if the body takes longer; a TimeoutError of the body's own stays what it is."""

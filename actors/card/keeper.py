@@ -13,7 +13,15 @@ from typing import assert_never
 
 import msgspec
 
-from actors.card.ledger import CardLedger, Granting, Ordering, Refusing, Shrinking, Waiting
+from actors.card.ledger import (
+    CardLedger,
+    Granting,
+    Ordering,
+    Refusing,
+    Shrinking,
+    Staying,
+    Waiting,
+)
 from actors.card.messages import (
     Changed,
     GiveBack,
@@ -24,6 +32,7 @@ from actors.card.messages import (
     Refused,
     Seen,
     Sight,
+    Stay,
     ToKeeper,
     Waits,
     Want,
@@ -210,6 +219,9 @@ class CardKeeper:
                         "%s: %s is to make room (%s): %s", card, tenant, evict.cause, evict.reason
                     )
                     answer = MakeRoom(number, evict.mode, evict.reason, evict.for_model, evict.deep)
+                case Staying(tenant, number, stay):
+                    logger.info("%s: %s need not make room: %s", card, tenant, stay.reason)
+                    answer = Stay(number, stay.reason)
                 case Shrinking(tenant, number, shrink):
                     logger.info(
                         "%s: %s is to give back %d bytes of KV cache: %s",

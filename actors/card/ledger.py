@@ -14,12 +14,14 @@ from actors.card.plan import (
     Grant,
     Refuse,
     Shrink,
+    Stay,
     Tenant,
     Wait,
     in_order,
     plan,
+    stays,
 )
-from actors.protocol import CardStatus, CardTenant, CardWait
+from actors.protocol import CardStatus, CardTenant, CardWait, SleepMode
 
 # Between a tenant that could not make room and another order to it.
 _SPARED_S = 0.2
@@ -62,7 +64,14 @@ class Shrinking:
     shrink: Shrink
 
 
-Decision: TypeAlias = Granting | Refusing | Waiting | Ordering | Shrinking
+@dataclass(frozen=True, slots=True)
+class Staying:
+    tenant: str
+    number: int  # of the order that is taken back
+    stay: Stay
+
+
+Decision: TypeAlias = Granting | Refusing | Waiting | Ordering | Shrinking | Staying
 
 
 class CardLedger:
@@ -130,7 +139,7 @@ class CardLedger:
         order = self._orders.get(name)
         if order is not None and account.answered_order >= order:
             del self._orders[name]
-            after = replace(before, leaving=False, giving=0)
+            after = replace(before, leaving=False, drains=False, giving=0)
             is_as_deep = not before.awake and account.residue >= before.residue
             if before.leaving and (account.awake or is_as_deep):
                 after = replace(after, spared_until_s=now_s + _SPARED_S)
@@ -159,7 +168,7 @@ class CardLedger:
         self.forget_asks(name)
         self._orders.pop(name, None)
         self._targets.pop(name, None)
-        self._tenants[name] = replace(self._tenants[name], gone=True, giving=0)
+        self._tenants[name] = replace(self._tenants[name], gone=True, drains=False, giving=0)
 
     def end(self, name: str) -> None:
         """Nothing is left of a tenant."""
@@ -253,6 +262,7 @@ class CardLedger:
                 claimed += ask.size
                 slots += not card.tenant(ask.tenant).awake
                 yield from self._wait(ask, outcome, now_s)
+        yield from self._stay(replace(self.card(), claimed=claimed, claimed_slots=slots))
 
     def _take(self, ask: Ask) -> None:
         who = self._tenants[ask.tenant]
@@ -277,7 +287,9 @@ class CardLedger:
         for evict in wait.evict:
             self._last_order += 1
             self._orders[evict.tenant] = self._last_order
-            self._tenants[evict.tenant] = replace(self._tenants[evict.tenant], leaving=True)
+            drains = evict.mode is SleepMode.WAIT
+            tenant = replace(self._tenants[evict.tenant], leaving=True, drains=drains)
+            self._tenants[evict.tenant] = tenant
             yield Ordering(evict.tenant, self._last_order, evict)
         yield from self._shrink(wait.shrink)
         self.next_s = min(self.next_s, wait.until_s)
@@ -288,6 +300,14 @@ class CardLedger:
         if before is None or before.reason != wait.reason:
             turn = "" if wait.turn_s is None else f" in {max(0.0, wait.turn_s - now_s):.1f} s"
             yield Waiting(*key, wait.reason + turn)
+
+    def _stay(self, card: Card) -> Iterator[Decision]:
+        """Nothing is known of what becomes of it before it answers: it may sleep by now."""
+        wakes = [ask for ask in self._asks.values() if not ask.grows]
+        for stay in stays(card, wakes):
+            before = self._tenants[stay.tenant]
+            self._tenants[stay.tenant] = replace(before, leaving=False, drains=False)
+            yield Staying(stay.tenant, self._orders[stay.tenant], stay)
 
     def _shrink(self, shrinks: Iterable[Shrink]) -> Iterator[Decision]:
         for shrink in shrinks:

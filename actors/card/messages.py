@@ -114,6 +114,13 @@ class MakeRoom(msgspec.Struct, frozen=True, tag=True, array_like=True):
     deep: bool = False  # you sleep: sleep deep
 
 
+class Stay(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """That order to make room is taken back; of no effect on a sleep that has begun. It is answered all the same."""
+
+    number: int
+    reason: str
+
+
 class GiveBack(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Give back so much of the KV cache, as far as nobody uses it; the account says what came of it."""
 
@@ -142,4 +149,4 @@ class Sight(msgspec.Struct, frozen=True, tag=True, array_like=True):
     own_swap_s: float = 0.0  # of that, those of this tenant's wakes
 
 
-ToTenant: TypeAlias = Granted | Refused | Waits | MakeRoom | GiveBack | Seen | Sight
+ToTenant: TypeAlias = Granted | Refused | Waits | MakeRoom | Stay | GiveBack | Seen | Sight

@@ -44,6 +44,7 @@ class Tenant:
         reached: by the request that it was woken for, if there was one.
         asks: it waits for room to wake.
         leaving: it was asked to make room, and has not answered.
+        drains: it is leaving, and ends first what it has in flight; until then it may be told to stay.
         gone: its replica is lost, its process about to end.
         kv, kv_most: of `held`, the KV cache, and the most that it may have.
         grown: of `kv`, what it has beside what it woke with.
@@ -68,6 +69,7 @@ class Tenant:
     quiet_since_s: float = 0.0
     asks: bool = False
     leaving: bool = False
+    drains: bool = False
     gone: bool = False
     spared_until_s: float = -math.inf
     kv: int = 0
@@ -209,6 +211,14 @@ class Shrink:
 
 
 @dataclass(frozen=True, slots=True)
+class Stay:
+    """Take back what a tenant was asked: it need not make room any more."""
+
+    tenant: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """It may map what it asked for."""
 
@@ -262,25 +272,46 @@ def plan(card: Card, ask: Ask, now_s: float) -> Plan:
     free, slots = card.free - card.claimed, card.free_slots - card.claimed_slots
     if ask.size <= free and slot <= slots:
         return Grant()
-    short, short_slots = ask.size - free, slot - slots
     if not ask.waits:
         return Refuse(
             f"{in_words(ask.size)} do not fit beside who is awake: {in_words(max(0, free))} are free",
             True,
         )
-    wait = _make_room(
-        card,
-        ask,
-        short - sum(t.coming for t in card.tenants),
-        short_slots - sum(t.awake for t in card.tenants if t.comes_free),
-        now_s,
-    )
+    wait = _make_room(card, ask, *_missing(card, ask.size, slot), now_s)
     if now_s >= ask.limit_s:
         waited = (
             f"no room for {in_words(ask.size)} within {ask.patience_s:g} s (sharing.max_wait_s)"
         )
         return Refuse(f"{waited}: {wait.reason}", ever=True)
     return replace(wait, until_s=min(wait.until_s, ask.limit_s))
+
+
+def stays(card: Card, asks: Sequence[Ask]) -> list[Stay]:
+    """Who drains for nobody: those who wanted the room have left, or have found it elsewhere.
+
+    No plan asks them again, as long as nothing else happens.
+
+    Args:
+        card: as it is once all have been decided; `claimed` is what those take who go on waiting.
+        asks: theirs.
+    """
+    priority = max((card.tenant(ask.tenant).terms.priority for ask in asks), default=0)
+    found: list[Stay] = []
+    draining = [t for t in card.tenants if t.drains]
+    for tenant in sorted(draining, key=lambda t: (-t.terms.priority, t.name)):
+        rest = tuple(t for t in card.tenants if t.name != tenant.name)
+        without = replace(card, tenants=(*rest, replace(tenant, leaving=False)))
+        if not asks:
+            reason = "nobody waits for room any more"
+        elif all(missing <= 0 for missing in _missing(without, 0, 0)):
+            reason = "who waits has room without it"
+        elif not _gives_way(tenant, priority):
+            reason = "who waits now has a lower priority"
+        else:
+            continue
+        card = without
+        found.append(Stay(tenant.name, reason))
+    return found
 
 
 def in_order(asks: Sequence[Ask], card: Card, now_s: float) -> list[Ask]:
@@ -328,6 +359,13 @@ def _grow(card: Card, ask: Ask, who: Tenant, now_s: float) -> Plan:
     short = ask.size - free - sum(t.coming for t in card.tenants)
     shrink = _shrinks(idle, short, what, now_s)
     return Refuse(f"{what} are not free", ever=True, grows=True, shrink=shrink)
+
+
+def _missing(card: Card, size: int, slots: int) -> tuple[int, float]:
+    """Bytes, and of those who may be awake: behind asks that come before, once all is there that is on its way."""
+    free = card.free - card.claimed + sum(t.coming for t in card.tenants)
+    free_slots = card.free_slots - card.claimed_slots
+    return size - free, slots - free_slots - sum(t.awake for t in card.tenants if t.comes_free)
 
 
 def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: float) -> Wait:

@@ -22,6 +22,7 @@ from actors.card.messages import (
     Refused,
     Seen,
     Sight,
+    Stay,
     ToTenant,
     Waits,
     Want,
@@ -40,6 +41,7 @@ _LOOK_LIMIT_S = 0.5
 _GROW_LIMIT_S = 1.0  # a keeper says at once
 _FIND_LIMIT_S = 30.0  # a process that begins; without a keeper the driver decides
 
+MakesRoom: TypeAlias = Callable[[SleepMode | None, str, str, bool, asyncio.Event], Awaitable[None]]
 # Connects a protocol to the keeper of this node, which is made if there is none.
 Connect: TypeAlias = Callable[[asyncio.Protocol], Awaitable[None]]
 
@@ -70,8 +72,8 @@ class CardClient:
     again, or the next one, which is told everything once more.
 
     Attributes:
-        make_room: called with an order, its reason and the model that wants the room; returns when the replica
-            sleeps, or cannot.
+        make_room: called with an order, its reason, the model that wants the room and an event that is set if the
+            order is taken back; returns when the replica sleeps, or cannot.
         give_back: called with bytes of KV cache that a neighbour waits for; returns when they went, as far as
             nobody uses them.
         sight: how the card was a moment ago; None: no keeper has said.
@@ -96,7 +98,7 @@ class CardClient:
             gpus: that Ray has set aside for the worker.
         """
         self.sight: Sight | None = None
-        self.make_room: Callable[[SleepMode | None, str, str, bool], Awaitable[None]] = _nobody
+        self.make_room: MakesRoom = _nobody
         self.give_back: Callable[[int], Awaitable[None]] = _nothing
         self._name = name
         self._model = model
@@ -118,6 +120,7 @@ class CardClient:
         self._acquiring = 0  # asks that may have to wait
         self._looks: list[asyncio.Future[CardStatus]] = []
         self._orders: set[asyncio.Task[None]] = set()
+        self._taken_back: dict[int, asyncio.Event] = {}  # by the number of an order to make room
         self._keeping: asyncio.Task[None] | None = None
 
     # --- memory ---
@@ -404,6 +407,7 @@ class CardClient:
 
     def _disconnected(self) -> None:
         self._connection = self.sight = None
+        self._taken_back.clear()  # the next keeper takes back its own
         self._connected.clear()
         for want in self._wants.values():
             if not want.done():
@@ -439,8 +443,16 @@ class CardClient:
             case Waits():
                 logger.info("%s waits for room: %s", self._name, message.reason)
             case MakeRoom():
-                work = self.make_room(message.mode, message.reason, message.for_model, message.deep)
+                taken_back = self._taken_back[message.number] = asyncio.Event()
+                work = self.make_room(
+                    message.mode, message.reason, message.for_model, message.deep, taken_back
+                )
                 self._begin(message.number, work)
+            case Stay():
+                order = self._taken_back.get(message.number)
+                if order is not None:
+                    logger.info("%s need not make room: %s", self._name, message.reason)
+                    order.set()
             case GiveBack():
                 logger.info("%s is to give back KV cache: %s", self._name, message.reason)
                 self._begin(message.number, self.give_back(message.size))
@@ -469,6 +481,7 @@ class CardClient:
         except Exception:
             logger.exception("%s: could not make room", self._name)
         if self._connection is keeper:
+            self._taken_back.pop(number, None)
             self._change(answered_order=number, device_free=self._device_free)
 
 
@@ -480,7 +493,9 @@ def _fields_of(kv: KvNow) -> dict[str, int]:
     return {"kv": kv.size, "kv_most": kv.most, "grown": kv.grown, "spare": kv.spare}
 
 
-async def _nobody(mode: SleepMode | None, reason: str, for_model: str, deep: bool) -> None:
+async def _nobody(
+    mode: SleepMode | None, reason: str, for_model: str, deep: bool, taken_back: asyncio.Event
+) -> None:
     """Makes no room."""
 
 

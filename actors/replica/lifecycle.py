@@ -2,8 +2,8 @@
 
     AWAKE ──sleep──► DRAINING ──drained, unmapped──► ASLEEP ──request or wake_up──► WAKING ──► AWAKE
       ▲                 │                              ▲
-      └── drain timeout ┘                              │ another worker is ready; AWAKE follows if it was,
-                                                       │ and a sleep at level 2 if it was to be in one
+      └── drain timeout,┘                              │ another worker is ready; AWAKE follows if it was,
+          or nobody wants its room any more            │ and a sleep at level 2 if it was to be in one
      `restart`, or an effect that raises ──► RESTARTING ──► FAILED, for good, if no worker lives
 
 All methods run on one event loop. Only `_enter` writes the state. A transition is entered before its
@@ -32,6 +32,7 @@ from actors.replica.effects import Effects
 from actors.replica.idle import IdleClock, IdleTimeout, TimeoutSource
 from actors.replica.schedule import Schedule
 from actors.replica.sleep_config import SleepConfig
+from actors.waits import one_of
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +141,16 @@ class Lifecycle:
         reason: str = "asked to",
         cause: SleepCause = SleepCause.COMMAND,
         for_model: str = "",
+        taken_back: asyncio.Event | None = None,
     ) -> None:
         """Finish, abort or freeze the requests in flight, then sleep. Idempotent.
 
         Where a worker fails meanwhile, the next one sleeps as deep, unless somebody wants it awake by then: the
         replica is theirs, and this returns. A drain that is under way is cut short by a command that does not wait for requests. What an
         earlier sleep froze is aborted, too, if so asked.
+
+        Args:
+            taken_back: ends the drain as its timeout does.
 
         Raises:
             DrainTimeout: requests in flight did not finish in time; the replica is awake, and a hold stays.
@@ -168,7 +173,9 @@ class Lifecycle:
         self._drops_image = cause if command.level == 2 else None
         slept = await asyncio.shield(
             self._begin(
-                ReplicaState.DRAINING, self._drain_and_sleep(command, cause, for_model), reason
+                ReplicaState.DRAINING,
+                self._drain_and_sleep(command, cause, for_model, taken_back),
+                reason,
             )
         )
         if not slept:  # a worker failed; the restart puts the next one where it was to be
@@ -197,7 +204,12 @@ class Lifecycle:
         self._look_if_due()
 
     async def make_room(
-        self, mode: SleepMode | None, reason: str, for_model: str = "", deep: bool = False
+        self,
+        mode: SleepMode | None,
+        reason: str,
+        for_model: str = "",
+        deep: bool = False,
+        taken_back: asyncio.Event | None = None,
     ) -> None:
         """Sleep, because another model wants the memory of the card; return when that is settled.
 
@@ -208,6 +220,8 @@ class Lifecycle:
                 Those that are frozen go on by themselves, as soon as there is room again.
             for_model: that wants the room.
             deep: it was asleep, and is to sleep deep if it still is.
+            taken_back: set if nobody wants the room any more. Who drains by then stays awake; a sleep that has begun
+                goes on.
         """
         if self._state is ReplicaState.DRAINING:
             await self._until_settled()
@@ -219,9 +233,12 @@ class Lifecycle:
             return
         if self._state is not ReplicaState.AWAKE or (mode is None and is_wanted):
             return
+        if taken_back is not None and taken_back.is_set():
+            return
         cause = SleepCause.ROOM if mode is None else SleepCause.PREEMPTED
         try:
-            await self.sleep(SleepCommand(mode=mode or SleepMode.WAIT), reason, cause, for_model)
+            command = SleepCommand(mode=mode or SleepMode.WAIT)
+            await self.sleep(command, reason, cause, for_model, taken_back)
         except DrainTimeout:
             return  # it is logged, and awake
         if self.idle.in_flight and not self.held:
@@ -496,12 +513,16 @@ class Lifecycle:
         self._enter(ReplicaState.AWAKE, self.reason, self.last_wake_s, change)
 
     async def _drain_and_sleep(
-        self, command: SleepCommand, cause: SleepCause, for_model: str
+        self,
+        command: SleepCommand,
+        cause: SleepCause,
+        for_model: str,
+        taken_back: asyncio.Event | None,
     ) -> None:
         if command.mode is SleepMode.ABORT:
             self._effects.abort_in_flight()
         if self._drains:
-            await self._drain()
+            await self._drain(taken_back or asyncio.Event())
         await self._give_memory_back(command.level, command.deep, cause, for_model)
 
     async def _give_memory_back(
@@ -530,11 +551,15 @@ class Lifecycle:
         elif mode is SleepMode.KEEP and self._drains:
             self._drained.set()
 
-    async def _drain(self) -> None:
+    async def _drain(self, taken_back: asyncio.Event) -> None:
         timeout_s = self._config.drain_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._drained.wait()
+                await one_of(self._drained, taken_back)
+            if taken_back.is_set():
+                self._observer.drain_taken_back()
+                self._enter(ReplicaState.AWAKE, "nobody wants its room any more")
+                raise DrainTimeout("the model that wanted room has left; this one stays awake")
         except TimeoutError:
             in_flight = self.idle.in_flight
             self._enter(ReplicaState.AWAKE, f"{in_flight} in flight after {timeout_s:g} s of drain")

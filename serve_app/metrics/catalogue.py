@@ -223,6 +223,11 @@ GRANT_SECONDS = _histogram(
     "From asking the keeper of a shared card for memory to its answer.",
     (0.0005, 0.001, 0.002, *_WAKE),
 )
+DRAINS_TAKEN_BACK = _counter(
+    "sleepserve_card_drains_taken_back_total",
+    "Drains of busy models, to make room on a shared card, that ended with the model awake: nobody wanted the room "
+    "any more.",
+)
 GROWTH = _counter(
     "sleepserve_card_growth_total",
     "Times that the keeper of a shared card was asked for more KV cache of a model that is awake, by its answer. "
@@ -314,6 +319,7 @@ OF_REPLICAS = (
     *(
         GRANTS,
         GRANT_SECONDS,
+        DRAINS_TAKEN_BACK,
         GROWTH,
         KV_PARTS,
         KV_PARTS_BYTES,

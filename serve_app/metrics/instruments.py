@@ -63,6 +63,9 @@ class Instruments(Observer):
         self._tally.add(metrics.GRANTS, outcome)
         self._tally.observe(metrics.GRANT_SECONDS, seconds)
 
+    def drain_taken_back(self) -> None:
+        self._tally.add(metrics.DRAINS_TAKEN_BACK)
+
     def growth_asked(self, outcome: GrowthOutcome) -> None:
         self._tally.add(metrics.GROWTH, outcome)
 

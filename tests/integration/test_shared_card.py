@@ -157,6 +157,26 @@ def test_busy_model_is_drained_for_who_has_waited(tmp_path: Path, checkpoints: l
 
 
 @pytest.mark.usefixtures("impatient")
+def test_busy_model_goes_on_where_who_has_waited_leaves(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints[:2], 1.5, max_wait_s=60) as (_, made):
+            state = made[0].lifecycle
+            async with state.serving("long"):
+                asked = asyncio.create_task(made[1].tokens(PROMPTS[1]))
+                await until(lambda: state.state is ReplicaState.DRAINING)
+                beside = asyncio.create_task(made[0].tokens(PROMPTS[0]))
+                asked.cancel()
+                assert await asyncio.wait_for(beside, 20)  # a drain ends by itself after 60 s
+                assert state.idle.in_flight == 1
+            assert states(made) == [AWAKE, ASLEEP]
+            assert made[0].sleeps == []
+
+    run(scenario)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_frozen_answer_goes_on_and_is_right(tmp_path: Path, checkpoints: list[Path]) -> None:
     async def scenario() -> None:
         sharing = {"preempt": "freeze", "max_wait_s": 60}

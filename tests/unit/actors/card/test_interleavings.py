@@ -99,6 +99,12 @@ class Interleavings(RuleBasedStateMachine):
             late_s = self.world.now_s - ask.limit_s
             assert late_s <= 0 or self.world.now_s < self.world.gathers_until_s
 
+    @invariant()
+    def nobody_drains_for_nobody(self) -> None:
+        ledger = self.world.ledger
+        if not any(not ask.grows for ask in ledger._asks.values()):
+            assert not any(tenant.drains for tenant in ledger._tenants.values())
+
     def teardown(self) -> None:
         for model in self.world.models:
             model.refuses = False
@@ -106,9 +112,31 @@ class Interleavings(RuleBasedStateMachine):
         everybody_is_served_in_turn(self.world)
 
 
-def _run(examples: int) -> None:
+class AroundADrain(Interleavings):
+    """Begins where a busy model has been told to drain, and who waited has left; neither side has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = busy_model_and_who_waits(4, 3)
+        self.world.leave(3)
+
+
+def busy_model_and_who_waits(busy: int, waits: int) -> World:
+    """Until the order is on its way."""
+    world = World()
+    world.request(busy)
+    _read_all(world)
+    world.woken(busy)
+    world.request(waits)
+    world.deliver_all_up()
+    while not world.models[busy].inbox:
+        world.tick(0.1)
+    return world
+
+
+def _run(examples: int, machine: type[Interleavings] = Interleavings) -> None:
     run_state_machine_as_test(
-        Interleavings,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=30,
@@ -120,6 +148,10 @@ def _run(examples: int) -> None:
 
 def test_a_thousand_interleavings() -> None:
     _run(1000)
+
+
+def test_interleavings_around_a_drain() -> None:
+    _run(300, AroundADrain)
 
 
 @pytest.mark.slow
@@ -145,6 +177,19 @@ def test_models_alone_have_all_of_the_card_and_give_it_back() -> None:
     assert world.given_back > 0
     assert not world.short
     assert [world.models[i].state for i in (0, 2)] == ["awake", "awake"], "nobody had to sleep"
+    everything_settles(world)
+
+
+def test_model_that_drains_goes_on_when_who_waited_has_left() -> None:
+    world = busy_model_and_who_waits(4, 3)
+    _read_all(world)
+    model = world.models[4]
+    assert model.state == "draining"
+    world.request(4)
+    world.leave(3)
+    _read_all(world)
+    assert (model.state, model.in_flight, model.waiting) == ("awake", 2, [])
+    assert world.stayed == 1
     everything_settles(world)
 
 

@@ -3,15 +3,18 @@
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from actors.card.messages import MakeRoom, Stay
 from actors.card.plan import UNREACHED_S
 from actors.card.tenant import CardClient, KvNow
 from actors.errors import NeverFits, NoRoom, Unavailable
 from actors.observer import GrantOutcome, GrowthOutcome
 from actors.protocol import CardRoom, CardStatus, SleepMode
+from actors.waits import one_of
 from tests.card_site import CardSite, card_site, run, until
 
 BUDGET = 100
@@ -29,6 +32,7 @@ class Tenant:
         self.outcomes = site.grants.outcomes
         self.orders: list[tuple[SleepMode | None, str]] = []
         self.slept_for: list[str] = []
+        self.taken_back: list[bool] = []  # of the orders that it has begun to follow
         self.gate = asyncio.Event()  # a sleep waits for it
         self.gate.set()
         self.busy = False
@@ -71,13 +75,21 @@ class Tenant:
         self.client.busy(busy)
 
     async def _make_room(
-        self, mode: SleepMode | None, reason: str, for_model: str, deep: bool
+        self,
+        mode: SleepMode | None,
+        reason: str,
+        for_model: str,
+        deep: bool,
+        taken_back: asyncio.Event,
     ) -> None:
         self.orders.append((mode, reason))
         self.slept_for.append(for_model)
         if mode is None and self.busy:
             return
-        await self.gate.wait()
+        await one_of(self.gate, taken_back)
+        self.taken_back.append(taken_back.is_set())
+        if taken_back.is_set():
+            return
         self.awake = False
         self.client.settled(held=0)
 
@@ -224,6 +236,91 @@ def test_busy_neighbour_is_drained_after_a_while(tmp_path: Path) -> None:
             a.work(True)
             await b.wake(60)
             assert [mode for mode, _ in a.orders] == [SleepMode.WAIT]
+
+    run(scenario)
+
+
+async def drains_for(site: CardSite, a: Tenant, b: Tenant) -> asyncio.Task[bool]:
+    """The wake that a is to drain for."""
+    await a.place()
+    await b.place()
+    await a.wake(60)
+    a.work(True)
+    a.gate.clear()
+    wake = asyncio.create_task(b.wake(60))
+    await until(lambda: [mode for mode, _ in a.orders] == [SleepMode.WAIT])
+    return wake
+
+
+@pytest.mark.parametrize("leaves", ["withdraws", "is cancelled", "dies", "has waited for long"])
+def test_neighbour_drains_no_more_when_who_asked_has_left(
+    tmp_path: Path, leaves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.card.plan.BUSY_AFTER", 0.0)
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            worker = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
+            )
+            a = Tenant(site, "a")
+            b = Tenant(site, "b", worker.pid, max_wait_s=0.2)
+            wake = await drains_for(site, a, b)
+            if leaves == "withdraws":
+                b.client.withdraw("nobody waits for the wake any more")
+            elif leaves == "is cancelled":
+                wake.cancel()
+            elif leaves == "dies":
+                await b.client.close()
+            await until(lambda: a.taken_back == [True])
+            assert a.awake
+            status = await seen(a)
+            assert status.held == 60
+            assert not status.tenants[0].moving
+            with suppress(asyncio.CancelledError, Unavailable):
+                await wake
+            await worker.communicate(b"\n")
+            a.work(False)
+            c = await Tenant(site, "c").place()
+            a.gate.set()
+            await c.wake(60)
+            assert a.taken_back == [True, False], "the next one is another order"
+
+    run(scenario)
+
+
+def test_order_and_that_it_is_taken_back_in_one_read(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a").place()
+            await a.wake(60)
+            a.work(True)
+            a.gate.clear()
+            a.client._receive(MakeRoom(7, SleepMode.WAIT, "60 bytes for b", "b"))
+            a.client._receive(Stay(6, "of an order before"))
+            a.client._receive(Stay(7, "nobody waits for room any more"))
+            a.client._receive(Stay(8, "of none that it knows"))
+            await until(lambda: a.client._account.answered_order == 7)
+            assert a.taken_back == [True]
+            assert a.client._taken_back == {}
+
+    run(scenario)
+
+
+def test_what_a_lost_keeper_has_ordered_is_not_for_the_next_one_to_take_back(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = Tenant(site, "a"), Tenant(site, "b")
+            wake = await drains_for(site, a, b)
+            await site.kill()
+            await wake
+            await site.begin()
+            assert await a.client.until_there_is_a_keeper()
+            a.client._receive(Stay(0, "nobody waits for room any more"))
+            a.gate.set()
+            await until(lambda: a.taken_back == [False])
 
     run(scenario)
 

@@ -1,8 +1,11 @@
 """A card's account over time: what messages that cross do to it, and what it says."""
 
-import msgspec
+from collections.abc import Callable
 
-from actors.card.config import Terms
+import msgspec
+import pytest
+
+from actors.card.config import Preempt, Terms
 from actors.card.ledger import (
     CardLedger,
     Decision,
@@ -10,6 +13,7 @@ from actors.card.ledger import (
     Ordering,
     Refusing,
     Shrinking,
+    Staying,
     Waiting,
 )
 from actors.card.messages import Account, Sight
@@ -145,6 +149,104 @@ def test_order_that_could_not_be_followed_goes_to_somebody_else() -> None:
     again, _ = decide(book, 20.1)
     assert isinstance(again, Ordering)
     assert again.tenant == "b"
+
+
+BUSY = msgspec.structs.replace(AWAKE, busy=True)
+
+
+def draining_for(*names: str) -> CardLedger:
+    """A card whose one model, `a`, was told to drain for these."""
+    book = ledger("a", *names)
+    book.account("a", BUSY, 20.0)
+    for name in names:
+        wants(book, name)
+    decide(book, 20.0)
+    assert [d.number for d in decide(book, 22.5) if isinstance(d, Ordering)] == [0]
+    return book
+
+
+def stayed(book: CardLedger, at_s: float) -> list[tuple[str, int]]:
+    return [(d.tenant, d.number) for d in decide(book, at_s) if isinstance(d, Staying)]
+
+
+@pytest.mark.parametrize(
+    ("leave", "at_s"),
+    [
+        (lambda book: book.withdraw("b", 1), 23.0),  # its clients have
+        (lambda book: book.lose("b"), 23.0),  # with its replica
+        (lambda book: book.end("b"), 23.0),
+        (lambda book: book.join("b", "b", Terms(), ASLEEP, 23.0), 23.0),
+        (lambda book: None, 30.0),  # its limit has passed
+    ],
+)
+def test_drain_is_taken_back_when_who_wanted_it_has_left(
+    leave: Callable[[CardLedger], None], at_s: float
+) -> None:
+    book = draining_for("b")
+    assert stayed(book, 22.6) == []
+    leave(book)
+    assert stayed(book, at_s) == [("a", 0)]
+    assert stayed(book, at_s) == [], "once"
+    assert not book.card().tenant("a").leaving
+
+
+def test_drain_goes_on_for_the_next_who_waits() -> None:
+    book = draining_for("b", "c")
+    book.ask("b", 2, 10, False, 23.0, 1.0, grows=True)
+    book.withdraw("b", 1)
+    assert stayed(book, 23.0) == []
+    book.withdraw("c", 1)
+    assert stayed(book, 23.0) == [("a", 0)]
+
+
+def test_nothing_is_taken_back_of_who_has_answered_or_is_gone() -> None:
+    for tell in (
+        lambda book: book.account("a", msgspec.structs.replace(BUSY, answered_order=0), 22.6),
+        lambda book: book.account("a", Account(process_id=1, read_ask=1, answered_order=0), 22.6),
+        lambda book: book.lose("a"),
+        lambda book: book.end("a"),
+    ):
+        book = draining_for("b")
+        tell(book)
+        book.withdraw("b", 1)
+        assert stayed(book, 22.6) == []
+
+
+def test_who_fell_asleep_all_the_same_has_given_its_room() -> None:
+    book = draining_for("b")
+    book.withdraw("b", 1)
+    assert stayed(book, 23.0) == [("a", 0)]
+    wants(book, "b", number=2, at_s=23.0)
+    assert not [d for d in decide(book, 23.0) if isinstance(d, Granting)], "not before it says so"
+    book.account("a", Account(process_id=1, read_ask=1, answered_order=0), 23.1)
+    assert decide(book, 23.1) == [Granting("b", 2, at_once=False)]
+
+
+def test_who_stays_may_be_asked_again() -> None:
+    book = draining_for("b")
+    book.withdraw("b", 1)
+    assert stayed(book, 23.0) == [("a", 0)]
+    wants(book, "b", number=2, at_s=23.0)
+    decide(book, 23.0)
+    (order, _) = decide(book, 25.5)
+    assert isinstance(order, Ordering)
+    book.account("a", msgspec.structs.replace(BUSY, answered_order=0), 25.6)  # the first one
+    assert book.card().tenant("a").leaving
+    book.account("a", Account(process_id=1, read_ask=1, answered_order=1), 25.7)
+    assert decide(book, 25.7) == [Granting("b", 2, at_once=False)]
+
+
+def test_idle_models_and_those_that_are_frozen_are_not_told_to_stay() -> None:
+    """They sleep as soon as they are told to."""
+    for account, preempt in ((AWAKE, Preempt.DRAIN), (BUSY, Preempt.FREEZE)):
+        book = ledger("b")
+        book.join("a", "a", Terms(preempt=preempt), account, 10.0)
+        wants(book, "b")
+        decide(book, 20.0)
+        decide(book, 22.5)
+        assert book.card().tenant("a").leaving
+        book.withdraw("b", 1)
+        assert stayed(book, 22.6) == []
 
 
 def test_sleeper_that_cannot_sleep_deep_now_is_asked_again_later() -> None:

@@ -16,10 +16,12 @@ from actors.card.plan import (
     Grant,
     Refuse,
     Shrink,
+    Stay,
     Tenant,
     Wait,
     in_order,
     plan,
+    stays,
 )
 from actors.protocol import SleepMode
 
@@ -355,6 +357,58 @@ def test_a_busy_model_gives_way_to_none_of_a_lower_priority() -> None:
 def test_idle_models_go_before_busy_ones() -> None:
     full = card(awake("busy", 50, busy=True), awake("idle", 50, idle_s=0.1))
     assert evicted(plan(full, ask(waited_s=6), NOW_S)) == ["idle"]
+
+
+# --- who drained for nobody ---
+
+DRAINS: dict[str, object] = {"busy": True, "leaving": True, "drains": True}
+
+
+def test_drain_ends_when_nobody_waits_any_more() -> None:
+    draining = card(awake("a", 100, **DRAINS), awake("frozen", 0, busy=True, leaving=True))
+    assert stays(draining, []) == [Stay("a", "nobody waits for room any more")]
+    strangers = replace(draining, foreign=50 * GIB)
+    assert [stay.tenant for stay in stays(strangers, [])] == ["a"]
+
+
+def test_drain_goes_on_for_whoever_needs_its_room() -> None:
+    draining = card(awake("a", 100, **DRAINS), claimed=30 * GIB, claimed_slots=1)
+    assert stays(draining, [ask()]) == []
+    place = card(awake("a", 10, **DRAINS), max_awake=1, claimed=30 * GIB, claimed_slots=1)
+    assert stays(place, [ask()]) == []
+
+
+def test_drain_ends_when_who_waits_finds_room_elsewhere() -> None:
+    tenants = awake("a", 50, **DRAINS), awake("b", 50, **DRAINS)
+    for claimed, stay in ((50, ["a"]), (51, [])):
+        draining = card(*tenants, claimed=claimed * GIB, claimed_slots=1)
+        assert [each.tenant for each in stays(draining, [ask(claimed)])] == stay
+    first = awake("b", 50, **DRAINS, terms=Terms(priority=1))
+    draining = card(tenants[0], first, claimed=50 * GIB, claimed_slots=1)
+    asks = [ask(50), ask(1, "b")]  # somebody of b's priority
+    assert stays(draining, asks) == [Stay("b", "who waits has room without it")]
+
+
+def test_drain_ends_when_all_who_wait_have_a_lower_priority() -> None:
+    busy = awake("a", 100, **DRAINS, terms=Terms(priority=1))
+    draining = card(busy, claimed=30 * GIB, claimed_slots=1)
+    assert stays(draining, [ask()]) == [Stay("a", "who waits now has a lower priority")]
+
+
+def test_nobody_who_stays_is_asked_again_at_once() -> None:
+    """What a plan asks for is not taken back, nor is that asked for which was taken back."""
+    for size in range(10, 101, 10):
+        wanted = ask(size, waited_s=6)
+        full = card(awake("a", 40, busy=True), awake("b", 60, busy=True), foreign=-5 * GIB)
+        ordered = evicted(plan(full, wanted, NOW_S))
+        tenants = [replace(t, **DRAINS) if t.name in ordered else t for t in full.tenants]  # type: ignore[arg-type]
+        waits = replace(full, tenants=tuple(tenants), claimed=size * GIB, claimed_slots=1)
+        assert stays(waits, [wanted]) == []
+        all_drain = tuple(replace(t, **DRAINS) if t.awake else t for t in full.tenants)  # type: ignore[arg-type]
+        staying = {stay.tenant for stay in stays(replace(waits, tenants=all_drain), [wanted])}
+        after = [replace(t, leaving=t.leaving and t.name not in staying) for t in all_drain]
+        outcome = plan(replace(full, tenants=tuple(after)), wanted, NOW_S)
+        assert isinstance(outcome, Grant) or evicted(outcome) == []
 
 
 # --- who waits ---

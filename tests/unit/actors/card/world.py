@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from actors.card.config import Preempt, Terms
-from actors.card.ledger import CardLedger, Granting, Ordering, Refusing, Shrinking
+from actors.card.ledger import CardLedger, Granting, Ordering, Refusing, Shrinking, Staying
 from actors.card.messages import Account
 from actors.protocol import SleepMode
 
@@ -67,6 +67,7 @@ class World:
         short: grants that the driver could not honour.
         grants, given_back: parts that came and went.
         deepened: deep sleeps.
+        stayed: drains that were taken back.
         lost_keepers: how many have died.
     """
 
@@ -80,7 +81,7 @@ class World:
         self.answered: list[float] = []
         self.refused: list[float] = []
         self.short = 0
-        self.grants = self.given_back = self.deepened = 0
+        self.grants = self.given_back = self.deepened = self.stayed = 0
         self.lost_keepers = 0
         self.outbox: deque[tuple[int, Callable[[CardLedger], None]]] = deque()  # to which keeper
         self.keeper = 0  # which one there is
@@ -189,6 +190,7 @@ class World:
         for model in self.models:
             model.inbox.clear()
             model.answered = -1
+            model.draining_for = None
             model.grows = False  # not without a keeper
             if model.state == "asking":  # by the driver's word
                 model.read_ask = model.number
@@ -223,6 +225,8 @@ class World:
             self._answered(model, message)
         elif isinstance(message, Ordering):
             self._make_room(model, message)
+        elif isinstance(message, Staying):
+            self._stay(model, message)
 
     def _answered(self, model: Model, message: Granting | Refusing) -> None:
         if model.grows:
@@ -258,7 +262,7 @@ class World:
         if self.now_s < self.gathers_until_s:
             return
         for decision in self.ledger.decide(self.now_s):
-            if isinstance(decision, Granting | Refusing | Ordering | Shrinking):
+            if isinstance(decision, Granting | Refusing | Ordering | Shrinking | Staying):
                 model = next(m for m in self.models if m.name == decision.tenant)
                 model.inbox.append(decision)
 
@@ -350,6 +354,15 @@ class World:
             model.state = "draining"
             return
         self._sleep(model)
+
+    def _stay(self, model: Model, order: Staying) -> None:
+        if model.state != "draining" or model.draining_for != order.number:
+            return  # it sleeps, or could not
+        model.state, model.answered, model.draining_for = "awake", order.number, None
+        self.stayed += 1
+        self._tell(model)
+        waiting, model.waiting = model.waiting, []
+        self._begin(model, waiting)
 
     # --- the wire ---
 

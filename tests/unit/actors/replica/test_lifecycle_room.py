@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.errors import NoRoom, Unavailable
-from actors.observer import SleepCause
+from actors.observer import Observer, SleepCause
 from actors.protocol import LastSleep, SleepCommand, SleepMode
 from actors.replica.lifecycle import Lifecycle
 from actors.replica.sleep_config import SleepConfig
@@ -101,6 +101,101 @@ def test_drain_that_takes_too_long_leaves_it_awake() -> None:
         request, ends = await bench.in_flight()
         await bench.lifecycle.make_room(SleepMode.WAIT, "room")
         assert bench.lifecycle.state is AWAKE
+        ends.set()
+        await request
+
+    run(scenario)
+
+
+class Stays(Observer):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def drain_taken_back(self) -> None:
+        self.count += 1
+
+
+async def drains(bench: Bench, taken_back: asyncio.Event) -> asyncio.Task[None]:
+    order = asyncio.create_task(
+        bench.lifecycle.make_room(SleepMode.WAIT, "room", "another", taken_back=taken_back)
+    )
+    await until(lambda: bench.lifecycle.state is DRAINING)
+    return order
+
+
+def test_drain_that_nobody_wants_any_more_ends_and_requests_go_on() -> None:
+    async def scenario() -> None:
+        bench, told, taken_back = Bench(), Stays(), asyncio.Event()
+        bench.lifecycle._observer = told
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        order = await drains(bench, taken_back)
+        waiting = asyncio.create_task(bench.request())
+        await until(lambda: bench.lifecycle.waiting_for_wake == 1)
+        taken_back.set()
+        await order
+        assert await waiting == "served"
+        assert (bench.states, bench.effects.calls) == ([DRAINING, AWAKE], [])
+        assert told.count == 1
+        ends.set()
+        assert await request == "served"
+        again = await drains(bench, asyncio.Event())  # it has forgotten the first one
+        await again
+        assert bench.lifecycle.state is ASLEEP
+
+    run(scenario)
+
+
+def test_order_that_was_taken_back_before_it_began() -> None:
+    async def scenario() -> None:
+        bench, taken_back = Bench(), asyncio.Event()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        taken_back.set()
+        await bench.lifecycle.make_room(SleepMode.WAIT, "room", taken_back=taken_back)
+        assert (bench.states, bench.effects.calls) == ([], [])
+        ends.set()
+        await request
+
+    run(scenario)
+
+
+def test_sleep_that_has_begun_is_not_taken_back() -> None:
+    async def scenario() -> None:
+        bench, taken_back = Bench(), asyncio.Event()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        bench.effects.gate.clear()
+        order = await drains(bench, taken_back)
+        ends.set()
+        await request
+        await until(lambda: bench.effects.calls == ["sleep 1"])
+        taken_back.set()
+        bench.effects.gate.set()
+        await order
+        assert bench.states == [DRAINING, ASLEEP]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("mode", list(SleepMode))
+def test_operator_who_wants_it_asleep_has_it_so_all_the_same(mode: SleepMode) -> None:
+    async def scenario() -> None:
+        bench, taken_back = Bench(), asyncio.Event()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        bench.effects.on_abort = ends.set
+        order = await drains(bench, taken_back)
+        asked = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(mode=mode)))
+        await asyncio.sleep(0)
+        taken_back.set()
+        await order
+        if mode is SleepMode.WAIT:
+            assert bench.lifecycle.state is DRAINING
+            assert not asked.done()
+            ends.set()
+        await asked
+        assert bench.lifecycle.state is ASLEEP
         ends.set()
         await request
 
