@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2  # between two tries to find a keeper
 _LOOK_LIMIT_S = 0.5
+# A keeper does nothing that takes long. While it owes an answer it is looked at every so often; one that says nothing
+# for so long, twice, or owes it for so long behind its limit, is as good as dead: its process is stopped, or hangs.
+_LOOK_EVERY_S = 1.0
+_SILENCE_S = 2.0
+_LATE_S = 5.0
 _GROW_LIMIT_S = 1.0  # a keeper says at once
 _FIND_LIMIT_S = 30.0  # a process that begins; without a keeper the driver decides
 
@@ -69,7 +74,7 @@ class CardClient:
     """Speaks for one replica with the keeper of its card, for as long as the replica lives.
 
     Without a keeper everything is granted: what does not fit is the driver's to refuse. A lost one is found
-    again, or the next one, which is told everything once more.
+    again, or the next one, which is told everything once more. One that owes an answer and says nothing is left.
 
     Attributes:
         make_room: called with an order, its reason, the model that wants the room and an event that is set if the
@@ -280,14 +285,14 @@ class CardClient:
         """Whether what it asked for to make itself ready, or to wake, is not answered."""
         return self._acquiring > 0
 
-    async def look(self) -> CardStatus | None:
+    async def look(self, within_s: float = _LOOK_LIMIT_S) -> CardStatus | None:
         """What the keeper says of the card; None: it says nothing."""
         if self._connection is None:
             return None
         seen: asyncio.Future[CardStatus] = asyncio.get_running_loop().create_future()
         self._looks.append(seen)
         self._send(Look())
-        await asyncio.wait({seen}, timeout=_LOOK_LIMIT_S)
+        await asyncio.wait({seen}, timeout=within_s)
         return seen.result() if seen.done() and not seen.cancelled() else None
 
     async def close(self) -> None:
@@ -323,12 +328,13 @@ class CardClient:
         return answer is not None
 
     async def _ask(self, wanted: Want) -> Granted | Refused | None:
-        """The keeper's answer; None: it is lost."""
+        """The keeper's answer; None: it is lost, or does not answer."""
         number = wanted.number
         loop = asyncio.get_running_loop()
         want: asyncio.Future[Granted | Refused | None] = loop.create_future()
         self._wants[number] = want
         self._send(wanted)
+        listening = asyncio.create_task(self._listen(wanted.limit_s))
         try:
             return await want
         except BaseException:
@@ -336,7 +342,19 @@ class CardClient:
             self._change(read_ask=number)  # it may have been granted by now
             raise
         finally:
+            listening.cancel()
             del self._wants[number]
+
+    async def _listen(self, limit_s: float) -> None:
+        """Leave a keeper that does not answer within so long, or says nothing meanwhile."""
+        loop, lost = asyncio.get_running_loop(), self._lost
+        late_s = loop.time() + limit_s + _LATE_S
+        silent = 0  # twice, because this process may have stood still itself
+        while silent < 2 and loop.time() < late_s:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            silent = silent + 1 if await self.look(_SILENCE_S) is None else 0
+        logger.warning("%s: the keeper of its card does not answer", self._name)
+        lost.set()
 
     def _take(self, size: int, number: int) -> None:
         before = self._account
@@ -377,10 +395,9 @@ class CardClient:
         again = False
         try:
             while True:
-                self._lost.clear()
-                connection: Connection[ToTenant] = Connection(
-                    ToTenant, self._receive, self._lost.set
-                )
+                # Of this connection alone: the one before may end later.
+                lost = self._lost = asyncio.Event()
+                connection: Connection[ToTenant] = Connection(ToTenant, self._receive, lost.set)
                 try:
                     await self._connect(connection)
                 except Exception:
@@ -395,7 +412,7 @@ class CardClient:
                 self._connected.set()
                 again = True
                 try:
-                    await self._lost.wait()
+                    await lost.wait()
                 finally:
                     self._disconnected()
                     connection.close()

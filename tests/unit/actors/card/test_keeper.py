@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import signal
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -402,6 +404,106 @@ def test_without_a_keeper_the_driver_decides(tmp_path: Path) -> None:
             await until(lambda: a.client._connection is None)
             assert not await a.wake(60)
             assert a.outcomes == [GrantOutcome.ALONE]
+
+    run(scenario)
+
+
+KEEPER = """
+import asyncio, sys
+from actors.card.keeper import CardKeeper
+
+async def serve():
+    server = await asyncio.get_running_loop().create_unix_server(CardKeeper(gather_s=0.0).accept, sys.argv[1])
+    print("ready", flush=True)
+    await server.serve_forever()
+
+asyncio.run(serve())
+"""
+
+
+@asynccontextmanager
+async def keeper_process(site: CardSite) -> AsyncIterator[asyncio.subprocess.Process]:
+    """In the place of the one in this process."""
+    await site.kill()
+    site._number += 1
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", KEEPER, site._socket), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    try:
+        yield process
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper is silent after less time."""
+    for name, seconds in (("_LOOK_EVERY_S", 0.01), ("_SILENCE_S", 0.2), ("_LATE_S", 0.1)):
+        monkeypatch.setattr(f"actors.card.tenant.{name}", seconds)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("asks", ["wake", "build", "wait"])
+def test_keeper_whose_process_is_stopped_is_as_one_that_is_dead(tmp_path: Path, asks: str) -> None:
+    """Once it goes on, it knows what became of everybody meanwhile."""
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site, keeper_process(site) as process:
+            a = await Tenant(site, "a").place()
+            assert await a.wake(60)
+            a.work(True)
+            b = await Tenant(site, "b").place()
+            waits: asyncio.Future[object]
+            if asks == "wait":  # for room, already
+                waits = asyncio.ensure_future(b.wake(60))
+                await until(lambda: b.client.is_waiting)
+                assert (await seen(b)).waiting
+                process.send_signal(signal.SIGSTOP)
+            else:
+                process.send_signal(signal.SIGSTOP)
+                work = b.wake(30) if asks == "wake" else b.client.build(30)
+                waits = asyncio.ensure_future(work)
+            by_grant = await asyncio.wait_for(waits, 5)
+            assert not by_grant
+            assert b.outcomes[-1] is GrantOutcome.ALONE
+            process.send_signal(signal.SIGCONT)
+            b.client.settled(held=40, awake=True)
+            for tenant in (a, b):
+                await until(lambda tenant=tenant: tenant.client.sight is not None)
+            status = await seen(a)
+            assert {t.model_id: t.held for t in status.tenants} == {"a": 60, "b": 40}
+            assert status.waiting == ()
+
+    run(scenario)
+
+
+@pytest.mark.usefixtures("soon")
+def test_keeper_that_owes_an_answer_behind_its_limit_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a", max_wait_s=0.1).place()
+            assert site.keeper is not None
+            monkeypatch.setattr(site.keeper, "_decide", lambda card: None)
+            assert not await asyncio.wait_for(a.wake(60), 5)
+
+    run(scenario)
+
+
+@pytest.mark.usefixtures("soon")
+def test_keeper_that_says_what_it_waits_for_is_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name, max_wait_s=1).place() for name in "ab"]
+            await a.wake(60)
+            a.work(True)
+            a.gate.clear()
+            with pytest.raises(NoRoom):
+                await b.wake(60)
 
     run(scenario)
 
