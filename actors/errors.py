@@ -26,6 +26,7 @@ ServingError
     HolderLost              the holder of the image went away
     EngineDied              the generation loop ended with an error
     WorkerLost              the process that computes ended
+    CannotStart             the model does not start as it is configured, on the card as it is
 
 Every class takes its arguments by position, so that it survives pickling between Ray processes.
 """
@@ -154,3 +155,7 @@ class EngineDied(ReplicaFailed):
 
 class WorkerLost(ReplicaFailed):
     """The process that computes for a replica ended."""
+
+
+class CannotStart(ReplicaFailed):
+    """The model does not start as it is configured, on the card as it is; says what is needed and what to change."""

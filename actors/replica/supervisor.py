@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Protocol
 
-from actors.errors import ReplicaFailed, ServingError
+from actors.errors import CannotStart, ReplicaFailed, ServingError, Unavailable
 from actors.observer import WakeCause
 from actors.protocol import MemoryChange, MemoryLeft
 from actors.replica.runtime import ModelRuntime
@@ -173,18 +173,22 @@ class WorkerSupervisor(ByRuntime):
             self._lived_s += self._now() - self._ready_s
         since_s = self._lived_s if self.runtime.has_answered else self._lived_s - _ROW_S
         self._attempts = [at_s for at_s in self._attempts if at_s > since_s]
+        why = ""
         while True:
             await self._end()
             attempt = len(self._attempts)
             if attempt == _MAX_ATTEMPTS:
                 raise ReplicaFailed(
-                    f"{_MAX_ATTEMPTS} workers in a row have failed before they had answered a request"
+                    f"{_MAX_ATTEMPTS} workers in a row have failed before they had answered a request{why}"
                 )
             if attempt:
                 await self._pause(_FIRST_PAUSE_S * 2 ** (attempt - 1))
             self._attempts.append(self._lived_s)
             try:
                 await self._start()
+            except (CannotStart, Unavailable) as exc:
+                why = f"; the last one could not start: {exc}"
+                logger.error("a worker could not be started: %s", exc)
             except Exception:
                 logger.exception("a worker could not be started")
             else:

@@ -97,6 +97,7 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.HolderLost: Row(500, _SERVER, "holder_lost"),
     errors.EngineDied: Row(500, _SERVER, "engine_dead"),
     errors.WorkerLost: Row(500, _SERVER, "worker_lost"),
+    errors.CannotStart: Row(500, _SERVER, "cannot_start"),
 }
 
 _UNEXPECTED = Row(500, _SERVER, "internal_error")

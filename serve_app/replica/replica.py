@@ -22,7 +22,7 @@ from ray.serve.context import _get_global_client
 from actors.card.config import CardConfig, budget_bytes
 from actors.card.tenant import CardClient, CardOfWorker
 from actors.engine.model.cards import has_nvidia_driver
-from actors.errors import ReplicaFailed
+from actors.errors import CannotStart, ReplicaFailed, Unavailable
 from actors.observer import Observer
 from actors.protocol import (
     CardRoom,
@@ -108,9 +108,18 @@ class ModelReplica:
         """Attach the image and, unless told to start asleep or where others have the card, wake.
 
         Raises:
-            Exception: anything wrong with checkpoint, image or configuration; Serve reports it as
-                the reason why the deployment failed.
+            CannotStart: not as it is configured, or the card has no room for it. Serve reports it, as anything else,
+                as the reason why the deployment failed.
+            Exception: anything else that is wrong with checkpoint or image.
         """
+        try:
+            await self._start(config, card)
+        except (CannotStart, Unavailable) as error:
+            # Serve prints a traceback, whatever it is.
+            logger.error("%s cannot start: %s", config.model_id, error)
+            raise CannotStart(str(error)) from None
+
+    async def _start(self, config: ModelConfig, card: CardConfig) -> None:
         spares.taken()
         leave_torch_out()
         adopt_serve_handlers()

@@ -15,7 +15,7 @@ from ray.exceptions import RayTaskError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.errors import ServingError, WorkerLost
+from actors.errors import CannotStart, ServingError, Unavailable, WorkerLost
 from actors.observer import Observer
 from actors.replica.worker_client import WorkerClient
 from actors.worker.messages import Sized
@@ -98,6 +98,8 @@ class WorkerProcess:
                 # A worker that hangs never answers the call; its silence is told by the client.
                 await asyncio.gather(self._actor.start.remote(socket), self.client.ready())
             except RayTaskError as error:
+                if isinstance(error.cause, CannotStart | Unavailable):
+                    raise error.cause from None  # it says all that there is to know
                 if isinstance(error.cause, ServingError):
                     raise error.cause from error  # Ray's own, which is of both classes, cannot be pickled
                 raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.errors import EngineDied, ReplicaFailed, WorkerLost
+from actors.errors import CannotStart, EngineDied, ReplicaFailed, WorkerLost
 from actors.protocol import MemoryChange, MemoryLeft
 from actors.replica import supervisor as module
 from actors.replica.supervisor import WorkerSupervisor
@@ -95,6 +95,7 @@ class Bench:
 
     Attributes:
         broken: numbers of the workers that do not start, or that there is no runtime for.
+        why_broken: they do not start.
         told: failures that the lifecycle would have learnt.
         now_s: the time; only the test moves it, and a start that takes `start_s`.
         pauses: between attempts.
@@ -106,6 +107,7 @@ class Bench:
         self.workers: list[Worker] = []
         self.started = 0
         self.broken: set[int] = set()
+        self.why_broken: Exception = OSError("no such card")
         self.without_runtime: set[int] = set()
         self.dead_at_start: set[int] = set()
         self.now_s = 0.0
@@ -147,7 +149,7 @@ class Bench:
             self.log.append(f"killed {self.started}")
             raise
         if self.started in self.broken:
-            raise OSError("no such card")
+            raise self.why_broken
         self.workers.append(Worker(self.started, self.log))
         return self.workers[-1]
 
@@ -322,6 +324,22 @@ def test_gives_up_when_so_many_in_a_row_have_not_served_for_long(served_s: float
         assert bench.pauses == PAUSES, "none before the first attempt, none before giving up"
 
     run(scenario)
+
+
+def test_last_word_of_those_that_could_not_start_is_told_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        bench.broken = set(range(2, 100))
+        bench.why_broken = CannotStart("weights 15 GiB leave no KV cache")
+        why = "answered a request; the last one could not start: weights 15 GiB leave no KV cache$"
+        with pytest.raises(ReplicaFailed, match=why):
+            await bench.supervisor.restart()
+
+    run(scenario)
+    assert caplog.text.count("a worker could not be started: weights 15 GiB") == LIMIT
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_gives_up_when_none_can_be_started() -> None:

@@ -77,6 +77,7 @@ def test_body_is_openai_s(kind):
         (errors.HeldAsleep("x"), 503, "server_error", "model_asleep"),
         (errors.EngineDied("x"), 500, "server_error", "engine_dead"),
         (errors.WorkerLost("x"), 500, "server_error", "worker_lost"),
+        (errors.CannotStart("x"), 500, "server_error", "cannot_start"),
     ],
 )
 def test_well_known_codes(exc, status, type_, code):

@@ -1,6 +1,7 @@
 """What of a replica can be had without Serve."""
 
 import asyncio
+import json
 import logging
 import signal
 import subprocess
@@ -9,15 +10,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from traceback import format_exception
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
+from actors.card.config import CardConfig
+from actors.engine.config import EngineConfig
+from actors.engine.sizing import CardMemory, plan_limits
 from actors.errors import (
+    CannotStart,
     DeviceMemoryShort,
     EngineDied,
     InvalidRequest,
+    NeverFits,
     ReplicaFailed,
     ServingError,
     WorkerLost,
@@ -43,7 +51,9 @@ from serve_app.process.logs import log_to
 from serve_app.replica import core, device_reading, worker_actor, worker_process
 from serve_app.replica.core import Replica, kept_running
 from serve_app.replica.device_reading import DeviceReading
+from serve_app.replica.replica import ModelReplica
 from serve_app.replica.worker_process import WorkerProcess, bundles
+from tests.unit.actors.engine.test_sizing import SEVEN_B, SEVEN_B_WEIGHTS
 
 
 class Runtime:
@@ -592,6 +602,74 @@ def test_worker_that_cannot_start_says_why_and_is_ended(monkeypatch: pytest.Monk
         with pytest.raises(ValueError, match="no such architecture"):
             asyncio.run(WorkerProcess.start(settings, {}, Observer()))
         assert process.wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("cause", "has_trace"),
+    [(NeverFits("64 GiB never fit"), False), (CannotStart("no KV cache"), False), (LOST, True)],
+)
+def test_what_needs_no_traceback_comes_without_the_workers(
+    cause: ServingError, has_trace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(socket: str) -> None:
+        raise RayTaskError("start", "Traceback (most recent call last): ...", cause)
+
+    settings: Any = SimpleNamespace(watchdog=WatchdogConfig())
+    with subprocess.Popen(["sleep", "60"]) as process:
+        actor = Actor(process.pid, start)
+        monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
+        monkeypatch.setattr(worker_process.ray, "kill", lambda actor: process.kill())
+        with pytest.raises(ServingError) as caught:
+            asyncio.run(WorkerProcess.start(settings, {}, Observer()))
+    assert caught.value is cause
+    assert ("Traceback (most recent call last): ..." in "".join(format_exception(cause))) == (
+        has_trace
+    )
+
+
+GIB = 2**30
+
+
+def test_model_that_does_not_fit_a_full_card_is_told_in_one_line_with_the_sizes() -> None:
+    full = CardMemory(80 * GIB, 2 * GIB, GIB // 2, 0, "process 7 holds 77.50 GiB")
+    with pytest.raises(CannotStart) as caught, worker_actor._told_in_one_line():
+        plan_limits(EngineConfig(), SEVEN_B, full, SEVEN_B_WEIGHTS)
+    told = str(caught.value)
+    assert told.startswith(
+        "engine.gpu_memory_utilization 0.9 of the 2.50 GiB that other processes leave on the card"
+    )
+    assert "weights 14.18 GiB" in told
+    assert "free memory of the card: process 7 holds 77.50 GiB" in told
+    assert told.count("\n") == 0
+    assert caught.value.__suppress_context__
+
+
+def test_values_that_a_library_does_not_take_keep_their_traceback() -> None:
+    with pytest.raises(json.JSONDecodeError), worker_actor._told_in_one_line():
+        json.loads("{")
+
+
+@pytest.mark.parametrize("error", [NeverFits("m takes 64 GiB, which never fit"), LOST])
+def test_replica_that_cannot_start_says_so_in_one_line(
+    error: ServingError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def start(self: ModelReplica, config: ModelConfig, card: CardConfig) -> None:
+        raise error
+
+    monkeypatch.setattr(ModelReplica, "_start", start)
+    config = validate(ModelConfig, {"model_id": "m", "source": {"id": "m"}})
+    begins: Any = ModelReplica.__init__
+    if error is LOST:  # of what went wrong inside the traceback may tell more
+        with pytest.raises(WorkerLost):
+            asyncio.run(begins(ModelReplica.__new__(ModelReplica), config, CardConfig()))
+        assert not caplog.records
+        return
+    with pytest.raises(CannotStart, match=f"^{error}$") as caught:
+        asyncio.run(begins(ModelReplica.__new__(ModelReplica), config, CardConfig()))
+    assert caught.value.__suppress_context__
+    assert [(r.levelname, r.getMessage(), r.exc_info) for r in caplog.records] == [
+        ("ERROR", f"m cannot start: {error}", None)
+    ]
 
 
 def test_worker_that_has_not_answered_yet_is_killed_as_soon_as_its_start_is_broken_off(
