@@ -196,7 +196,9 @@ def status_table(told: Mapping[str, Any]) -> "Table":
         if model["why_silent"] is not None:
             _row(table, name, "", "silent", "", "", "", "", model["why_silent"])
         elif not model["replicas"]:
-            _row(table, name, "", "no replica", "", "", "", "", "")
+            scale = model.get("scale") or {}
+            state = "failed" if scale.get("gave_up") else "no replica"
+            _row(table, name, "", state, "", "", "", "", scale.get("why", ""))
         for number, replica in enumerate(model["replicas"].values()):
             _row(
                 table,

@@ -14,6 +14,7 @@ class Scale:
         target: as of now; they may still be starting or stopping.
         most: of the setting `most_setting`.
         gave_up: none of its replicas could be started, and nobody tries any more.
+        why: it gave up, in a line, for operators; "" if it did not.
     """
 
     target: int
@@ -21,6 +22,7 @@ class Scale:
     most: int
     most_setting: str
     gave_up: bool = False
+    why: str = ""
 
 
 class Scaler(Protocol):

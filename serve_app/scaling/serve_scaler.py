@@ -44,7 +44,8 @@ class ServeScaler:
             if deployment is not None:
                 target = int(deployment["target_num_replicas"])
                 gave_up = deployment.get("status") == DeploymentStatus.DEPLOY_FAILED
-                return Scale(target, self._least, self._most, self._most_setting, gave_up)
+                why = _last_line(deployment.get("message", "")) if gave_up else ""
+                return Scale(target, self._least, self._most, self._most_setting, gave_up, why)
             is_built = application.get("status") != ApplicationStatus.DEPLOYING
             if is_built or time.monotonic() > ends_s:
                 raise Unavailable(f"{self._id.name} is not deployed")
@@ -61,3 +62,10 @@ class ServeScaler:
         except (ValueError, RayError) as exc:
             text = str(exc.cause) if isinstance(exc, RayTaskError) else str(exc)
             raise Unavailable(f"Serve's controller did not do it: {text}") from exc
+
+
+def _last_line(message: str) -> str:
+    """What was wrong, of the traceback that Serve tells of a replica's start: its last line, without the class."""
+    line = next((line for line in reversed(message.splitlines()) if line.strip()), "").strip()
+    kind, colon, text = line.partition(": ")
+    return text if colon and kind.replace(".", "").isidentifier() else line

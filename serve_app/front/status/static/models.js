@@ -54,7 +54,7 @@ function aboutModel(model, replicas) {
 function nobody(model) {
   if (!model.asked) return "Asking the replicas…";
   if (model.silent_since != null) return `No answer: ${model.why_silent}`;
-  if (model.scale?.gave_up) return "No replica could be started; the log of Serve's controller says why.";
+  if (model.scale?.gave_up) return `No replica could be started: ${model.scale.why || "the log of Serve's controller says why."}`;
   return model.scale?.target === 0 ? "No replica, as wanted. A request starts one." : "No replica runs.";
 }
 

@@ -258,6 +258,24 @@ def test_brackets_are_no_markup() -> None:
     assert str(cell) == "[bold]m"
 
 
+@pytest.mark.parametrize(
+    ("scale", "state", "why"),
+    [
+        ({"gave_up": True, "why": "64 GiB never fit"}, "failed", "64 GiB never fit"),
+        ({"gave_up": False, "why": ""}, "no replica", ""),
+        (None, "no replica", ""),
+    ],
+)
+def test_model_that_does_not_start_says_why(
+    scale: dict[str, object] | None, state: str, why: str
+) -> None:
+    model = {"why_silent": None, "replicas": {}, "scale": scale}
+    columns = status_table({"models": {"m": model}, "time": 0.0}).columns
+    assert [str(cell) for column in columns for cell in column.cells if str(cell)] == (
+        [part for part in ("m", state, why) if part]
+    )
+
+
 def test_order_that_reached_nobody_says_so() -> None:
     states = order_table({"m": []}).columns[2].cells
     assert [str(cell) for cell in states] == ["no replica"]

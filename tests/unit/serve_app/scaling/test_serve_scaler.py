@@ -53,6 +53,32 @@ def test_who_gave_up_is_told(status: str, gave_up: bool, monkeypatch: pytest.Mon
     assert read(Controller(found), monkeypatch).gave_up == gave_up
 
 
+FULL = "m takes 5.34 MiB, which never fit: the card has 1.00 MiB for models (card.memory_budget)"
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (
+            f"The deployment failed to start 3 times in a row. Error:\nray::x() (pid=1)\nRuntimeError: Traceback\n  File\nactors.errors.CannotStart: {FULL}\n\n",
+            FULL,
+        ),
+        ("Error:\nOSError: [Errno 2] no such file: 'x'", "[Errno 2] no such file: 'x'"),
+        ("replicas of the new version: they failed", "replicas of the new version: they failed"),
+        ("", ""),
+    ],
+)
+def test_why_it_gave_up_is_the_last_line_of_what_serve_tells(
+    message: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = application("DEPLOY_FAILED", model=1)
+    model = found["llm"]["deployments"]["model"]
+    model |= {"status": DeploymentStatus.DEPLOY_FAILED, "message": message}
+    assert read(Controller(found), monkeypatch).why == why
+    model["status"] = DeploymentStatus.UPDATING
+    assert read(Controller(found), monkeypatch).why == "", "it tries again"
+
+
 def test_application_that_is_built_anew_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     building, built = application("DEPLOYING"), application("DEPLOYING", model=2)
     controller = Controller(building, building, built)

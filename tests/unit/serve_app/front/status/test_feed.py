@@ -93,6 +93,7 @@ async def test_snapshot_without_watchers_asks_once_and_keeps_no_history() -> Non
         "most": 4,
         "most_setting": "autoscaling.max_replicas",
         "gave_up": False,
+        "why": "",
     }
     assert shown["history"] == {}
     assert shown["watched_since"] is None
