@@ -41,6 +41,7 @@ _FILLED = {
     "VARIANT": "variant",
     "BASE": "tiny",
     "SHAPE": "tiny",
+    "RECIPE": "ct-int8",
     "agents.csv": str(SAMPLE),  # which a block writes
 }
 # Behind a command, so that it ends, is short, and asks our server: `URL` is that.
@@ -155,6 +156,7 @@ def test_command_does_what_it_says(
 ) -> None:
     server = servers.get("own") if "URL" in words else None
     line = " ".join(server.url if server is not None and word == "URL" else word for word in words)
+    shutil.rmtree(checkout / _FILLED["DIR"], ignore_errors=True)  # of another command
     # Not its only command, or bash would become it; and `--install-completion` asks who called.
     done = typed(f"sleepserve {line}\n:", checkout, hub)
     if server is not None:

@@ -55,7 +55,11 @@ class Installed(ServeProcess):
     def __init__(self, program: Path, folder: Path) -> None:
         self._program = program
         self._empty = folder
-        super().__init__(self.output("serve", "--print-config"), PYTHONPATH="")
+        super().__init__(
+            self.output("serve", "--print-config"),
+            PYTHONPATH="",
+            RAY_SERVE_HAPROXY_BINARY_PATH=str(program.with_name("sleepserve-haproxy")),
+        )
 
     def output(self, *args: str) -> str:
         """Of another command."""
