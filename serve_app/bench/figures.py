@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import statistics
@@ -17,6 +18,8 @@ from serve_app.bench.provenance import provenance
 
 _PACKAGES = ("torch", "transformers", "accelerate", "ray", "triton")
 _ADDITIONS = 1_000_000
+_SECRETS = ("--api-key", "--admin-key")  # options of the benches and of eval
+_HIDDEN = "***"
 
 
 def environment() -> dict[str, str | int | float | bool | None]:
@@ -50,8 +53,32 @@ def _cpu_ms() -> float:
 
 def _command() -> str:
     if Path(sys.argv[0]).name == "__main__.py":  # a script of docs/results or tests
-        return shlex.join(["python", *sys.orig_argv[1:]])
-    return shlex.join(["sleepserve", *sys.argv[1:]])
+        return _joined("python", sys.orig_argv[1:])
+    return _joined("sleepserve", sys.argv[1:])
+
+
+def _joined(program: str, args: Sequence[str]) -> str:
+    """As a shell takes it, without what would let a reader of results into a server.
+
+    The fields of --extra-body are part of what was measured, and stay.
+    """
+    told = [program]
+    hides = False
+    for arg in args:
+        name, equals, _ = arg.partition("=")
+        if hides:
+            told.append(_HIDDEN)
+        elif equals and name in _SECRETS:
+            told.append(f"{name}={_HIDDEN}")
+        else:
+            told.append(without_password(arg))
+        hides = not hides and arg in _SECRETS
+    return shlex.join(told)
+
+
+def without_password(text: str) -> str:
+    """A text whose URLs do not tell by which name and password one gets in."""
+    return re.sub(r"(?<=://)[^/?#\s]*@", f"{_HIDDEN}@", text)
 
 
 def _card() -> str:

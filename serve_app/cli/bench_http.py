@@ -209,18 +209,19 @@ def _report(
     json_file: Path | None,
     sqlite_file: Path | None,
 ) -> None:
+    from serve_app.bench.figures import without_password
     from serve_app.bench.http.report import Report, append_rows, as_json, show
     from serve_app.bench.http.summary import summarize
 
     report = Report(
-        url=bench.target.url,
+        url=without_password(bench.target.url),
         workload=bench.workload,
         client=client,
         server_version=bench.server_version,
         started_at=started_at,
         rounds=[(r, summarize(r.load, r.records, r.lags_s)) for r in bench.rounds if r.records],
         database=sqlite_file,
-        ended=ended,
+        ended=None if ended is None else without_password(ended),
     )
     if report.rounds:
         # In a file or a pipe rich would wrap at 80 columns.

@@ -23,6 +23,7 @@ from serve_app.bench.eval.verdict import (
     Tokens,
     Woke,
 )
+from serve_app.bench.figures import without_password
 from serve_app.bench.http.client import message_of
 from serve_app.config.keys import REMEDIES, bearer
 
@@ -78,7 +79,7 @@ class HttpTarget:
         self._asleep_bytes = 0  # used at the end of the last sleep
         self._about = About(
             model=name,
-            where=server.url,
+            where=without_password(server.url),
             memory_of="process" if _own_is_known(replicas) else "card",
             weights_bytes=replicas[0].weights_bytes,
             kv_bytes=replicas[0].kv_bytes,

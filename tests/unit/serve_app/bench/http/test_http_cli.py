@@ -94,9 +94,17 @@ def test_report_is_of_the_same_figures_as_json(server: FakeOpenAI, tmp_path: Pat
     assert names == {"result_http-throughput.png", "result_http-ttft.png"}
 
 
-def test_json_has_the_figures_and_no_secret(server: FakeOpenAI, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "keys",
+    [("--api-key", "secret", "--admin-key", "secret"), ("--api-key=secret", "--admin-key=secret")],
+)
+def test_json_has_the_figures_and_no_secret(
+    server: FakeOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
+) -> None:
     file = tmp_path / "result.json"
-    args = ("--request-rate", "500", "--requests", "5", "--api-key", "secret", "--json", str(file))
+    args = ("--request-rate", "500", "--requests", "5", *keys, "--json", str(file))
+    url = server.url.replace("http://", "http://me:secret@")
+    monkeypatch.setattr("sys.argv", ["sleepserve", "bench", "http", "--url", url, *args])
     assert bench(server, *args).exit_code == 0
     text = file.read_text()
     assert "secret" not in text
@@ -107,6 +115,18 @@ def test_json_has_the_figures_and_no_secret(server: FakeOpenAI, tmp_path: Path) 
     assert only["times"]["ttft"]["percentiles"]["99"] > 0
     assert result["workload"]["model"] == "fake"
     assert result["ended"] is None
+    shown = result["client"]["command"].replace("'", "")
+    host = server.url.removeprefix("http://")
+    assert f"--url http://***@{host} --request-rate 500 --requests 5" in shown
+    assert shown.count("***") == 3
+
+
+def test_password_of_the_url_is_in_no_result(server: FakeOpenAI, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    url = server.url.replace("http://", "http://me:hunter2@")
+    assert bench(url, "--requests", "1", "--json", str(file)).exit_code == 0
+    assert "hunter2" not in file.read_text()
+    assert json.loads(file.read_text())["url"] == server.url.replace("http://", "http://***@")
 
 
 def test_sqlite_has_a_row_per_request_and_keeps_earlier_runs(
