@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -29,6 +28,7 @@ from packaging.requirements import Requirement
 from actors.checkpoints.progress import text_size
 from actors.engine.model.cards import card_problem, has_nvidia_driver
 from actors.image.config import COMPRESSED_SHARES
+from serve_app.process.ports import listen_error
 
 if TYPE_CHECKING:
     from actors.card.config import CardConfig
@@ -372,14 +372,14 @@ def examine(file: Path) -> list[Finding]:
             "HTTP",
             wanted.host,
             wanted.port,
-            _listen_error(wanted.host, wanted.port),
+            listen_error(wanted.host, wanted.port),
             "is a server running already? Else choose another http_options.port",
         ),
         check_port(
             "Ray's dashboard",
             "127.0.0.1",
             DASHBOARD_PORT,
-            _listen_error("127.0.0.1", DASHBOARD_PORT),
+            listen_error("127.0.0.1", DASHBOARD_PORT),
             "is a Ray running already? serve run joins it, with its object store and its environment; else the "
             "dashboard takes the next port",
         ),
@@ -463,18 +463,6 @@ def _object_store_bytes() -> int | None:
     from ray._private.utils import estimate_available_memory, resolve_object_store_memory
 
     return int(resolve_object_store_memory(estimate_available_memory()))
-
-
-def _listen_error(host: str, port: int) -> OSError | None:
-    """Why nobody more can listen there; on every interface, for 0.0.0.0."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
-    return None
 
 
 def _disks() -> list[Finding]:

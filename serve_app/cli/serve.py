@@ -6,6 +6,7 @@ Exit codes: 2 what was asked for is wrong; else that of `serve run`, which this 
 import ipaddress
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -14,9 +15,10 @@ import typer
 from typer.core import TyperCommand
 
 from actors.checkpoints.source import DEFAULT_HUB, Hub, HubName
-from serve_app.cli.output import errors_in_one_line, say
+from serve_app.cli.output import EXIT_USAGE, errors_in_one_line, say
 from serve_app.config.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE, Access, KeyRing, read_keys
 from serve_app.process.environment import serve_environment
+from serve_app.process.ports import listen_error
 
 
 class Dashes(TyperCommand):
@@ -114,14 +116,16 @@ def serve(
     if print_config:
         print(text, end="")
         return
+    http_options = config.data["http_options"]
+    if problem := _port_problem(http_options["host"], http_options.get("port", 8000), environment):
+        say(problem)
+        raise typer.Exit(EXIT_USAGE)
     for model in config.models:
         if note := model.unused_card(has_driver):
             say(note)
     for note in notes_on_cards(config.models, config.card):
         say(note)
-    for line in _hints(
-        config.data["http_options"], [model.model_id for model in config.models], keys
-    ):
+    for line in _hints(http_options, [model.model_id for model in config.models], keys):
         say(line)
     _become_serve_run(text, environment)
 
@@ -135,6 +139,26 @@ def _keys(config: Mapping[str, Any], environment: Mapping[str, str]) -> KeyRing:
             http = application["args"].get("http", {})
             return read_keys(http.get("api_keys_file"), http.get("admin_keys_file"), environment)
     return KeyRing()
+
+
+def _port_problem(host: str, port: int, environment: Mapping[str, str]) -> str | None:
+    """Why nobody can listen there, which Ray tells a minute later, if at all.
+
+    Where `serve run` joins a Ray, the port may be that of its Serve, which gets other models then. A name that
+    this machine does not know is left to Serve.
+    """
+    from ray._private.utils import read_ray_address
+
+    from serve_app.cli.doctor import check_port
+
+    if (environment.get("RAY_ADDRESS") or read_ray_address() or "local") != "local":
+        return None
+    error = listen_error(host, port)
+    if error is None or isinstance(error, socket.gaierror):
+        return None
+    remedy = "is a server running already? Else choose another --port"
+    finding = check_port("HTTP", host, port, error, remedy)
+    return f"{finding.text}; {finding.remedy}"
 
 
 def _hints(http_options: Mapping[str, Any], names: list[str], keys: KeyRing) -> list[str]:

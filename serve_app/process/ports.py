@@ -21,3 +21,15 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"no free port between {_RANGE.start} and {_RANGE.stop}")
+
+
+def listen_error(host: str, port: int) -> OSError | None:
+    """Why nobody more can listen there; on every interface, for 0.0.0.0."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None

@@ -1,6 +1,8 @@
 """What `sleepserve serve` makes of its command line, and what it tells who mistyped. Nothing is started."""
 
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,7 @@ class Started:
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     started = Started()
     monkeypatch.setattr("os.execve", started)
+    monkeypatch.setattr("serve_app.cli.serve.listen_error", lambda host, port: None)
     return started
 
 
@@ -299,6 +302,51 @@ def test_serve_run_is_started_with_the_configuration_and_the_key(started: Starte
 def test_open_server_is_told_of(args: list[str], told: bool, started: Started) -> None:
     assert ("every client that reaches" in run(*args).stderr) == told
     assert started.command
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def never_started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    started = Started()
+    monkeypatch.setattr("os.execve", started)
+    monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return started
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_port_in_use_is_told_before_anything_starts(
+    never_started: Started, taken: int, host: str
+) -> None:
+    result = run("a/b", "--host", host, "--port", str(taken))
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"somebody listens on {host}:{taken} already, which is for HTTP; "
+        "is a server running already? Else choose another --port\n"
+    )
+    assert not never_started.command
+    assert run("a/b", "--port", str(taken), "--print-config").exit_code == 0
+
+
+def test_address_of_another_machine_is_told_before_anything_starts(never_started: Started) -> None:
+    result = run("a/b", "--host", "192.0.2.1")  # of no machine (RFC 5737)
+    assert result.exit_code == 2
+    assert "the host must be an address of this machine" in result.stderr
+    assert not never_started.command
+
+
+def test_port_of_a_ray_that_is_joined_may_be_its_own_serve_s(
+    never_started: Started, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: "127.0.0.1:6379")
+    assert run("a/b", "--port", str(taken)).exit_code == 0
+    assert never_started.command
 
 
 def test_variable_of_the_user_wins() -> None:
