@@ -19,10 +19,9 @@ from enum import StrEnum
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
-import yaml
 from packaging.requirements import Requirement
 
 from actors.checkpoints.progress import text_size
@@ -508,7 +507,7 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
         image = folder, model.dtype
         sizes[image] = sum(by_type.values())
         compressed[image] = _compressed(by_type, model, config.card)
-    http = _http_options(file)
+    http = config.data.get("http_options") or {}
     image_bytes = sum(sizes.values())
     notes = [note for model in models if (note := model.unused_card(has_driver))]
     notes += notes_on_cards(models, config.card, devices)
@@ -531,8 +530,3 @@ def _compressed(sizes: Mapping[str, int], model: "ModelConfig", card: "CardConfi
     if how == "off" or (how == "auto" and not model.gpus(card)):
         return sum(sizes.values())
     return int(sum(COMPRESSED_SHARES.get(kind, 1.0) * size for kind, size in sizes.items()))
-
-
-def _http_options(file: Path) -> dict[str, Any]:
-    data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return data.get("http_options") or {}

@@ -44,6 +44,7 @@ from serve_app.config.keys import read_keys, variables_in
 from serve_app.config.model import ModelConfig
 from serve_app.config.paths import project_around, project_of_process, shown, with_files
 
+_PORTS = range(1, 2**16)
 _SHAPES = ("demo", "tiny")  # what `sleepserve make-checkpoint` makes in no time
 
 
@@ -173,7 +174,7 @@ class ServeConfig:
     """What a serve_config.yaml says, all of it valid.
 
     Attributes:
-        data: its text as Python has it, with its models' files written out and its paths absolute.
+        data: its text as Python has it, with its models' files written out, its paths absolute and its port a number.
         models: that its applications name, each once.
         card: of the application that serves them.
     """
@@ -315,6 +316,13 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
     problems += [p.inside(("http_options",)) for p in unknown_keys(http, HTTPOptionsSchema)]
     grpc = data.get("grpc_options") or {}
     problems += [p.inside(("grpc_options",)) for p in unknown_keys(grpc, gRPCOptionsSchema)]
+    for key, options in (
+        ("http_options", schema.http_options),
+        ("grpc_options", schema.grpc_options),
+    ):
+        if options.port not in _PORTS:
+            text = f"expected {_PORTS.start} to {_PORTS.stop - 1}, found {options.port}"
+            problems.append(Problem(text, (key, "port")))
     if "host" not in http:
         text = "missing, and Ray would listen on every interface; write host: 127.0.0.1"
         problems.append(Problem(text, ("http_options", "host")))
@@ -327,6 +335,8 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
             problems += [p.inside(its) for p in _settings_of_models(deployment)]
     if problems:
         raise ConfigError(problems)
+    if "port" in http:
+        http["port"] = schema.http_options.port  # text of digits is a number to Ray
 
     models: dict[str, ModelConfig] = {}
     card = CardConfig()

@@ -343,6 +343,24 @@ def test_address_of_another_machine_is_told(
     assert "192.0.2.1:8000" in found["port 8000"].text
 
 
+def test_port_that_is_written_as_text_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    file = _two_of_one_checkpoint(tiny_checkpoint, tmp_path)
+    file.write_text(file.read_text().replace('"127.0.0.1"', '"127.0.0.1", "port": "8765"'))
+    assert "port 8765" in examined(monkeypatch, file, Torch())
+
+
+def test_port_beyond_all_is_a_mistake_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    file = _two_of_one_checkpoint(tiny_checkpoint, tmp_path)
+    file.write_text(file.read_text().replace('"127.0.0.1"', '"127.0.0.1", "port": 99999'))
+    found = examined(monkeypatch, file, Torch())
+    assert found["configuration"].verdict is Verdict.FAIL
+    assert "http_options.port: expected 1 to 65535" in found["configuration"].text
+
+
 # --- the command ---
 
 

@@ -581,6 +581,21 @@ def test_every_mistake_has_its_line(folder: Path) -> None:
             "serve_config.yaml: http_options.port: expected a whole number, found 'http'",
         ),
         (
+            "host: 127.0.0.1",
+            "host: 127.0.0.1, port: 99999",
+            "serve_config.yaml: http_options.port: expected 1 to 65535, found 99999",
+        ),
+        (
+            "host: 127.0.0.1",
+            "host: 127.0.0.1, port: '0'",
+            "serve_config.yaml: http_options.port: expected 1 to 65535, found 0",
+        ),
+        (
+            "http_options: {host: 127.0.0.1}",
+            "http_options: {host: 127.0.0.1}\ngrpc_options: {port: 99999}",
+            "serve_config.yaml: grpc_options.port: expected 1 to 65535, found 99999",
+        ),
+        (
             "http_options",
             "http_option",
             "serve_config.yaml: http_option: unknown key; did you mean http_options?\n"
@@ -600,6 +615,12 @@ def test_mistake_in_serve_config(folder: Path, old: str, new: str, complaint: st
     assert old in SERVE
     _write(folder / "serve_config.yaml", SERVE.replace(old, new, 1))
     assert _complaint("serve_config.yaml") == complaint.format(folder=folder)
+
+
+def test_port_that_is_written_as_text_is_a_number(folder: Path) -> None:
+    text = SERVE.replace("host: 127.0.0.1", "host: 127.0.0.1, port: '8765'")
+    _write(folder / "serve_config.yaml", text)
+    assert read_serve_config("serve_config.yaml").data["http_options"]["port"] == 8765
 
 
 def test_mistake_in_a_named_file_is_told_once_with_that_file(folder: Path) -> None:
