@@ -78,7 +78,13 @@ def status(
                 told = _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
                 print(json.dumps(told), flush=True)
                 time.sleep(interval_s)
-        with Live(console=_console(), auto_refresh=False) as live:
+        console = _console()
+        while (
+            not console.is_terminal or console.is_dumb_terminal
+        ):  # there Live draws in the end only
+            _show(_ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S), as_json)
+            time.sleep(interval_s)
+        with Live(console=console, auto_refresh=False) as live:
             while True:
                 told = _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
                 live.update(status_view(told), refresh=True)
