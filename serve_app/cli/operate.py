@@ -170,7 +170,8 @@ async def _fetch(
     except aiohttp.InvalidURL as error:
         raise Refused(f"{url} is no URL", EXIT_USAGE) from error
     except TimeoutError as error:
-        raise Refused(f"{url} did not answer within {timeout_s:g} s (--timeout-s)") from error
+        option = "" if form is None else " (--timeout-s)"  # of orders; status has none
+        raise Refused(f"{url} did not answer within {timeout_s:g} s{option}") from error
     except (aiohttp.ClientError, OSError) as error:
         raise Refused(f"{url} cannot be reached: {error}; is the server running?") from error
     return _answer_of(url, code, body)

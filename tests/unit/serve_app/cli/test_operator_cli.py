@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -246,7 +247,16 @@ def test_patience_ends(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front.model, "sleep", drain)
     result = run(front, "sleep", "org/one", "--timeout-s", "0.1")
     assert result.exit_code == 1
-    assert "did not answer within 0.1 s" in result.stderr
+    assert "did not answer within 0.1 s (--timeout-s)" in result.stderr
+
+
+def test_status_names_no_option_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.cli.operate._STATUS_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["status", "--url", url])
+    assert result.exit_code == 1
+    assert result.stderr == f"error: {url}/status did not answer within 0.1 s\n"
 
 
 def test_url_may_be_that_of_openai_clients(front: Front) -> None:
