@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _LOG_INTERVAL_S = 5.0
 _PIPE_COLUMNS = 200
+_MAX_RATE = 1e6
 _REFRESHES_PER_S = 2.0  # drawing takes milliseconds of what may be the measuring process
 
 
@@ -244,8 +245,11 @@ def _loads(
 ) -> list[Load]:
     if concurrency and request_rate:
         raise ValueError("either --concurrency (closed loop) or --request-rate (open loop)")
-    if any(rate <= 0 for rate in request_rate):
-        raise ValueError("--request-rate must be more than 0")
+    if wrong := [rate for rate in request_rate if not 0 < rate <= _MAX_RATE]:
+        raise ValueError(
+            f"--request-rate must be more than 0 and at most {_MAX_RATE:g} per second, found {wrong[0]:g}; "
+            "--concurrency N sends N at once"
+        )
     if not request_rate:
         concurrency = concurrency or [1]
 

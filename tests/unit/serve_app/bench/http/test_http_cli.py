@@ -214,6 +214,9 @@ def test_all_failed_exits_1_and_shows_the_errors(server: FakeOpenAI) -> None:
     [
         (("--concurrency", "1", "--request-rate", "2"), "either --concurrency"),
         (("--request-rate", "0"), "more than 0"),
+        (("--request-rate", "2", "inf"), "at most 1e+06 per second, found inf"),
+        (("--request-rate", "nan"), "at most 1e+06 per second, found nan"),
+        (("--request-rate", "1e308"), "at most 1e+06 per second, found 1e+308"),
         (("--idle-every", "2"), "go together"),
         (("--idle-every", "2", "--idle-s", "1", "--sleep-every", "2"), "either --idle-every"),
         (("--prompt-tokens", "9:8"), "LOW:HIGH"),
