@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -510,6 +511,15 @@ def test_server_that_is_not_there_is_told() -> None:
     result = evaluated("--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "no answer from http://127.0.0.1:9" in result.stderr
+
+
+def test_server_that_says_nothing_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.bench.eval.over_http._FIRST_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = evaluated("--url", url)
+    assert result.exit_code == 1
+    assert result.stderr.endswith(f"error: {url}/v1/models did not answer within 0.1 s\n")
 
 
 USER = "user-key-1234567890"

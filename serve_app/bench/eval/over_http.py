@@ -28,6 +28,7 @@ from serve_app.bench.http.client import message_of
 from serve_app.config.keys import REMEDIES, bearer
 
 _TIMEOUT_S = 1800.0  # a level 2 wake loads from disk
+_FIRST_TIMEOUT_S = 10.0  # of what wakes nobody
 _STATUSES = TypeAdapter(tuple[ReplicaStatus, ...])
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ async def over_http(
 
 
 async def _choose(server: "Server", model: str | None) -> str:
-    cards = (await server.call("GET", "/v1/models")).get("data") or []
+    cards = (await server.call("GET", "/v1/models", _FIRST_TIMEOUT_S)).get("data") or []
     served = [str(card.get("id")) for card in cards]
     if model is None and len(served) == 1:
         return served[0]
@@ -189,19 +190,28 @@ class Server:
         self._session = session
 
     async def call(
-        self, method: Literal["GET", "POST"], path: str, **query: str
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        timeout_s: float = _TIMEOUT_S,
+        **query: str,
     ) -> Mapping[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, self.url + path, params=query) as response:
+            async with self._session.request(
+                method, self.url + path, params=query, timeout=timeout
+            ) as response:
                 raw = await response.read()
                 _refuse(response.status, raw)
-        except (aiohttp.ClientError, TimeoutError) as exc:
+        except TimeoutError as exc:
+            raise Unavailable(f"{self.url}{path} did not answer within {timeout_s:g} s") from exc
+        except aiohttp.ClientError as exc:
             raise self._unreachable(exc) from exc
         return _object(raw, f"{self.url}{path}")
 
     async def control(self, path: str, model: str, **query: str) -> tuple[ReplicaStatus, ...]:
         """The replicas of a model after POST /sleep or /wake_up."""
-        answer = await self.call("POST", path, model=model, **query)
+        answer = await self.call("POST", path, _TIMEOUT_S, model=model, **query)
         try:
             return _STATUSES.validate_python(answer["models"][model])
         except (LookupError, TypeError, ValidationError) as exc:
