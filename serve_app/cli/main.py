@@ -4,7 +4,7 @@ Results go to stdout, everything else to stderr. Exit codes: 0 done, 2 what was 
 Imports that take long stand inside the commands.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -102,6 +102,7 @@ def check(
 
 @app.command("make-checkpoint")
 def make_checkpoint(
+    context: typer.Context,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to.")],
     shape: Annotated[Shape | None, typer.Option(help="Sizes of the model.")] = None,
     variant_of: Annotated[
@@ -144,8 +145,7 @@ def make_checkpoint(
     if variant_of is not None:
         from actors.checkpoints.variants import write_variant
 
-        if shape is not None:
-            raise typer.BadParameter("a variant has the shape of its base: leave --shape out")
+        _refuse_others(context, "variant_of", ("seed",))
         with errors_in_one_line():
             print(write_variant(directory, variant_of, seed))
         return
@@ -153,8 +153,9 @@ def make_checkpoint(
     if weights_of is not None:
         from actors.checkpoints.quantizing import quantize_checkpoint
 
-        if shape is not None or quantize_name is None:
-            raise typer.BadParameter("--weights-of takes --quantize and no --shape")
+        _refuse_others(context, "weights_of", ("quantize", "force"))
+        if quantize_name is None:
+            raise typer.BadParameter("--weights-of needs --quantize")
         with errors_in_one_line(), _bar(str(directory)) as on_progress:
             quantize_checkpoint(
                 directory, weights_of, quantize_name, force=force, on_progress=on_progress
@@ -180,6 +181,17 @@ def make_checkpoint(
             on_progress=on_progress,
         )
     print(directory)
+
+
+def _refuse_others(context: typer.Context, mode: str, taken: Collection[str]) -> None:
+    """Ends the command if it was given options that do nothing together with the one of `mode`."""
+    words = {param.name: param.opts[0] for param in context.command.params}
+    for name, word in words.items():
+        if name in ("directory", mode, *taken) or name is None:
+            continue
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":  # typer has a click of its own
+            raise typer.BadParameter(f"{words[mode]} does not take {word}")
 
 
 @app.command()

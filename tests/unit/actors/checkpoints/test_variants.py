@@ -79,9 +79,6 @@ def test_the_command_makes_one_or_says_what_it_needs(tiny_checkpoint: Path, tmp_
     made = CliRunner().invoke(app, [*words, "--seed", "4"])
     assert (made.exit_code, made.stdout) == (0, f"{tmp_path / 'v'}\n")
     assert variant_of(tmp_path / "v") == 4
-    both = CliRunner().invoke(app, [*words, "--shape", "tiny"])
-    assert both.exit_code == 2
-    assert "leave --shape out" in both.output
     neither = CliRunner().invoke(app, ["make-checkpoint", str(tmp_path / "w")])
     assert neither.exit_code == 2
     assert "--shape, --weights-of or --variant-of" in neither.output
