@@ -103,7 +103,7 @@ def check(
 @app.command("make-checkpoint")
 def make_checkpoint(
     context: typer.Context,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", file_okay=False, help="Where to.")],
     shape: Annotated[Shape | None, typer.Option(help="Sizes of the model.")] = None,
     variant_of: Annotated[
         Path | None,

@@ -34,3 +34,14 @@ def test_option_that_would_do_nothing_is_refused(
     told = " ".join(refused.stderr.replace("│", " ").split())
     assert f"{mode[0]} does not take {option[0]}" in told
     assert not made.exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--force"]])
+def test_file_is_left_as_it_is(tmp_path: Path, options: list[str]) -> None:
+    file = tmp_path / "theirs"
+    file.write_text("theirs")
+    words = ["make-checkpoint", str(file), "--shape", "tiny", *options]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2
+    assert "is a file." in " ".join(refused.stderr.replace("│", " ").split())
+    assert file.read_text() == "theirs"
