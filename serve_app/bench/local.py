@@ -30,6 +30,7 @@ from actors.replica.in_process import InProcessModel, build_in_process
 from actors.worker.host_image import PreparedImage
 from actors.worker.model_worker import build_module
 from serve_app.bench.figures import environment
+from serve_app.config.errors import ConfigError, validate
 from serve_app.config.files import load_model_config
 from serve_app.process.heap import set_aside
 
@@ -86,7 +87,7 @@ def subject_of(
     """
     if target.is_dir():
         source = ModelSource(id=str(target.resolve()))
-        engine = EngineConfig.model_validate({**defaults, **changes})
+        engine = engine_of({**defaults, **changes})
         return Subject(ensure_checkpoint(source), source, "auto", engine)
     config = load_model_config(target)
     keys = config.engine.model_dump(exclude_unset=True) | dict(changes)
@@ -94,8 +95,20 @@ def subject_of(
         ensure_checkpoint(config.source),
         config.source,
         config.dtype,
-        EngineConfig.model_validate(keys),
+        engine_of(keys),
     )
+
+
+def engine_of(keys: Mapping[str, object]) -> EngineConfig:
+    """Keys of `engine`, checked.
+
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    try:
+        return validate(EngineConfig, keys)
+    except ConfigError as error:
+        raise error.inside(("engine",)) from error
 
 
 # --- a bench ---

@@ -206,11 +206,10 @@ def subject_with(
     target: Path, defaults: Mapping[str, object], tokens: int, changes: Sequence[str] | None
 ) -> "Subject":
     """A target's subject; a directory's engine has these defaults, and room for so many tokens."""
-    from actors.engine.config import EngineConfig
-    from serve_app.bench.local import subject_of
+    from serve_app.bench.local import engine_of, subject_of
 
     keys = engine_keys(changes)
-    pages = EngineConfig.model_validate({k: v for k, v in keys.items() if k == "page_size"})
+    pages = engine_of({k: v for k, v in keys.items() if k == "page_size"})
     return subject_of(target, {**defaults, "num_blocks": -(-tokens // pages.page_size)}, keys)
 
 
@@ -221,7 +220,11 @@ def engine_keys(changes: Sequence[str] | None) -> dict[str, object]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--engine takes KEY=VALUE, found {pair}")
-        keys[key] = yaml.safe_load(value)
+        try:
+            keys[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            text = f"--engine takes KEY=VALUE, the value in YAML; found {pair}"
+            raise ValueError(text) from None
     return keys
 
 

@@ -413,7 +413,15 @@ def test_object_store_of_a_subject_is_as_large_as_a_quantised_image_and_little_m
         (["--variants", "faster"], "no variant faster"),
         (["--assert", "speed=1"], "--assert takes goals or NAME=MAX"),
         (["--engine", "num_blocks"], "--engine takes KEY=VALUE"),
-        (["--engine", "blocks=1"], "blocks"),
+        (
+            ["--engine", "num_blocks=["],
+            "--engine takes KEY=VALUE, the value in YAML; found num_blocks=[",
+        ),
+        (["--engine", "blocks=1"], "error: engine.blocks: unknown key; "),
+        (
+            ["--engine", "page_size=x"],
+            "error: engine.page_size: expected a whole number, found 'x'",
+        ),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_starts(
@@ -422,6 +430,7 @@ def test_wrong_arguments_are_told_before_anything_starts(
     result = CliRunner().invoke(app, ["bench", "wake", str(tiny_checkpoint), *arguments])
     assert result.exit_code == 2
     assert message in result.output
+    assert result.output.removeprefix("importing torch\n").count("\n") == 1
 
 
 def test_directory_without_checkpoint_is_told(tmp_path: Path) -> None:
