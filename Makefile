@@ -34,7 +34,7 @@ help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (Ctrl-C stops it)'
 	@echo 'make serve-many  eight models on a card with room for three, likewise'
 	@echo 'make test    the tests that need no GPU and are quick'
-	@echo 'make test-all  all that need no GPU: half an hour on two cores'
+	@echo 'make test-all  all that need no GPU: three quarters of an hour on two cores'
 	@echo 'make test-clients  what other people wrote: OpenAI, Anthropic, schemathesis, evalscope; 1.3 GB in .venv-clients'
 	@echo 'make test-oldest  the unit tests with the oldest versions that pyproject.toml allows, in .venv-oldest'
 	@echo 'make reference-quantization  our reading of quantised weights against the packages of their formats; 3 GB in .venv-reference'

@@ -65,7 +65,6 @@ _SHORT: dict[tuple[str, ...], tuple[str, ...]] = {
 # An argument without which it is not a whole command; inline text names commands without.
 _NEEDED = {
     ("check",): "serve_config.yaml",
-    ("bench", "soak"): "tiny",
     ("bench", "many"): "configs/many.yaml",
     ("download",): _HUB_ID,
     ("eval",): "tiny",

@@ -24,7 +24,8 @@ _INLINE = re.compile(rf"`({_PROGRAM} [^`]*)`")
 
 # Of click's, which typer has inside since 0.26 and does not name.
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]
-_LEFT_OUT = ("Missing ", "requires an argument", "does not exist")
+_OF_THE_READER = ("does not exist",)
+_LEFT_OUT = ("Missing ", "requires an argument", *_OF_THE_READER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,21 @@ def test_what_is_not_there_is_noticed(line: str) -> None:
     assert problem(words) is not None
 
 
-def problem(words: tuple[str, ...]) -> str | None:
+def rows() -> Iterator[tuple[str, ...]]:
+    """The commands that the tables of docs/cli.md are about."""
+    for line in (PROJECT / "docs" / "cli.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"| `{_PROGRAM} "):
+            for inline in _INLINE.findall(line.split(" | ")[0]):
+                yield from commands_in(filled_in(inline))
+
+
+def test_row_of_a_table_has_all_that_its_command_needs() -> None:
+    found = list(rows())
+    assert ("bench", "soak", "FILE_OR_DIR") in found
+    assert [each for each in found if problem(each, _OF_THE_READER)] == []
+
+
+def problem(words: tuple[str, ...], left_out: tuple[str, ...] = _LEFT_OUT) -> str | None:
     """Why it cannot be typed. What forms in running text leave out is no reason, nor is a file of the reader's own."""
     command: Any = typer.main.get_command(app)
     rest = [example(word) for word in words]
@@ -124,7 +139,7 @@ def problem(words: tuple[str, ...]) -> str | None:
         return None
     except _USAGE as error:
         text = str(error.format_message())  # type: ignore[attr-defined]
-        return None if any(each in text for each in _LEFT_OUT) else text
+        return None if any(each in text for each in left_out) else text
     return None
 
 
