@@ -1,14 +1,14 @@
 """`sleepserve bench http`: arguments in, tables on stdout, progress on stderr, files on request.
 
 Exit codes: 0 measured; 1 no server, it refuses, or no request succeeded; 2 usage; 130 interrupted.
-What was measured until an error or Ctrl-C is printed in any case.
+What was measured until an error, Ctrl-C or SIGTERM is printed in any case.
 """
 
 import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,17 +19,26 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from serve_app.bench.http.workload import Gap, Lengths, Load, Workload, default_requests
-from serve_app.cli.bench_run import check_writable, usage_errors
+from serve_app.cli.bench_run import (
+    check_writable,
+    heed_interrupts,
+    kept,
+    take_sigterm_as_interrupt,
+    usage_errors,
+    write,
+)
 from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, say
 from serve_app.config.keys import ADMIN_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from serve_app.bench.http.client import Target
+    from serve_app.bench.http.report import Report
     from serve_app.bench.http.run import HttpBench, Round
 
 _LOG_INTERVAL_S = 5.0
 _PIPE_COLUMNS = 200
 _MAX_RATE = 1e6
+_UNFINISHED = "killed, or still running"
 _REFRESHES_PER_S = 2.0  # drawing takes milliseconds of what may be the measuring process
 
 
@@ -167,8 +176,14 @@ def http(
         )
         _check_files(json_file, sqlite_file)
     started_at = time.time()
-    bench, error, exit_code = _run(target, workload, loads, workers, quiet=quiet)
-    _report(bench, client, started_at, error, json_file, sqlite_file)
+
+    def report_of(bench: "HttpBench", ended: str | None) -> "Report":
+        return _report(bench, client, started_at, ended, sqlite_file)
+
+    bench, error, exit_code = _run(
+        target, workload, loads, workers, report_of, json_file, quiet=quiet
+    )
+    _tell(report_of(bench, error), json_file)
     if error is not None:
         say(f"error: {error}" if exit_code == EXIT_FAILED else error)
     if exit_code:
@@ -176,9 +191,17 @@ def http(
 
 
 def _run(
-    target: "Target", workload: Workload, loads: Sequence[Load], workers: int | None, *, quiet: bool
+    target: "Target",
+    workload: Workload,
+    loads: Sequence[Load],
+    workers: int | None,
+    report_of: "Callable[[HttpBench, str | None], Report]",
+    json_file: Path | None,
+    *,
+    quiet: bool,
 ) -> tuple["HttpBench", str | None, int]:
     """The bench after its end, why it ended early, and the exit code."""
+    from serve_app.bench.http.report import as_json
     from serve_app.bench.http.run import HttpBench
     from serve_app.bench.http.workers import (
         BenchError,
@@ -190,7 +213,19 @@ def _run(
     allow_many_connections()
     count = max(workers_for(load) for load in loads) if workers is None else workers
     with processes(count if count > 1 else 0, target) as pool, _progress(quiet=quiet) as show:
-        bench = HttpBench(target, workload, pool, workers=workers, on_progress=show)
+        keep = None
+        if json_file is not None:
+            keep = kept(lambda: as_json(report_of(bench, _UNFINISHED)), json_file)
+
+        def on_progress(current: "Round") -> None:
+            show(current)
+            # Not while requests are counted: figures of many take long enough to be seen in those of the next.
+            if keep is not None and current.phase != "sending":
+                keep(False)
+
+        bench = HttpBench(target, workload, pool, workers=workers, on_progress=on_progress)
+        heed_interrupts()  # only now: the processes begin with signals as they were
+        take_sigterm_as_interrupt()
         try:
             asyncio.run(bench.run(loads))
         except BenchError as exc:
@@ -207,14 +242,13 @@ def _report(
     client: Mapping[str, Any],
     started_at: float,
     ended: str | None,
-    json_file: Path | None,
     sqlite_file: Path | None,
-) -> None:
+) -> "Report":
     from serve_app.bench.figures import without_password
-    from serve_app.bench.http.report import Report, append_rows, as_json, show
+    from serve_app.bench.http.report import Report
     from serve_app.bench.http.summary import summarize
 
-    report = Report(
+    return Report(
         url=without_password(bench.target.url),
         workload=bench.workload,
         client=client,
@@ -224,13 +258,18 @@ def _report(
         database=sqlite_file,
         ended=None if ended is None else without_password(ended),
     )
+
+
+def _tell(report: "Report", json_file: Path | None) -> None:
+    from serve_app.bench.http.report import append_rows, as_json, show
+
     if report.rounds:
         # In a file or a pipe rich would wrap at 80 columns.
         show(report, Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS))
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
-    if sqlite_file is not None:
-        append_rows(sqlite_file, report)
+        write(as_json(report), json_file)
+    if report.database is not None:
+        append_rows(report.database, report)
 
 
 # --- arguments ---

@@ -56,12 +56,10 @@ def usage_errors() -> Iterator[None]:
 
 def run(bench: Bench, around: AbstractContextManager[None], json_file: Path | None) -> int:
     """The exit code. However it ends, the bench keeps what it has measured."""
-    # A shell starts what runs in its background with SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    heed_interrupts()
     try:
         with progress() as show, around:
-            # Whoever limits our time wants the figures, too. Only now: Ray has its own handler.
-            signal.signal(signal.SIGTERM, _as_interrupt)
+            take_sigterm_as_interrupt()  # only now: Ray has its own handler
             asyncio.run(bench.run(_saving(bench, show, json_file)))
     except KeyboardInterrupt:
         say("interrupted")
@@ -72,27 +70,47 @@ def run(bench: Bench, around: AbstractContextManager[None], json_file: Path | No
     return 0
 
 
+def heed_interrupts() -> None:
+    """A shell starts what runs in its background with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def take_sigterm_as_interrupt() -> None:
+    """Whoever limits our time wants the figures, too."""
+    signal.signal(signal.SIGTERM, _as_interrupt)
+
+
 def _as_interrupt(signum: int, frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
 def _saving(bench: Bench, show: "Progress", json_file: Path | None) -> "Progress":
-    """Shows progress, and now and then writes what there is, in case that we are killed.
+    """Shows progress, and now and then writes what there is.
 
     So it does whenever something begins that is not counted.
     """
     if json_file is None:
         return show
-    next_s = time.monotonic() + _SAVE_INTERVAL_S
+    keep = kept(bench.result, json_file)
 
     def save(what: str, done: int, total: int) -> None:
-        nonlocal next_s
         show(what, done, total)
-        if time.monotonic() >= next_s or not total:
-            _write(bench.result(), json_file)
-            next_s = time.monotonic() + _SAVE_INTERVAL_S
+        keep(not total)
 
     return save
+
+
+def kept(result: Callable[[], dict[str, Any]], file: Path) -> Callable[[bool], None]:
+    """What writes a result if it has not for a while, or is to in any case: we may be killed."""
+    next_s = time.monotonic() + _SAVE_INTERVAL_S
+
+    def keep(at_once: bool) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s or at_once:
+            write(result(), file)
+            next_s = time.monotonic() + _SAVE_INTERVAL_S
+
+    return keep
 
 
 @contextmanager
@@ -153,8 +171,9 @@ def tell(
     for line in (*as_text(tables), *more):
         print(line)
     if json_file is not None:
-        _write(result, json_file)
+        write(result, json_file)
 
 
-def _write(result: dict[str, Any], file: Path) -> None:
+def write(result: dict[str, Any], file: Path) -> None:
+    """As JSON."""
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

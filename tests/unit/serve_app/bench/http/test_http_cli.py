@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -247,25 +248,54 @@ def test_sqlite_file_of_something_else_is_refused(server: FakeOpenAI, tmp_path: 
     assert "other columns" in result.stderr
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """As in the background of a shell; and a SIGTERM that nobody takes fails the test alone."""
+
+    def not_taken(signum: int, frame: FrameType | None) -> None:
+        raise AssertionError("SIGTERM ends the process")
+
+    handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: not_taken}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_ctrl_c_prints_what_was_measured(server: FakeOpenAI, workers: str, tmp_path: Path) -> None:
+def test_ctrl_c_and_sigterm_print_what_was_measured(
+    server: FakeOpenAI, signals: None, workers: str, sent: signal.Signals, tmp_path: Path
+) -> None:
     server.hold_from = 5
     server.on_request = lambda number: (
-        os.kill(os.getpid(), signal.SIGINT) if number == server.hold_from else None
+        os.kill(os.getpid(), sent) if number == server.hold_from else None
     )
     file = tmp_path / "result.json"
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    try:
-        args = ("--requests", "100", "--concurrency", "2", "--workers", workers)
-        result = bench(server, *args, "--json", str(file))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    args = ("--requests", "100", "--concurrency", "2", "--workers", workers)
+    result = bench(server, *args, "--json", str(file))
     assert result.exit_code == 130, result.output
     assert "interrupted" in result.stderr
     (total,) = cells(result.stdout, "Succeed requests")
     assert 4 <= int(total) <= 5  # the sixth had come; two are in flight at most
     assert "not complete" in result.stdout
     assert json.loads(file.read_text())["ended"] == "interrupted"
+
+
+def test_what_was_measured_is_kept_while_nothing_is_counted(
+    server: FakeOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.cli.bench_run._SAVE_INTERVAL_S", 0.0)
+    file = tmp_path / "result.json"
+    seen: list[str] = []
+    server.on_request = lambda number: seen.append(file.read_text())
+    args = ("--requests", "6", "--idle-every", "2", "--idle-s", "0", "--json", str(file))
+    assert bench(server, *args).exit_code == 0
+    assert seen[:2] == ["", ""]
+    totals = [[each["total"] for each in json.loads(text)["rounds"]] for text in seen[2:]]
+    assert totals == [[2], [2], [4], [4]]
+    assert json.loads(seen[-1])["ended"] == "killed, or still running"
+    assert json.loads(file.read_text())["ended"] is None
 
 
 # --- a server with keys ---
