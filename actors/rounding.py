@@ -1,13 +1,18 @@
 """Whole numbers, rounded up.
 
-For hosts that launch kernels: Triton's functions of these names may be called in kernels, too, and take a host some
-ten microseconds each.
+Also for hosts that launch kernels: Triton's functions of the first and the last name may be called in kernels, too, and
+take a host some microseconds each.
 """
 
 
 def cdiv(n: int, parts_of: int) -> int:
     """How many parts of that size hold `n`."""
     return -(-n // parts_of)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is `n` or more."""
+    return cdiv(n, multiple) * multiple
 
 
 def next_power_of_2(n: int) -> int:

@@ -19,6 +19,7 @@ from actors.engine.model.layer_groups import (
     layer_groups,
 )
 from actors.quantization.summary import written_bytes
+from actors.rounding import cdiv
 
 # In front of those that are given out: where padding writes. Nobody reads it.
 PADDING_SECTORS = 1
@@ -72,7 +73,7 @@ class CacheShape:
 
     def sectors(self, num_blocks: int) -> int:
         """Sectors that `num_blocks` take; `PADDING_SECTORS` more take what padding writes."""
-        return max(1, -(-num_blocks * self.bytes_per_block // self.bytes_per_sector))
+        return max(1, cdiv(num_blocks * self.bytes_per_block, self.bytes_per_sector))
 
     def cache_bytes(self, num_blocks: int) -> int:
         return (self.sectors(num_blocks) + PADDING_SECTORS) * self.bytes_per_sector
@@ -101,10 +102,10 @@ class CacheShape:
         total = 0
         for group in self.groups:
             kept = tokens if group.window is None else min(tokens, group.window)
-            blocks = -(-kept // self.page_size)
-            total += -(-blocks // self.blocks_per_sector(group))
+            blocks = cdiv(kept, self.page_size)
+            total += cdiv(blocks, self.blocks_per_sector(group))
         # No more than the cache has room to read, also where windows would allow it.
-        return max(total, -(-tokens // self.tokens_per_sector))
+        return max(total, cdiv(tokens, self.tokens_per_sector))
 
 
 def cache_shape(model: PreTrainedModel, page_size: int) -> CacheShape:

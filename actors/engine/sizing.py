@@ -9,6 +9,7 @@ from actors.engine.cache_shape import PADDING_SECTORS, CacheShape
 from actors.engine.config import EngineConfig
 from actors.engine.sampling.logits import Param
 from actors.memory.driver import gib
+from actors.rounding import cdiv
 
 # Without a card: cheap, and the same on every machine.
 _CPU_CACHE_TOKENS = 16384
@@ -110,7 +111,7 @@ def plan_limits(
 
 def _fixed_limits(config: EngineConfig, shape: CacheShape, cache_bytes: int | None) -> Limits:
     """Without a card; with what a cache may take at most, if it shares memory with others."""
-    num_blocks = config.num_blocks or -(-_CPU_CACHE_TOKENS // shape.page_size)
+    num_blocks = config.num_blocks or cdiv(_CPU_CACHE_TOKENS, shape.page_size)
     requests, tokens = _largest_step(config, _CPU_REQUESTS, _CPU_BATCH_TOKENS)
     if config.num_blocks is None and cache_bytes is not None:
         sectors = cache_bytes // shape.bytes_per_sector - PADDING_SECTORS
@@ -219,7 +220,7 @@ class _Planner:
         """Of the sequences of a step: logits, sampling, block tables."""
         shape = self._shape
         limit = self._config.max_model_len or shape.max_positions or 0
-        pages = -(-limit // shape.page_size) if shape.decodes_in_pages else 0
+        pages = cdiv(limit, shape.page_size) if shape.decodes_in_pages else 0
         table = pages * _INT32
         return requests * (shape.bytes_per_sequence + table)
 

@@ -39,6 +39,7 @@ import torch
 
 from actors.errors import WeightsCorrupted
 from actors.image.layout import Compressed, FloatType
+from actors.rounding import cdiv
 
 BLOCK = 4096  # weights
 ROW = 8  # weights that a thread decodes together; a coded piece starts at a multiple of it, and has whole ones
@@ -254,7 +255,7 @@ def _raw(weights: torch.Tensor, begin: int, end: int, dtype: FloatType) -> Itera
     if begin < end:
         none = torch.zeros(TABLE_BYTES, dtype=torch.uint8, device=weights.device)
         lengths = [min(BLOCK, end - at) for at in range(begin, end, BLOCK)]
-        words = [(0, -(-length * weights.itemsize // 4)) for length in lengths]
+        words = [(0, cdiv(length * weights.itemsize, 4)) for length in lengths]
         count = torch.tensor(words, dtype=torch.int64)
         yield _Piece(begin, dtype, weights[begin:end], none, None, count)
 

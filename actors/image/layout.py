@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from actors.rounding import round_up
+
 TENSOR_ALIGNMENT = 256  # bytes; what CUDA kernels may assume of a fresh allocation
 
 TensorKind = Literal["parameter", "buffer"]
@@ -61,7 +63,7 @@ class Layout:
 
 
 def align(offset: int) -> int:
-    return -(-offset // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+    return round_up(offset, TENSOR_ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

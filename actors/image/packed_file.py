@@ -22,6 +22,7 @@ import xxhash
 
 from actors.image.image import digest
 from actors.image.layout import Manifest
+from actors.rounding import round_up
 
 FILE_VERSION = 2  # raise it when a file would be laid out differently
 
@@ -260,7 +261,7 @@ def _padded(tail: memoryview) -> memoryview:
 
 
 def _up_to_page(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
+    return round_up(size, _PAGE)
 
 
 def _await(pool: ThreadPoolExecutor, work: Sequence[Future[None]]) -> None:

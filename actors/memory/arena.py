@@ -9,6 +9,7 @@ import torch
 from actors.errors import DeviceMemoryShort
 from actors.memory.driver import HostLink, MemoryDriver, describe, gib
 from actors.memory.transfer import Payload, SegmentCopy, Transfer
+from actors.rounding import round_up
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +22,6 @@ class Span:
 
     offset: int
     size: int
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 class DeviceArena:
@@ -41,7 +38,7 @@ class DeviceArena:
         spans: list[Span] = []
         offset = 0
         for size in segment_bytes:
-            rounded = _round_up(max(size, 1), driver.granularity)
+            rounded = round_up(max(size, 1), driver.granularity)
             spans.append(Span(offset, rounded))
             offset += rounded
         self.spans = tuple(spans)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from actors.errors import DeviceMemoryError
 from actors.memory.driver import Mark, gib
+from actors.rounding import round_up
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,8 @@ def page_ranges(part: HostRange, page: int = mmap.PAGESIZE) -> list[HostRange]:
     """
     if not part.size:
         return []
-    first, last = part.address // page * page, -(-part.end // page) * page
-    cuts = sorted({first, -(-part.address // page) * page, part.end // page * page, last})
+    first, last = part.address // page * page, round_up(part.end, page)
+    cuts = sorted({first, round_up(part.address, page), part.end // page * page, last})
     return [HostRange(start, end - start) for start, end in pairwise(cuts)]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.quantization.scheme import Kind, Scheme
+from actors.rounding import cdiv
 
 # How a projection's values are stored.
 #   gptq, gptq_v2  qweight int32 [K*bits/32, N], qzeros int32 [groups, N*bits/32], scales [groups, N], g_idx int32 [K]:
@@ -349,7 +350,7 @@ def _ct_packed(name: str, parts: Mapping[str, StoredTensor], group: _CtGroup) ->
     if not group.symmetric:
         if group.strategy == "tensor":
             raise Unserved(f"not supported: {name} has one zero point for all its values")
-        _part(name, parts, "weight_zero_point", "I32", (-(-N // per_word), K // size))
+        _part(name, parts, "weight_zero_point", "I32", (cdiv(N, per_word), K // size))
         tensors.append("weight_zero_point")
     if "weight_g_idx" in parts:
         _part(name, parts, "weight_g_idx", ("I32", "I64"), (K,))
@@ -411,7 +412,7 @@ def _blocks(
     rows, columns = block
     if rows < 1 or columns < _LEAST_GROUP or columns % _LEAST_GROUP:
         raise Unserved(f"not supported: blocks of {rows} x {columns}")
-    _part(name, parts, scale, _SCALE_TYPES, (-(-N // rows), -(-K // columns)))
+    _part(name, parts, scale, _SCALE_TYPES, (cdiv(N, rows), cdiv(K, columns)))
     return Projection(name, K, N, Scheme("fp8", columns, rows), "plain", ("weight", scale))
 
 

@@ -32,7 +32,7 @@ from actors.quantization.operators import operator
 from actors.quantization.routing import most_tiles, tile_rows
 from actors.quantization.scheme import WRITTEN_BYTES, Kind, Scheme
 from actors.quantization.unpacking import eights, floats, fours
-from actors.rounding import cdiv
+from actors.rounding import cdiv, round_up
 
 _MAX_CHANNELS = 128
 _MAX_SHARES = 16
@@ -318,7 +318,7 @@ def dequantised(
     if most >= N:
         return x @ _written(weight, scales, zeros, scheme, x.dtype, K, 0, N).T
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    count = cdiv(cdiv(N, cdiv(N, most)), _MAX_CHANNELS) * _MAX_CHANNELS
+    count = round_up(cdiv(N, cdiv(N, most)), _MAX_CHANNELS)
     for first in range(0, N, count):
         end = min(first + count, N)
         rows = _written(weight, scales, zeros, scheme, x.dtype, K, first, end)

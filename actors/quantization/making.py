@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from actors.rounding import cdiv
+
 QuantizeName = Literal[
     "gptq-4-128",
     "gptq-4-128-order",
@@ -297,7 +299,7 @@ def _ct_fp8(is_static: bool) -> Quantizer:
 def _fp8_block() -> Quantizer:
     def quantize(name: str, weight_NK: Tensor) -> Stored:
         N, K = weight_NK.shape
-        rows, columns = -(-N // _BLOCK), -(-K // _BLOCK)
+        rows, columns = cdiv(N, _BLOCK), cdiv(K, _BLOCK)
         whole = weight_NK.new_zeros(rows * _BLOCK, columns * _BLOCK)
         whole[:N, :K] = weight_NK
         blocks = whole.view(rows, _BLOCK, columns, _BLOCK)

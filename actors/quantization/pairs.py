@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from actors.quantization.scheme import Scheme
-from actors.rounding import cdiv, next_power_of_2
+from actors.rounding import cdiv, next_power_of_2, round_up
 
 BLOCK = 128  # channels, of both operands
 # The product wants each block's factors, and each column's scales, to begin at multiples of 16 bytes.
@@ -80,7 +80,7 @@ def split(x: Tensor, scales: Tensor | None, N: int) -> tuple[Tensor, Tensor, Ten
         scales, [N/128, K/128].
     """
     (M, K), device = x.shape, x.device
-    R = cdiv(M, _ROWS_ALIGNED) * _ROWS_ALIGNED
+    R = round_up(M, _ROWS_ALIGNED)
     parts = torch.empty((2, R, K), dtype=torch.float8_e4m3fn, device=device)
     factors = torch.empty((K // BLOCK, 2 * R), dtype=torch.float32, device=device)
     of_weight = torch.empty((N // BLOCK, K // BLOCK), dtype=torch.float32, device=device)

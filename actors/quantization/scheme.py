@@ -19,6 +19,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from actors.rounding import cdiv
+
 Kind = Literal["int4", "int8", "fp8"]
 
 # Part of the image key: raise it when the bytes of a quantised image would differ.
@@ -51,13 +53,13 @@ class Scheme:
 
     def groups(self, K: int) -> int:
         """Scales along the input channels."""
-        return -(-K // self.group)
+        return cdiv(K, self.group)
 
     def weight_shape(self, K: int, N: int) -> tuple[int, int]:
         return (N, K // 2) if self.kind == "int4" else (N, K)
 
     def scales_shape(self, K: int, N: int) -> tuple[int, int]:
-        return self.groups(K), -(-N // self.rows)
+        return self.groups(K), cdiv(N, self.rows)
 
     def block(self, K: int) -> int:
         """Input channels of a block of 4-bit values: both halves of its bytes are neighbours.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
+from actors.rounding import cdiv
 from serve_app.cli.bench_http import ManyValues
 from serve_app.cli.bench_run import check_writable, measure, run, tell, usage_errors
 from serve_app.cli.output import EXIT_FAILED, say
@@ -210,7 +211,7 @@ def subject_with(
 
     keys = engine_keys(changes)
     pages = engine_of({k: v for k, v in keys.items() if k == "page_size"})
-    return subject_of(target, {**defaults, "num_blocks": -(-tokens // pages.page_size)}, keys)
+    return subject_of(target, {**defaults, "num_blocks": cdiv(tokens, pages.page_size)}, keys)
 
 
 def engine_keys(changes: Sequence[str] | None) -> dict[str, object]:

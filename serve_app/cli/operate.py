@@ -79,9 +79,8 @@ def status(
                 print(json.dumps(told), flush=True)
                 time.sleep(interval_s)
         console = _console()
-        while (
-            not console.is_terminal or console.is_dumb_terminal
-        ):  # there Live draws in the end only
+        redraws = console.is_terminal and not console.is_dumb_terminal
+        while not redraws:  # Live would draw at its end only
             _show(_ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S), as_json)
             time.sleep(interval_s)
         with Live(console=console, auto_refresh=False) as live:

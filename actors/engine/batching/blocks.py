@@ -6,6 +6,8 @@
 import heapq
 from collections.abc import Iterable
 
+from actors.rounding import cdiv
+
 
 class SectorPool:
     """The sectors of a cache, of which only the first `usable` are given out, the lowest first.
@@ -76,7 +78,7 @@ class BlockPool:
 
     def missing_sectors(self, count: int) -> int:
         """Sectors that it takes to have `count` more blocks."""
-        return max(0, -(-(count - self._num_free) // self.per_sector))
+        return max(0, cdiv(count - self._num_free, self.per_sector))
 
     def take(self) -> int:
         """A block that nobody has; there must be one, here or in a sector."""

@@ -16,6 +16,7 @@ from actors.engine.batching.scheduling import MAX_PROMPTS, Step
 from actors.engine.model.paged_step import GatheredView, GroupRows, PagesView, queries_per_program
 from actors.engine.sampling.logits import Param
 from actors.memory.dlpack import bytes_at
+from actors.rounding import cdiv
 
 _UPDATES = 1024  # of the table of blocks, that travel with a step; more go before it
 _SLOTS = 2  # on the host: one is written while the other is copied
@@ -56,7 +57,7 @@ class StepInputs:
         self._max_rows = max_rows
         groups, N, R = len(cache.windows), max_tokens, max_rows
         self._head_dim = cache.shape.head_dim
-        self._max_tiles = -(-N // 64) + MAX_PROMPTS
+        self._max_tiles = cdiv(N, 64) + MAX_PROMPTS
         self._width = max_blocks
         sizes = {
             "ids": N,
@@ -262,7 +263,7 @@ class StepInputs:
         """The step for attention that reads pages."""
         found, R = self._of_pages, size.rows
         M = queries_per_program(size.tokens, self._head_dim)
-        tiles = found["tiles"].view(2, -1)[:, : -(-size.tokens // M) + MAX_PROMPTS]
+        tiles = found["tiles"].view(2, -1)[:, : cdiv(size.tokens, M) + MAX_PROMPTS]
         return PagesView(
             tables=self._tables,
             places=found["places"][:R],

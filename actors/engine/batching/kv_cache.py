@@ -14,6 +14,7 @@ from actors.engine.batching.sequence import LoopSequence
 from actors.engine.cache_shape import PADDING_SECTORS, CacheShape
 from actors.engine.model.paged_step import LayerPages
 from actors.memory.arena import DeviceArena
+from actors.rounding import cdiv
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +237,7 @@ class KvCache:
         Args:
             again_s: seconds to compute so many tokens of each of some sequences.
         """
-        least = max(1, -(-self._least // self.page_size))
+        least = max(1, cdiv(self._least, self.page_size))
         long = [each for each in sequences if each.remembered >= least]
         counts = [each.remembered for each in long]
         if self.saved.copying_s(sum(counts)) > again_s([n * self.page_size for n in counts]):
@@ -291,14 +292,14 @@ class KvCache:
         """Whether `_has_room` can come true with these blocks: a prompt that waits is looked at in each step."""
         assert self._prefixes is not None
         (pool,) = self._pools
-        missing = -(-len(sequence.tokens) // self.page_size) - len(found)
+        missing = cdiv(len(sequence.tokens), self.page_size) - len(found)
         unused = self._prefixes.unused_beside(found)
         return pool.missing_sectors(missing + spare - unused) <= self._sectors.free
 
     def _missing(self, sequence: LoopSequence, tokens: int) -> list[int]:
         """Blocks of each group that a sequence lacks for so many tokens."""
         return [
-            max(0, -(-min(tokens, window or tokens) // self.page_size) - len(blocks))
+            max(0, cdiv(min(tokens, window or tokens), self.page_size) - len(blocks))
             for window, blocks in zip(self._windows, sequence.blocks, strict=True)
         ]
 

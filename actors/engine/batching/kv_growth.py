@@ -6,6 +6,7 @@ copied to, at 30 GB/s instead of 55.
 """
 
 from actors.engine.cache_shape import CacheShape
+from actors.rounding import cdiv, round_up
 
 _FIRST_BYTES = 2 * 2**30  # at least: what waited for the wake is to fit in, as a rule
 _NEXT_BYTES = 2 * 2**30  # 5 ms of the card; a sleep waits for one part at most
@@ -26,7 +27,7 @@ def kv_parts(
     total = shape.cache_bytes(num_blocks)
     least, following = _FIRST_BYTES, _NEXT_BYTES
     if is_shared:
-        following = min(_NEXT_BYTES, _aligned(-(-total // _SHARED_PARTS)))
+        following = min(_NEXT_BYTES, _aligned(cdiv(total, _SHARED_PARTS)))
         least = following
     first = max(least, shape.cache_bytes(shape.blocks_for(longest)))
     parts = [min(total, _aligned(first))]
@@ -36,4 +37,4 @@ def kv_parts(
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return round_up(size, _ALIGNMENT)

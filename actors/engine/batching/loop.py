@@ -28,6 +28,7 @@ from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.engine.sizing import STEP_SIZES, Limits
 from actors.errors import EngineDied
 from actors.memory.driver import AllocatorPool
+from actors.rounding import cdiv
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class GenerationLoop:
         remembers = config.min_shared_prefix_tokens if config.prefix_caching else None
         self.cache = KvCache(shape, limits.num_blocks, rows, remembers)
         longest = config.max_model_len or shape.max_positions or self.cache.longest_sequence
-        pages = min(self.cache.num_blocks, -(-longest // config.page_size)) if in_pages else 0
+        pages = min(self.cache.num_blocks, cdiv(longest, config.page_size)) if in_pages else 0
         inputs = StepInputs(self.cache, tokens, rows, pages, model.device)
         # Elsewhere steps are too slow for a part of a prompt to be much of one.
         sizes = [size for size in STEP_SIZES if size <= tokens] or [tokens]

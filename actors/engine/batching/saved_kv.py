@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.errors import DeviceMemoryError
+from actors.rounding import cdiv
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class SavedKv:
         piece_bytes = self._per_piece * self._block_bytes
         left = psutil.virtual_memory().available + have * piece_bytes
         may_have = min(_MOST_BYTES, left // _SHARE) // piece_bytes
-        target = min(-(-self._wanted // self._per_piece), may_have)
+        target = min(cdiv(self._wanted, self._per_piece), may_have)
         if have < target:
             return self._take(piece_bytes)
         return have > target and self._give()

@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from actors.rounding import next_power_of_2
+
 _FEWEST = 16  # places, and entries of one: a table grows in powers of two
 
 
@@ -190,7 +192,7 @@ def _filled(entries_3W: Tensor, width: int) -> Tensor:
 
 
 def _power_of_two(number: int) -> int:
-    return max(_FEWEST, 1 << (number - 1).bit_length())
+    return max(_FEWEST, next_power_of_2(number))
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

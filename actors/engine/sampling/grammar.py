@@ -24,6 +24,7 @@ from torch import Tensor
 
 from actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
 from actors.protocol import Grammar, GrammarKind
+from actors.rounding import cdiv
 from actors.text.codec import TextCodec
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def allowed_tokens(
     Returns:
         int32 [R, W], of a memory that is this call's own; bit i of word w is token 32 w + i.
     """
-    words = -(-vocab_size // 32)
+    words = cdiv(vocab_size, 32)
     allowed_RW = torch.zeros((len(steps), words), dtype=torch.int32, pin_memory=pinned)
     matchers = [
         (grammar.matcher, row) for row, (grammar, _) in enumerate(steps) if grammar.refusal is None
