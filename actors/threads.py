@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -125,12 +125,27 @@ def on_threads(
     order: Sequence[int] = range(len(each))
     if sizes is not None:
         order = sorted(order, key=lambda index: sizes[index], reverse=True)
-    with ThreadPoolExecutor(at_once, thread_name_prefix=getattr(work, "__name__", "work")) as pool:
-        begun = {index: pool.submit(work, *each[index]) for index in order}
+    failures: list[BaseException] = []
+
+    def unless_failed(index: int) -> list[T]:
+        if failures:
+            return []
         try:
-            return [begun[index].result() for index in range(len(each))]
+            return [work(*each[index])]
+        except BaseException as exc:  # noqa: BLE001  # raised below, once no thread is at work any more
+            failures.append(exc)
+            return []
+
+    name = getattr(work, "__name__", "work")
+    with ThreadPoolExecutor(at_once, thread_name_prefix=name) as pool:
+        try:
+            begun = {index: pool.submit(unless_failed, index) for index in order}
+            wait(begun.values())
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+    if failures:
+        raise failures[0]
+    return [result for index in range(len(each)) for result in begun[index].result()]
 
 
 def submit_unless_closed(control: Executor, work: Callable[[], object], meanwhile: str) -> bool:

@@ -96,7 +96,8 @@ def test_several_threads_give_results_in_order_of_what_they_are_of() -> None:
     assert on_threads(work, range(3), "abc", at_once=2) == ["0a", "1b", "2c"]
 
 
-def test_after_a_failure_no_more_is_begun() -> None:
+@pytest.mark.parametrize("first", [0, 99])
+def test_after_a_failure_no_more_is_begun(first: int) -> None:
     begun: list[int] = []
 
     def work(number: int) -> None:
@@ -104,8 +105,8 @@ def test_after_a_failure_no_more_is_begun() -> None:
         raise RuntimeError("full")
 
     with pytest.raises(RuntimeError, match="full"):
-        on_threads(work, range(100), at_once=1)
-    assert len(begun) < 100
+        on_threads(work, range(100), sizes=[number == first for number in range(100)], at_once=1)
+    assert begun == [first]
 
 
 def test_the_largest_is_begun_first_and_results_keep_their_order() -> None:
