@@ -19,11 +19,18 @@ async def one_of(*events: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def at_most(seconds: float, late: Exception) -> AsyncIterator[None]:
-    """Raises `late` if the body takes longer; a TimeoutError of the body's own stays what it is."""
+    """Raises `late` if the body takes longer; a TimeoutError of the body's own stays what it is.
+
+    A task that is cancelled in the body keeps none of its frames, and what they hold, until the garbage collector
+    comes: asyncio's limit knows its task, which knows how it ended, and so the frames on the way.
+    """
+    limit = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with limit:
             yield
     except TimeoutError:
         if not limit.expired():
             raise
         raise late from None
+    finally:
+        del limit, late

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from actors.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from actors.protocol import ChatPrompt, Prompt
+from actors.waits import at_most
 from serve_app.front.errors import RequestTimeout
 from serve_app.front.work import Admission, Budget
 from serve_app.openai.fields import parse_json
@@ -86,27 +87,25 @@ class Bodies:
 
     async def _bytes(self, request: Request) -> bytes:
         admission: Admission = request.scope["admission"]
-        too_large = PayloadTooLarge(
-            f"the body is over {self._max_bytes} bytes (http.max_body_bytes)"
-        )
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
-            raise too_large
+            raise self._too_large()
         body = bytearray()
-        try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                async for chunk in request.stream():
-                    if len(body) + len(chunk) > self._max_bytes:
-                        raise too_large
-                    admission.take(self._in_flight, len(chunk))
-                    body += chunk
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise RequestTimeout(
-                f"the body did not arrive within {self._timeout_s:g} s (http.body_timeout_s)"
-            ) from None
+        async with at_most(self._timeout_s, self._too_slow()):
+            async for chunk in request.stream():
+                if len(body) + len(chunk) > self._max_bytes:
+                    raise self._too_large()
+                admission.take(self._in_flight, len(chunk))
+                body += chunk
         return bytes(body)
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the body is over {self._max_bytes} bytes (http.max_body_bytes)")
+
+    def _too_slow(self) -> RequestTimeout:
+        return RequestTimeout(
+            f"the body did not arrive within {self._timeout_s:g} s (http.body_timeout_s)"
+        )
 
 
 def check_travels(prompt: Prompt, most: int = MAX_MESSAGE_BYTES) -> None:

@@ -4,6 +4,7 @@ Bodies are those of the endpoint's dialect. OpenAI's carry all four keys of its 
 them as `error.code`; vLLM and Ray put the HTTP status there.
 """
 
+import asyncio
 import logging
 import math
 import re
@@ -194,9 +195,15 @@ class Edge:
             await self._app(scope, receive, send_named)
         except ClientDisconnect:
             logger.debug("request %s: the client went away", request_id)
+        except asyncio.CancelledError as exc:
+            exc.__traceback__ = None  # as below
+            raise
         except Exception as exc:
             problem = describe(exc, request_id, dialect)
             if begun:
+                # Serve keeps it where it leads back to itself (`_handle_errors_and_metrics`, 2.60): its frames, with
+                # prompt and answer, would wait for the garbage collector.
+                exc.__traceback__ = None
                 raise  # the server cuts the connection, which is all that can still be said
             response = JSONResponse(problem.body, problem.status, problem.headers)
             await response(scope, receive, send_named)

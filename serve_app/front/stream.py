@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from actors.errors import ReplicaFailed, ServingError, ShuttingDown
 from actors.protocol import TokenEvent
+from actors.waits import at_most
 from serve_app.front.dialects import OPENAI, Dialect
 from serve_app.front.errors import RequestTimeout, describe
 
@@ -63,6 +64,10 @@ class Answer(Protocol):
         """The stream's last objects, when it ends with this error."""
 
 
+class Silence(Exception):
+    """No event came in time."""
+
+
 class EventSource:
     """The events of one request's generations, merged in the order in which they arrive.
 
@@ -95,23 +100,38 @@ class EventSource:
         traceback: TracebackType | None,
     ) -> None:
         self._closing = True
-        await _cancel(*self._tasks)
+        tasks, self._tasks = self._tasks, []
+        await _cancel(*tasks)
+        # Errors know their frames, and so this: it would wait for the garbage collector, with all it holds.
+        del tasks
+        self._queue = asyncio.Queue()
 
-    async def next(self) -> tuple[int, TokenEvent] | None:
+    async def next(self, until_s: float | None = None) -> tuple[int, TokenEvent] | None:
         """The next event with the index of its prompt; None after the last.
 
         May be cancelled without losing an event.
 
+        Args:
+            until_s: by the loop's clock; None waits for as long as it takes.
+
         Raises:
+            Silence: nothing came until then.
             Exception: what a generation raised; the others go on until the context is left.
         """
         while self._running:
-            index, item = await self._queue.get()
+            try:
+                async with asyncio.timeout_at(until_s):
+                    index, item = await self._queue.get()
+            except TimeoutError:
+                raise Silence from None
             if isinstance(item, TokenEvent):
                 return index, item
             self._running -= 1
             if item is not None:
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # it knows this frame
         return None
 
     async def _read(self, index: int, generation: AsyncIterator[TokenEvent]) -> None:
@@ -133,7 +153,10 @@ class EventSource:
             if self._closing:
                 raise  # nobody calls `next` any more
             end = exc
-        await self._queue.put((index, end))
+        try:
+            await self._queue.put((index, end))
+        finally:
+            del end  # it knows this frame
 
 
 async def collect(
@@ -151,18 +174,13 @@ async def collect(
         RequestTimeout: it took longer than `timeout_s`; what was being generated is cancelled.
         ReplicaFailed: a generation ended without a finish reason.
     """
-    try:
-        async with asyncio.timeout(timeout_s) as limit, EventSource(generations) as source:
-            while (item := await source.next()) is not None:
-                admit(item[1])
-                answer.add(*item)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise RequestTimeout(
-            f"no complete answer within {timeout_s:g} s (http.request_timeout_s); "
-            'lower max_tokens or use "stream": true'
-        ) from None
+    async with (
+        at_most(timeout_s, _too_late(timeout_s)),
+        EventSource(generations) as source,
+    ):
+        while (item := await source.next()) is not None:
+            admit(item[1])
+            answer.add(*item)
     _check_finished(answer)
 
 
@@ -189,11 +207,8 @@ async def event_stream(
         async with EventSource(generations) as source:
             while True:
                 try:
-                    async with asyncio.timeout_at(silent_until_s) as limit:
-                        item = await source.next()
-                except TimeoutError:
-                    if not limit.expired():
-                        raise  # the generation's own
+                    item = await source.next(silent_until_s)
+                except Silence:
                     frames = [keep_alive]
                 else:
                     if item is None:
@@ -283,6 +298,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         return worker.result()
     finally:
         await _cancel(worker, watcher)
+        del worker, watcher  # they know how they ended, and so this frame
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -311,6 +327,13 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
                 logger.debug("a cancelled task ended with: %r", outcome)
             else:
                 logger.warning("a cancelled task failed while it ended", exc_info=outcome)
+
+
+def _too_late(timeout_s: float) -> RequestTimeout:
+    return RequestTimeout(
+        f"no complete answer within {timeout_s:g} s (http.request_timeout_s); "
+        'lower max_tokens or use "stream": true'
+    )
 
 
 def _check_finished(answer: Answer) -> None:

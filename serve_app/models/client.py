@@ -108,6 +108,7 @@ class HandleClient:
             response = self._streams.generate.remote(request)
             assert isinstance(response, DeploymentResponseGenerator)
             begun = finished = False
+            event: TokenEvent | Refusal | None = None
             try:
                 async for event in response:
                     if isinstance(event, Refusal):
@@ -121,6 +122,7 @@ class HandleClient:
                 else:
                     finished = True
                     return
+                assert event is not None
                 finished = True  # the refusal was its last word
                 if event.replica_id in request.avoid:
                     await asyncio.sleep(_NEWS_DUE_S)
@@ -142,6 +144,7 @@ class HandleClient:
                 if begun or died == _ATTEMPTS:
                     raise ReplicaFailed(f"a replica of {self._info.model_id} died") from exc
             finally:
+                event = None  # a refusal knows this frame
                 if not finished:  # the client left, or the replica raised
                     response.cancel()
 

@@ -41,15 +41,21 @@ class Patience:
         Raises:
             Unavailable: `over` was not called in time.
         """
+        limit = asyncio.timeout(self._limit_s)
+        wait = _Wait(self, limit)
         try:
-            async with asyncio.timeout(self._limit_s) as limit:
-                yield _Wait(self, limit)
+            async with limit:
+                yield wait
         except TimeoutError:
             if not limit.expired():
                 raise
             raise Unavailable(
                 f"no token within {self._limit_s:g} s (http.queue_timeout_s)", self.retry_after_s
             ) from None
+        finally:
+            # As in `at_most`: neither this frame nor the caller's leads back to the task.
+            wait.limit = None
+            del limit
 
     def _note(self, seconds: float) -> None:
         before_s = seconds if self._mean_s is None else self._mean_s
@@ -59,13 +65,12 @@ class Patience:
 class _Wait:
     def __init__(self, patience: Patience, limit: asyncio.Timeout) -> None:
         self._patience = patience
-        self._limit = limit
+        self.limit: asyncio.Timeout | None = limit  # None once it is over
         self._began_s = asyncio.get_running_loop().time()
-        self._is_over = False
 
     def over(self) -> None:
-        if self._is_over:
+        limit, self.limit = self.limit, None
+        if limit is None:
             return
-        self._is_over = True
-        self._limit.reschedule(None)
+        limit.reschedule(None)
         self._patience._note(asyncio.get_running_loop().time() - self._began_s)

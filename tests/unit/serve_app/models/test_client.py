@@ -1,6 +1,8 @@
 """HandleClient over a handle whose replicas do what the test wants."""
 
 import asyncio
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ from actors.protocol import GenerateRequest, Refusal, SamplingParams, SleepComma
 from serve_app.models.client import HandleClient
 from serve_app.models.first_token import Patience
 from serve_app.models.model_client import ModelInfo
+from serve_app.process.heap import without_collections
 from serve_app.signals.hold import Wanted
 from tests.fakes import FakeScaler, FakeTokenizer
 
@@ -45,7 +48,7 @@ class Response(DeploymentResponseGenerator):
     """What one replica answers: events, then how it ends; "hang" never goes on."""
 
     def __init__(self, items: Sequence[object]) -> None:
-        self._items = iter(items)
+        self._items = deque(items)
         self.cancelled = False
         self._unassigned: Exception | None = None
 
@@ -53,9 +56,9 @@ class Response(DeploymentResponseGenerator):
         return self
 
     async def __anext__(self) -> Any:
-        item = next(self._items, None)
-        if item is None:
+        if not self._items:
             raise StopAsyncIteration
+        item = self._items.popleft()
         if item == "hang":
             await asyncio.Event().wait()
         if isinstance(item, BackPressureError | DeploymentUnavailableError):
@@ -395,3 +398,23 @@ def test_a_hold_is_kept_before_it_is_called_out_and_a_wake_ends_it() -> None:
         assert [call[0] for call in handle.broadcasts] == ["sleep", "sleep", "wake_up"]
 
     run(scenario)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_call_that_failed_is_not_left_for_the_garbage_collector(cancelled: bool) -> None:
+    async def scenario() -> None:
+        handle = Handle(["hang"] if cancelled else [event("a"), refusal(EngineDied("died"))])
+        call = asyncio.create_task(texts(client(handle)))
+        while not handle.asked:
+            await asyncio.sleep(0)
+        if cancelled:
+            call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled() is cancelled
+        assert cancelled or isinstance(call.exception(), EngineDied)
+        response = weakref.ref(handle.responses.pop())
+        del call
+        assert response() is None
+
+    with without_collections():
+        run(scenario)
