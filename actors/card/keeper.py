@@ -159,7 +159,7 @@ class CardKeeper:
         before, self._members[join.tenant] = self._members.get(join.tenant), member
         if before is not None:
             before.connection.close()
-        ledger.join(join.tenant, join.model, join.terms, join.account, now_s, join.gpus)
+        ledger.join(join.tenant, join.model, join.terms, join.account, now_s, join.gpus, join.order)
         logger.info("%s of %s joins %s", join.tenant, join.model, join.card)
 
     def _lost(self, member: _Member) -> None:

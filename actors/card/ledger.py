@@ -115,14 +115,21 @@ class CardLedger:
         account: Account,
         now_s: float,
         gpus: float = 0.0,
+        order: int = -1,
     ) -> None:
-        """A tenant begins, or comes back."""
+        """A tenant begins, or comes back; `order`: to make room, that it still follows, of a keeper before this one."""
         self._gpus[name] = gpus
         self.forget_asks(name)
         self._granted.pop(name, None)
         self._orders.pop(name, None)
         self._targets.pop(name, None)
         self._tenants[name] = Tenant(name, model, terms, awake_since_s=now_s, quiet_since_s=now_s)
+        if order >= 0:
+            self._orders[name] = order
+            # Or the answer to this one would be taken for that to a later one.
+            self._last_order = max(self._last_order, order)
+            # It may have begun to sleep; to be told to stay is of no effect then.
+            self._tenants[name] = replace(self._tenants[name], leaving=True, drains=True)
         self.account(name, account, now_s)
 
     def account(self, name: str, account: Account, now_s: float) -> None:

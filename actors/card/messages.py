@@ -54,6 +54,7 @@ class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
     terms: Terms
     account: Account
     gpus: float = 0.0  # that Ray has set aside for it
+    order: int = -1  # the newest one to make room that it still follows, whichever keeper gave it
 
 
 class Changed(msgspec.Struct, frozen=True, tag=True, array_like=True):

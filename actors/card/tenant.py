@@ -424,7 +424,6 @@ class CardClient:
 
     def _disconnected(self) -> None:
         self._connection = self.sight = None
-        self._taken_back.clear()  # the next keeper takes back its own
         self._connected.clear()
         for want in self._wants.values():
             if not want.done():
@@ -435,7 +434,7 @@ class CardClient:
 
     def _join(self) -> Join:
         assert self._card is not None
-        # Orders are numbered by each keeper anew, and this one has given none.
+        # This keeper has given no order yet, and numbers its own behind the one that it hears of here.
         self._account = msgspec.structs.replace(
             self._account, answered_order=-1, device_free=None, short=False
         )
@@ -449,6 +448,7 @@ class CardClient:
             Terms.of(self._sharing),
             self._timed(),
             self._gpus,
+            max(self._taken_back, default=-1),
         )
 
     def _receive(self, message: ToTenant) -> None:
@@ -464,7 +464,7 @@ class CardClient:
                 work = self.make_room(
                     message.mode, message.reason, message.for_model, message.deep, taken_back
                 )
-                self._begin(message.number, work)
+                self._begin(message.number, work, None)
             case Stay():
                 order = self._taken_back.get(message.number)
                 if order is not None:
@@ -472,7 +472,8 @@ class CardClient:
                     order.set()
             case GiveBack():
                 logger.info("%s is to give back KV cache: %s", self._name, message.reason)
-                self._begin(message.number, self.give_back(message.size))
+                work = self.give_back(message.size)
+                self._begin(message.number, work, self._connection)
             case Seen():
                 if self._looks:
                     look = self._looks.pop(0)
@@ -483,10 +484,13 @@ class CardClient:
             case _:
                 assert_never(message)
 
-    def _begin(self, number: int, work: Awaitable[None]) -> None:
+    def _begin(
+        self, number: int, work: Awaitable[None], keeper: Connection[ToTenant] | None
+    ) -> None:
+        """Follow an order; `keeper` alone knows of it. None: the next one does, too: it makes room."""
         # What counts is the figure that comes of this: before, others may have had more or less.
         self._device_free = None
-        order = asyncio.create_task(self._obey(number, work, self._connection))
+        order = asyncio.create_task(self._obey(number, work, keeper))
         self._orders.add(order)
         order.add_done_callback(self._orders.discard)
 
@@ -497,9 +501,11 @@ class CardClient:
             await work
         except Exception:
             logger.exception("%s: could not make room", self._name)
-        if self._connection is keeper:
-            self._taken_back.pop(number, None)
-            self._change(answered_order=number, device_free=self._device_free)
+        if keeper is None:
+            del self._taken_back[number]
+        elif self._connection is not keeper:
+            return
+        self._change(answered_order=number, device_free=self._device_free)
 
 
 def _kv_of(account: Account) -> KvNow:

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from actors.card.ledger import Staying
 from tests.unit.actors.card.world import (
     BUDGET,
     MAX_AWAKE,
@@ -101,9 +102,19 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def nobody_drains_for_nobody(self) -> None:
-        ledger = self.world.ledger
-        if not any(not ask.grows for ask in ledger._asks.values()):
-            assert not any(tenant.drains for tenant in ledger._tenants.values())
+        world = self.world
+        if world.now_s < world.gathers_until_s or self._somebody_waits():
+            return
+        assert not any(tenant.drains for tenant in world.ledger._tenants.values())
+        if world.outbox:
+            return  # the keeper has not heard of all that there is
+        for model in world.models:
+            if model.state == "draining":
+                told = [each.number for each in model.inbox if isinstance(each, Staying)]
+                assert model.draining_for in told
+
+    def _somebody_waits(self) -> bool:
+        return any(not ask.grows for ask in self.world.ledger._asks.values())
 
     def teardown(self) -> None:
         for model in self.world.models:
@@ -119,6 +130,18 @@ class AroundADrain(Interleavings):
         super().__init__()
         self.world = busy_model_and_who_waits(4, 3)
         self.world.leave(3)
+
+
+class AroundTheNextKeeper(Interleavings):
+    """Begins where a busy model drains, and its keeper is gone and who waited, too. The next one knows that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = busy_model_and_who_waits(4, 3)
+        _read_all(self.world)
+        self.world.kill_keeper()
+        self.world.leave(3)
+        self.world.deliver_all_up()
 
 
 def busy_model_and_who_waits(busy: int, waits: int) -> World:
@@ -152,6 +175,10 @@ def test_a_thousand_interleavings() -> None:
 
 def test_interleavings_around_a_drain() -> None:
     _run(300, AroundADrain)
+
+
+def test_interleavings_around_the_next_keeper() -> None:
+    _run(300, AroundTheNextKeeper)
 
 
 @pytest.mark.slow
@@ -190,6 +217,21 @@ def test_model_that_drains_goes_on_when_who_waited_has_left() -> None:
     _read_all(world)
     assert (model.state, model.in_flight, model.waiting) == ("awake", 2, [])
     assert world.stayed == 1
+    everything_settles(world)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_model_that_drains_when_its_keeper_dies_goes_on_if_nobody_waits(waits: bool) -> None:
+    world = busy_model_and_who_waits(4, 3)
+    _read_all(world)
+    world.kill_keeper()
+    if not waits:
+        world.leave(3)
+    world.deliver_all_up()
+    world.tick(1.0)
+    _read_all(world)
+    assert world.models[4].state == ("draining" if waits else "awake")
+    assert world.stayed == (not waits)
     everything_settles(world)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.card.messages import MakeRoom, Stay
+from actors.card.messages import GiveBack, MakeRoom, Stay
 from actors.card.plan import UNREACHED_S
 from actors.card.tenant import CardClient, KvNow
 from actors.errors import NeverFits, NoRoom, Unavailable
@@ -309,20 +309,64 @@ def test_order_and_that_it_is_taken_back_in_one_read(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_what_a_lost_keeper_has_ordered_is_not_for_the_next_one_to_take_back(
-    tmp_path: Path,
+@pytest.mark.parametrize("waits", [True, False])
+def test_neighbour_drains_on_for_the_next_keeper_if_somebody_waits(
+    tmp_path: Path, waits: bool
 ) -> None:
     async def scenario() -> None:
         async with card_site(tmp_path, BUDGET) as site:
             a, b = Tenant(site, "a"), Tenant(site, "b")
             wake = await drains_for(site, a, b)
             await site.kill()
-            await wake
+            assert await wake is False
+            b.awake = False
+            b.client.settled(held=0)  # what the driver said
             await site.begin()
-            assert await a.client.until_there_is_a_keeper()
-            a.client._receive(Stay(0, "nobody waits for room any more"))
+            for tenant in (a, b):
+                assert await tenant.client.until_there_is_a_keeper()
+            if waits:
+                wake = asyncio.create_task(b.wake(60))
+                while not (waiting := (await seen(b)).waiting) or not waiting[0].reason:
+                    pass  # the keeper still gathers
+                assert waiting[0].reason == "a on the way to make room"
+                a.gate.set()
+                assert await wake
+            await until(lambda: a.taken_back == [not waits])
+            assert a.awake is not waits
+            assert len(a.orders) == 1
+            status = await seen(a)
+            assert status.held == 60
+            assert not any(tenant.moving for tenant in status.tenants)
+
+    run(scenario)
+
+
+def test_orders_of_the_next_keeper_are_none_of_the_last_one(tmp_path: Path) -> None:
+    """It does not take the end of what the last one has ordered for an answer to its own."""
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = Tenant(site, "a"), Tenant(site, "b")
+            gives = asyncio.Event()
+            a.client.give_back = lambda size: one_of(gives)
+            wake = await drains_for(site, a, b)
+            a.client._receive(GiveBack(9, 10, "10 bytes of KV cache for b"))
+            await site.kill()
+            await wake
+            b.client.settled(held=0)
+            await site.begin()
+            for tenant in (a, b):
+                assert await tenant.client.until_there_is_a_keeper()
+            await until(lambda: a.taken_back == [True])
+            a.work(False)
+            wake = asyncio.create_task(b.wake(60))
+            await until(lambda: len(a.orders) == 2)
+            gives.set()
+            await until(lambda: len(a.client._orders) == 1)
+            assert a.client._account.answered_order == 0
+            assert (await seen(b)).tenants[0].moving
             a.gate.set()
-            await until(lambda: a.taken_back == [False])
+            assert await wake
 
     run(scenario)
 

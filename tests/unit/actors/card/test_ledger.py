@@ -236,6 +236,28 @@ def test_who_stays_may_be_asked_again() -> None:
     assert decide(book, 25.7) == [Granting("b", 2, at_once=False)]
 
 
+def test_who_follows_an_order_of_the_keeper_before_is_on_its_way_until_it_has_answered() -> None:
+    book = ledger("b")
+    book.join("a", "a", Terms(), BUSY, 20.0, order=7)
+    wants(book, "b")
+    assert decide(book) == [Waiting("b", 1, "a on the way to make room")]
+    book.account("a", Account(process_id=1, read_ask=1, answered_order=7), 20.1)
+    assert decide(book, 20.1) == [Granting("b", 1, at_once=False)]
+
+
+def test_answer_to_an_order_of_the_keeper_before_is_none_to_a_later_one() -> None:
+    book = ledger("b")
+    book.join("a", "a", Terms(), BUSY, 20.0, order=7)
+    assert stayed(book, 20.0) == [("a", 7)]
+    wants(book, "b")
+    decide(book, 20.0)
+    order = next(each for each in decide(book, 22.6) if isinstance(each, Ordering))
+    book.account("a", msgspec.structs.replace(BUSY, answered_order=7), 22.7)
+    assert book.card().tenant("a").leaving
+    book.account("a", msgspec.structs.replace(BUSY, answered_order=order.number), 22.8)
+    assert not book.card().tenant("a").leaving
+
+
 def test_idle_models_and_those_that_are_frozen_are_not_told_to_stay() -> None:
     """They sleep as soon as they are told to."""
     for account, preempt in ((AWAKE, Preempt.DRAIN), (BUSY, Preempt.FREEZE)):

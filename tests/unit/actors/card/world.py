@@ -190,7 +190,6 @@ class World:
         for model in self.models:
             model.inbox.clear()
             model.answered = -1
-            model.draining_for = None
             model.grows = False  # not without a keeper
             if model.state == "asking":  # by the driver's word
                 model.read_ask = model.number
@@ -400,10 +399,11 @@ class World:
 
     def _join(self, model: Model) -> None:
         account = self._account(model)
+        order = -1 if model.draining_for is None else model.draining_for
 
         def join(ledger: CardLedger) -> None:
             model.inbox.clear()  # what was for the one before is lost with its connection
-            ledger.join(model.name, model.name, model.terms, account, self.now_s)
+            ledger.join(model.name, model.name, model.terms, account, self.now_s, order=order)
 
         self._up(join)
 
