@@ -77,17 +77,22 @@ class ImageNeed:
 
         Raises:
             Unavailable: it cannot be had now.
+            Exception: it cannot be made ready.
         """
-        if not self._has_image() or self.need is Need.CHANGING:
+        before = self._memory.image
+        if before is None or self.need is Need.CHANGING:
             return False
-        image = await self._reload()
-        if image.origin != "image":
-            return False  # the holder did not answer; a copy of its own is worth less than what it looks at
-        prepared = await asyncio.to_thread(self._memory.host.prepare, image)
-        async with self._lock:
-            left = await self._exchange(prepared)
-            if not self._has_image():  # a sleep has dropped it, and ended the lease before this one
-                await self._release(image.manifest.key)
+        key = before.manifest.key
+        try:
+            image = await self._reload()
+            key = image.manifest.key
+            if image.origin != "image":
+                return False  # the holder did not answer; a copy of its own is worth less than what it looks at
+            prepared = await asyncio.to_thread(self._memory.host.prepare, image)
+            async with self._lock:
+                left = await self._exchange(prepared)
+        finally:
+            await self._end_lease_unless_used(key)
         # Beside the event loop, and beside a wake: to unpin 15 GB takes a while.
         if left is not None:
             await asyncio.to_thread(left.close)
@@ -118,8 +123,12 @@ class ImageNeed:
                 return False
             return await self._drop() is not None
 
-    def _has_image(self) -> bool:
-        return self._memory.image is not None
+    async def _end_lease_unless_used(self, key: ImageKey) -> None:
+        """Behind a lease beside which a sleep may have dropped the image, and ended the one before."""
+        async with self._lock:
+            image = self._memory.image
+            if image is None or image.manifest.key != key:
+                await self._release(key)
 
     def _is_needed(self) -> bool:
         return self.need is not Need.NONE

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from actors.errors import DeviceMemoryError, LayoutMismatch, Unavailable
 from actors.holder.host_memory import Need
 from actors.worker.image_need import ImageNeed
 
@@ -19,12 +20,16 @@ class Bench:
         self.host = self
         self.leases = {"key"}
         self.origin = "image"  # of what it gets again
+        self.key = "key"  # likewise
+        self.error: Exception | None = None  # of what makes that ready, or gets it
         memory: Any = self
         self.need = ImageNeed(
             memory, self._take, self._exchange, self._drop, self._reload, self._release
         )
 
     def prepare(self, image: Any) -> Any:
+        if self.error is not None:
+            raise self.error
         return SimpleNamespace(image=image, link=SimpleNamespace(close=lambda: None))
 
     async def _take(self, image: Any) -> None:
@@ -43,15 +48,17 @@ class Bench:
     async def _reload(self) -> Any:
         await self.gate.wait()
         if self.origin == "image":
-            self.leases.add("key")
-        return self._image(self.origin)
+            self.leases.add(self.key)
+        if isinstance(self.error, Unavailable):
+            raise self.error
+        return self._image(self.origin, self.key)
 
     async def _release(self, key: Any) -> None:
         self.leases.remove(key)
 
     @staticmethod
-    def _image(origin: str = "image") -> Any:
-        manifest = SimpleNamespace(key="key")
+    def _image(origin: str = "image", key: str = "key") -> Any:
+        manifest = SimpleNamespace(key=key)
         return SimpleNamespace(origin=origin, is_kept_asleep=True, manifest=manifest)
 
 
@@ -69,6 +76,44 @@ def test_image_that_is_renewed_beside_a_sleep_leaves_no_lease_without_it(level: 
         assert await renewing == (level == 1)
         assert bench.leases == ({"key"} if bench.image else set())
         assert (bench.image is None) == (level == 2)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [DeviceMemoryError("refused"), Unavailable("not now")])
+@pytest.mark.parametrize("level", [None, 2])
+def test_image_that_cannot_be_renewed_is_told_and_leaves_no_lease_behind_a_sleep(
+    error: Exception, level: int | None
+) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.need.need = Need.AWAKE
+        bench.error = error
+        renewing = asyncio.create_task(bench.need.renew())
+        await asyncio.sleep(0)
+        if level is not None:
+            bench.need.need = Need.CHANGING
+            await bench.need.drop_asleep(level)
+            bench.need.not_needed()
+        bench.gate.set()
+        with pytest.raises(type(error)):
+            await renewing
+        assert bench.leases == ({"key"} if bench.image else set())
+
+    asyncio.run(scenario())
+
+
+def test_image_of_another_checkpoint_is_not_leased_beside_the_one_that_is_used() -> None:
+    """It was replaced in place meanwhile."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        bench.need.need = Need.AWAKE
+        bench.key, bench.error = "another", LayoutMismatch("it holds other weights")
+        bench.gate.set()
+        with pytest.raises(LayoutMismatch):
+            await bench.need.renew()
+        assert bench.leases == {"key"}
 
     asyncio.run(scenario())
 
