@@ -120,6 +120,7 @@ class WeightHolder:
         self._one_loads = threading.Lock()  # the store is filled by one at a time
         self._load_timeout_s = load_timeout_s
         self._wanted = Wanted()
+        self._given_back: set[ImageKey] = set()  # when nobody could tell whether others need them
         self._is_compressing = False  # one at a time: each takes room for two
         # `_files_depend_on` when the files on disk were looked at.
         self._tidied: tuple[object, ...] = ()
@@ -151,6 +152,7 @@ class WeightHolder:
             if held is None:
                 held = await asyncio.shield(asyncio.wrap_future(self._load_once(request, key)))
             self._images.lease(held, request, lessee, worker, self._now())
+            self._given_back.discard(key)
         return held.grant
 
     async def wanted(self) -> Wanted:
@@ -181,13 +183,21 @@ class WeightHolder:
             self._look_ups.submit(self._preload, request)
 
     async def release(self, key: ImageKey, lessee: str) -> bool:
-        """End a lease. True when that was the last one and the image is gone from the store."""
+        """End a lease. True when that was the last one and the image is gone from the store.
+
+        Where Ray does not say who of the others lives, `expire` finds out.
+        """
         held = self._images.get(key)
         if held is None:
             return False
         self._images.end_leases(held, {lessee})
         if before := frozenset(held.lessees):
-            living = await asyncio.to_thread(alive)
+            try:
+                living = await asyncio.to_thread(alive)
+            except Exception:
+                logger.warning("image %s may be of no use any more", key, exc_info=True)
+                self._given_back.add(key)
+                return False
             # Those that came meanwhile may be younger than that list.
             self._images.end_leases(held, before - living)
         there = self._images.get(key)  # compressed meanwhile, maybe: the lessees are the same
@@ -209,6 +219,7 @@ class WeightHolder:
             self._tidying = self._look_ups.submit(self._tidy_files, self._wanted, known)
         before = {key: frozenset(held.lessees) for key, held in self._images.snapshot()}
         living = await asyncio.to_thread(alive)
+        given_back, self._given_back = self._given_back, set()
         now_s, there = self._now(), self._images.snapshot()
         there.sort(key=lambda each: each[1].leased_s)
         latest = {held.request.checkpoint: key for key, held in there}
@@ -218,6 +229,8 @@ class WeightHolder:
             ttl_s = held.request.ttl_s
             if held.lessees:
                 held.unused_since_s = now_s
+            elif key in given_back:
+                self._images.drop(key, held, "nobody holds a lease")
             elif held.request.checkpoint in self._unwanted:
                 self._images.drop(key, held, "its model is no longer served")
             elif latest[held.request.checkpoint] != key:

@@ -156,6 +156,58 @@ def test_last_lease_ends_an_image_whether_or_not_ray_says_who_lives(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("left", ["dead", "living", "new"])
+def test_image_that_was_given_back_goes_once_ray_says_that_the_others_are_dead(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left: str
+) -> None:
+    """One that others use, or that was asked for since, is kept for them, and afterwards as any other."""
+
+    def silent() -> set[str]:
+        raise RuntimeError("no answer")
+
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        key = await bench.acquire("other")
+        await bench.acquire("last")
+        if left != "living":
+            bench.living.remove("other")
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "alive", silent)
+            assert not await bench.holder.release(key, "last")
+            assert "no answer" in caplog.text
+            if left == "new":
+                await bench.acquire("new")
+            with pytest.raises(RuntimeError, match="no answer"):
+                await bench.holder.expire()
+        assert (await bench.kept())[0] == ([] if left == "dead" else [key])
+        bench.living.clear()
+        assert (await bench.kept())[0] == ([] if left == "dead" else [key])
+
+    asyncio.run(scenario())
+
+
+def test_every_lease_of_a_replica_ends_whether_or_not_ray_says_who_lives(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent() -> set[str]:
+        raise RuntimeError("no answer")
+
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        await bench.acquire("other")
+        await bench.acquire("ended")
+        replace_in_place(bench)
+        await bench.acquire("other")
+        await bench.acquire("ended")
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "alive", silent)
+            await bench.holder.release_all("ended")
+        there = [held for _, held in bench.holder._images.snapshot()]
+        assert [set(held.lessees) for held in there] == [{"other"}, {"other"}]
+
+    asyncio.run(scenario())
+
+
 def test_last_lease_ends_an_image_that_is_compressed_just_then(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
