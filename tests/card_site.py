@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from actors.card.config import SharingConfig
-from actors.card.keeper import CardKeeper
+from actors.card.keeper import GATHER_S, CardKeeper
 from actors.card.tenant import CardClient, CardOfWorker
 from actors.observer import GrantOutcome, GrowthOutcome, Observer
 
@@ -32,6 +32,7 @@ class CardSite:
         self.card = CardOfWorker("cpu", budget, budget)
         self.keeper: CardKeeper | None = None
         self.account = folder / "card"  # of a CpuCard
+        self.read_free: Callable[[], int | None] = lambda: None  # by the keeper, of the card
         self._folder = folder
         self._number = 0
         self._server: asyncio.Server | None = None
@@ -40,7 +41,8 @@ class CardSite:
     async def begin(self) -> CardKeeper:
         """A keeper in the place of the last one."""
         self._number += 1
-        self.keeper = CardKeeper() if self._number > 1 else CardKeeper(gather_s=0.0)
+        gather_s = GATHER_S if self._number > 1 else 0.0
+        self.keeper = CardKeeper(gather_s=gather_s, read_free=self._read_free)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(self.keeper.accept, self._socket)
         return self.keeper
@@ -57,6 +59,9 @@ class CardSite:
         """By the keeper's account."""
         assert self.keeper is not None
         return self.keeper._ledgers[self.card.id].card().free
+
+    async def _read_free(self, card: str, total: int) -> int | None:
+        return self.read_free()
 
     async def connect(self, protocol: asyncio.Protocol) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: protocol, self._socket)

@@ -8,8 +8,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
-from typing import assert_never
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias, assert_never
 
 import msgspec
 
@@ -48,6 +48,15 @@ GATHER_S = 0.5
 _DRIFT_TOLD = 256 * 2**20  # bytes
 # Behind a change, until tenants are told how the card is: what routers and policies hear is older than that anyway.
 _SIGHT_AFTER_S = 0.1
+# Between two looks for strangers that may have left, while a wake waits. A look at a GPU takes a process of its own.
+_STRANGERS_EVERY_S = 2.0
+
+# What a card of so many bytes has free, for whoever has no process on it; None: that cannot be told.
+ReadFree: TypeAlias = Callable[[str, int], Awaitable[int | None]]
+
+
+async def nobody_reads(card: str, total: int) -> int | None:
+    """Of a keeper whose tenants alone say what a card has free."""
 
 
 class _Member:
@@ -66,20 +75,26 @@ class CardKeeper:
     """Ledgers of all cards of a node, and who has to be told what."""
 
     def __init__(
-        self, now: Callable[[], float] = time.monotonic, gather_s: float = GATHER_S
+        self,
+        now: Callable[[], float] = time.monotonic,
+        gather_s: float = GATHER_S,
+        read_free: ReadFree = nobody_reads,
     ) -> None:
         """One that nobody has joined. Its protocols are made by `accept`.
 
         Args:
             gather_s: 0 where it has the place of no other one.
+            read_free: for when no tenant reads its device; those whose process a sleep has ended cannot.
         """
         self._now = now
         self._gather_s = gather_s
+        self._read_free = read_free
         self._ledgers: dict[str, CardLedger] = {}
         self._members: dict[str, _Member] = {}  # by tenant
         self._timers: dict[str, asyncio.TimerHandle] = {}  # by card
         self._sights: dict[str, asyncio.TimerHandle] = {}  # by card: about to be told
         self._drifts: dict[str, int] = {}  # by card, as last told
+        self._looks: dict[str, asyncio.Task[None]] = {}  # by card: for strangers
         self._gathers_until_s: float | None = None
         self._pidfds: dict[str, int] = {}  # of those whose process is about to end
 
@@ -99,6 +114,8 @@ class CardKeeper:
         """Forget everything. Tenants look for the next one."""
         for timer in (*self._timers.values(), *self._sights.values()):
             timer.cancel()
+        for look in self._looks.values():
+            look.cancel()
         for name in list(self._pidfds):
             self._forget_process(name)
         members, self._members = self._members, {}
@@ -240,8 +257,32 @@ class CardKeeper:
             # A hair later, so that it is the time by then.
             delay_s = max(0.0, ledger.next_s - now_s) + 1e-3
             self._timers[card] = loop.call_later(delay_s, self._decide, card)
+        if ledger.waits_beside_strangers and card not in self._looks:
+            self._looks[card] = asyncio.create_task(self._look_for_strangers(card))
         if card not in self._sights:
             self._sights[card] = loop.call_later(_SIGHT_AFTER_S, self._tell_sights, card)
+
+    async def _look_for_strangers(self, card: str) -> None:
+        """Have a wake that waits beside them wait no longer than they are there, whoever could tell."""
+        ledger = self._ledgers[card]
+        try:
+            while ledger.waits_beside_strangers:
+                try:
+                    await self._look_once(card, ledger)
+                except Exception:
+                    logger.exception("%s: cannot look for others' memory", card)
+                await asyncio.sleep(_STRANGERS_EVERY_S)
+        finally:
+            del self._looks[card]
+
+    async def _look_once(self, card: str, ledger: CardLedger) -> None:
+        total, known = next(m.total for m in self._members.values() if m.card == card), ledger.known
+        free = await self._read_free(card, total)
+        if (
+            free is not None and ledger.known == known
+        ):  # or it is older than what it is compared with
+            self._tell_drift(card, ledger.read_from_outside(total, free))
+            self._decide(card)
 
     def _tell_sights(self, card: str) -> None:
         """Tell the tenants of a card how it is, if it is not what they were told last."""

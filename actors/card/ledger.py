@@ -226,14 +226,29 @@ class CardLedger:
             self._granted or self._orders or any(t.coming for t in self._tenants.values())
         ):
             return None
-        known = sum(t.held + t.residue for t in self._tenants.values())
-        before, self._drift = self._drift, total - free - known
+        before, self._drift = self._drift, total - free - self.known
         sure = self._drift if short else min(before, self._drift)
         self._others = max(0, sure)
         self._foreign = max(0, self.budget - (total - sure))
         two = (self._drift, self._drift) if short else (before, self._drift)
         self._believed = sorted((*two, self._believed))[1]
         return self._believed
+
+    def read_from_outside(self, total: int, free: int) -> int | None:
+        """The same by a figure that no tenant has read. It may count what the driver keeps, so only a better one counts."""
+        if total - free - self.known >= self._drift:
+            return None
+        return self.read_device(total, free, short=False)
+
+    @property
+    def known(self) -> int:
+        """Bytes of all tenants."""
+        return sum(t.held + t.residue for t in self._tenants.values())
+
+    @property
+    def waits_beside_strangers(self) -> bool:
+        """Whether a wake waits while processes that are no tenants have some of the budget, by the last figures."""
+        return self._foreign > 0 and any(not ask.grows for ask in self._asks.values())
 
     # --- what follows ---
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import ray._private.worker as _worker
 
 from actors.card.config import CardConfig, budget_bytes
 from actors.card.keeper import CardKeeper
+from actors.memory import nvml_outside
+from actors.memory.cpu_card import CpuCard
 from serve_app.process import spares
 from serve_app.process.logs import log_to_stderr
 from serve_app.process.node_actor import find_or_make
@@ -30,7 +33,8 @@ class KeeperActor:
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         log_to_stderr()
         spares.taken()  # Ray has given it the environment of the replica that made it
-        self._keeper = CardKeeper()
+        node = ray.get_runtime_context().get_node_id()
+        self._keeper = CardKeeper(read_free=partial(free_now, node))
         self._socket = str(_session_folder() / f"keeper-{os.getpid()}")
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(self._keeper.accept, self._socket)
@@ -58,6 +62,18 @@ async def connect_to_keeper(node: str, protocol: asyncio.Protocol) -> None:
     keeper = await asyncio.to_thread(find_or_make, KeeperActor, _PREFIX + node, node)
     socket = await asyncio.wait_for(keeper.address.remote(), _ADDRESS_TIMEOUT_S)
     await asyncio.get_running_loop().create_unix_connection(lambda: protocol, socket)
+
+
+async def free_now(node: str, card: str, total: int) -> int | None:
+    """What a card of a node has free, for whoever has no process on it; None: it cannot be told."""
+    return await asyncio.to_thread(_free_now, node, card, total)
+
+
+def _free_now(node: str, card: str, total: int) -> int | None:
+    if card == "cpu":
+        return CpuCard(_account_of(node), total).free()
+    used = nvml_outside.used_bytes(card.removeprefix("GPU-"))
+    return None if used is None else total - used
 
 
 def cpu_card_of(card: CardConfig, node: str) -> tuple[Path, int] | None:

@@ -269,6 +269,28 @@ def test_memory_that_strangers_gave_back_is_granted_where_all_models_sleep(
     run(scenario)
 
 
+def test_memory_that_strangers_gave_back_is_granted_to_who_waits_where_no_worker_can_read_it(
+    tmp_path: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.card.keeper._STRANGERS_EVERY_S", 0.01)
+
+    async def scenario() -> None:
+        async with replicas(tmp_path, checkpoints[:1], 1.5, max_wait_s=0.5) as (site, made):
+            stranger = CpuCard(site.account, site.card.total)
+            site.read_free = stranger.free
+            stranger.take(site.card.total * 7 // 10)
+            with pytest.raises(NoRoom):
+                await made[0].tokens(PROMPTS[0])
+            monkeypatch.setattr(WorkerClient, "read_device", unreadable)
+            stranger.give(site.card.total * 7 // 10)
+            assert await made[0].tokens(PROMPTS[0])
+
+    async def unreadable(worker: WorkerClient, node: str) -> DeviceNow:
+        raise WorkerLost("it has ended")
+
+    run(scenario)
+
+
 def test_refusal_is_told_as_such_where_the_device_cannot_be_read(
     tmp_path: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

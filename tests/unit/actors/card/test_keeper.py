@@ -159,6 +159,41 @@ def test_order_that_comes_to_nothing_repeats_no_figure_of_the_device(tmp_path: P
     run(scenario)
 
 
+def test_keeper_sees_that_strangers_have_left_where_no_tenant_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where sleeps have ended all processes of tenants."""
+    monkeypatch.setattr("actors.card.keeper._STRANGERS_EVERY_S", 0.01)
+    answers: list[int | None] = [
+        30,
+        None,
+    ]  # they are there; it cannot be told; it fails; they are gone
+
+    def read_free() -> int | None:
+        if answers:
+            return answers.pop(0)
+        if "no driver" not in caplog.text:
+            raise OSError("no driver")
+        return 100
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            site.read_free = read_free
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            for _ in range(2):
+                a.client.settled(held=0, device_free=30)
+                assert await seen(a)
+            assert (await seen(a)).others == 70
+            assert answers, "nobody waits"
+            assert await b.wake(60)
+            assert b.outcomes == [GrantOutcome.AFTER_ROOM]
+            assert (await seen(a)).others == 0
+            assert not answers
+            await until(lambda: site.keeper is not None and not site.keeper._looks)
+
+    run(scenario)
+
+
 def test_idle_neighbour_makes_room(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with card_site(tmp_path, BUDGET) as site:

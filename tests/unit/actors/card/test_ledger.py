@@ -355,6 +355,21 @@ def test_grant_that_was_not_there_is_drift_at_once() -> None:
     assert book.card().free == 30
 
 
+def test_figure_from_outside_counts_where_strangers_have_less_than_was_thought() -> None:
+    book = ledger("a")
+    book.read_device(100, 70, short=True)
+    wants(book, "a", 80)
+    decide(book)
+    assert book.waits_beside_strangers
+    for free in (70, 65, 60, 60):
+        assert book.read_from_outside(100, free) is None
+        assert book.card().foreign == 30
+    book.read_from_outside(100, 95)
+    assert book.card().foreign == 5
+    assert decide(book) == [Granting("a", 1, at_once=False)]
+    assert not book.waits_beside_strangers
+
+
 def test_others_may_have_what_the_budget_leaves() -> None:
     book = ledger("a")
     book.read_device(150, 110, short=True)
