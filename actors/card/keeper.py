@@ -278,9 +278,8 @@ class CardKeeper:
     async def _look_once(self, card: str, ledger: CardLedger) -> None:
         total, known = next(m.total for m in self._members.values() if m.card == card), ledger.known
         free = await self._read_free(card, total)
-        if (
-            free is not None and ledger.known == known
-        ):  # or it is older than what it is compared with
+        # Where tenants' bytes have moved, it is older than what it would be compared with.
+        if free is not None and ledger.known == known:
             self._tell_drift(card, ledger.read_from_outside(total, free))
             self._decide(card)
 
