@@ -11,12 +11,13 @@ import json
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _COMPILED = 32  # grammars kept
 # What grammars are made of on their way, and share, is in llguidance's lexer, whose size it does not tell.
 # A state took 0.6 KiB in `(a|b)*a(a|b){30}` and 19 KiB in `(a|b)*a(a|b){10000}` after 3,000 tokens, more
@@ -42,7 +45,8 @@ _MAX_BYTES_IN_ALL = 2**30  # of those kept, and those that sequences still use
 # Compiled anew when it is asked for again. What other threads allocate during a mask is counted as well,
 # so that a grammar of everybody's may seem to grow.
 _RENEWED_BYTES = 2**26
-_COMPILE_TIMEOUT_S = 10.0
+_COMPILE_TIMEOUT_S = 10.0  # of one grammar's turn, and of the wait for it
+_LOAD_TIMEOUT_S = 120.0  # of the wait for the tokenizer; seconds on a slow host
 # llguidance recurses along chains of rules and $refs: 3,000 of them overflow 8 MiB and end the process.
 # This is enough for as many as `actors.text.validation.MAX_GRAMMAR_CHARS` can hold.
 _COMPILE_STACK_BYTES = 2**28
@@ -236,6 +240,8 @@ class GrammarCompiler:
         self._load_codec = load_codec
         self._memory = _Memory()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._loading: Future[object] | None = None
+        self._loading_lock = threading.Lock()
 
     def find(self, grammar: Grammar) -> SequenceGrammar | None:
         """A grammar at its beginning, if it is compiled already. Does not block."""
@@ -248,7 +254,7 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it is no valid grammar, or too much work; names its field.
             UnsupportedParameter: this model's tokenizer knows no grammars.
-            Unavailable: other grammars took too long, or take too much memory.
+            Unavailable: the tokenizer or other grammars took too long, or these take too much memory.
         """
         found = self.find(grammar)
         if found is not None:
@@ -260,24 +266,49 @@ class GrammarCompiler:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _on_worker(self, grammar: Grammar) -> _Compiled:
-        future = self._submit(grammar)
-        try:
-            return future.result(_COMPILE_TIMEOUT_S)
-        except TimeoutError:
-            if future.cancel():
-                raise Unavailable("other requests' grammars are being compiled") from None
-            raise InvalidRequest(
-                f"{grammar.param} takes more than {_COMPILE_TIMEOUT_S:g} s to compile",
-                grammar.param,
-            ) from None
+        self._await_tokenizer()
+        future, began_s = self._submit(grammar)
+        wait([future], _COMPILE_TIMEOUT_S)
+        if not future.done() and future.cancel():
+            raise Unavailable("other requests' grammars are being compiled")
+        # Others may have been compiled for most of this time.
+        wait([future], began_s.result() + _COMPILE_TIMEOUT_S - time.monotonic())
+        if future.done():
+            return future.result()
+        raise InvalidRequest(
+            f"{grammar.param} takes more than {_COMPILE_TIMEOUT_S:g} s to compile", grammar.param
+        )
 
-    def _submit(self, grammar: Grammar) -> Future[_Compiled]:
+    def _await_tokenizer(self) -> None:
+        """The first request waits for it, and its grammar is not to blame for that."""
+        with self._loading_lock:
+            loading = self._loading = self._loading or self._start(lambda: self._tokenizer)
+        wait([loading], _LOAD_TIMEOUT_S)
+        if not loading.done():
+            raise Unavailable("the tokenizer for grammars is still being loaded")
+        if loading.exception() is not None:
+            with self._loading_lock:
+                if self._loading is loading:
+                    self._loading = None  # the next request tries again
+        loading.result()
+
+    def _submit(self, grammar: Grammar) -> tuple[Future[_Compiled], Future[float]]:
+        """What it becomes, and when its turn began."""
+        began_s: Future[float] = Future()
+
+        def work() -> _Compiled:
+            began_s.set_result(time.monotonic())
+            return self._find_or_compile(grammar)
+
+        return self._start(work), began_s
+
+    def _start(self, work: Callable[[], T]) -> Future[T]:
         # For the thread that the first call starts; one of anybody else's may get it as well, which
         # costs addresses only.
         with _STACK_SIZE:
             before = threading.stack_size(_COMPILE_STACK_BYTES)
             try:
-                return self._worker.submit(self._find_or_compile, grammar)
+                return self._worker.submit(work)
             finally:
                 threading.stack_size(before)
 

@@ -6,7 +6,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jsonschema
@@ -401,6 +401,89 @@ def test_compiling_has_a_time_limit_and_a_turn(
     assert compiler.compile(regex("quick")).refusal is None
 
 
+def test_loading_the_tokenizer_is_no_grammar_s_time(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a slow host, where the first request after a start was refused for it."""
+    monkeypatch.setattr(grammar_module, "_COMPILE_TIMEOUT_S", 0.3)
+    may_load = threading.Event()
+
+    def load_late() -> TextCodec:
+        may_load.wait()
+        return codec
+
+    def ask(text: str) -> SequenceGrammar:
+        return compiler.compile(regex(text))
+
+    compiler = GrammarCompiler(load_late)
+    with ThreadPoolExecutor(2) as threads:
+        asks = [threads.submit(ask, text) for text in "ab"]
+        wait(asks, timeout=0.5)  # longer than a grammar may take
+        may_load.set()
+        assert [each.result().refusal for each in asks] == [None, None]
+    compiler.close()
+
+
+def test_tokenizer_that_is_not_there_in_time_is_nobody_s_mistake(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_LOAD_TIMEOUT_S", 0.05)
+    may_load = threading.Event()
+
+    def load_late() -> TextCodec:
+        may_load.wait()
+        return codec
+
+    compiler = GrammarCompiler(load_late)
+    with pytest.raises(Unavailable, match="tokenizer"):
+        compiler.compile(regex("a"))
+    may_load.set()
+    monkeypatch.undo()
+    assert compiler.compile(regex("a")).refusal is None
+    compiler.close()
+
+
+def test_tokenizer_that_could_not_be_loaded_is_loaded_for_the_next(codec: TextCodec) -> None:
+    found = iter([OSError("no such file"), codec])
+
+    def load() -> TextCodec:
+        each = next(found)
+        if isinstance(each, OSError):
+            raise each
+        return each
+
+    compiler = GrammarCompiler(load)
+    with pytest.raises(OSError, match="no such file"):
+        compiler.compile(regex("a"))
+    assert compiler.compile(regex("a")).refusal is None
+    compiler.close()
+
+
+def test_wait_for_others_is_no_grammar_s_time(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is begun at the last moment has its whole time yet."""
+    compiler.compile(regex("warm"))
+    limit_s = 1.0
+    monkeypatch.setattr(grammar_module, "_COMPILE_TIMEOUT_S", limit_s)
+    compile_one = compiler._compile
+    may_end = {"a": threading.Event(), "b": threading.Event()}
+
+    def compile_late(grammar: Grammar) -> Any:
+        may_end[grammar.text].wait()
+        return compile_one(grammar)
+
+    monkeypatch.setattr(compiler, "_compile", compile_late)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(compiler.compile, regex("a"))
+        second = threads.submit(compiler.compile, regex("b"))
+        wait([second], timeout=0.7 * limit_s)
+        may_end["a"].set()
+        wait([second], timeout=0.6 * limit_s)  # more than is left of what it has waited already
+        may_end["b"].set()
+        assert [each.result().refusal for each in (first, second)] == [None, None]
+
+
 def test_grammar_that_many_ask_for_at_once_is_compiled_once(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,6 +514,7 @@ def test_grammar_that_many_ask_for_at_once_is_compiled_once(
 def test_threads_that_ask_at_once_leave_the_stacks_of_others_as_they_are(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compiler.compile(regex("warm"))
     before = threading.stack_size(0)
     second_came, first_is_done = threading.Event(), threading.Event()
     came: list[str] = []
