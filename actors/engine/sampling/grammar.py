@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,8 +43,11 @@ _MAX_LEXER_STATES = 50_000
 _MAX_BYTES = 2**28  # of one grammar
 _MAX_BYTES_IN_ALL = 2**30  # of those kept, and those that sequences still use
 # Compiled anew when it is asked for again. What other threads allocate during a mask is counted as well,
-# so that a grammar of everybody's may seem to grow.
+# so that a grammar of everybody's may seem to grow. From here on it matters who has grown.
 _RENEWED_BYTES = 2**26
+# Tables double when they are full: masks add as much as their grammars have, or this much to small ones (26 MiB to
+# 75, 9 to 6 was seen). What is above that is another thread's, as gigabytes of an image are.
+_GROWN_AT_ONCE_BYTES = 2**24
 _COMPILE_TIMEOUT_S = 10.0  # of one grammar's turn, and of the wait for it
 _LOAD_TIMEOUT_S = 120.0  # of the wait for the tokenizer; seconds on a slow host
 # llguidance recurses along chains of rules and $refs: 3,000 of them overflow 8 MiB and end the process.
@@ -54,6 +57,7 @@ _STACK_SIZE = threading.Lock()  # the process has one for all threads to come
 # Between the tokens of JSON. Without a bound, a model that has nothing to say goes on with white space.
 _WHITE_SPACE = r"[ \t\r\n]{1,64}"
 _MAX_REASON_CHARS = 300
+_TOO_LARGE = "it takes too much memory"
 _MAX_THREADS = 8
 
 
@@ -109,10 +113,18 @@ class _Memory:
                     "the grammars of other requests take all memory there is for them"
                 )
 
+    def is_tight(self, compiled: Sequence[_Compiled]) -> bool:
+        """Whether it matters which of these grows; what many take together is anybody's."""
+        with self._lock:
+            largest = max(each.bytes for each in compiled)
+            return largest > _RENEWED_BYTES or self._bytes() > _MAX_BYTES_IN_ALL // 2
+
     def charge(self, compiled: Sequence[_Compiled], grown_bytes: int) -> None:
-        """What a step took, which cannot be told apart. The largest goes where there is no room."""
+        """What their masks took, which cannot be told apart. The largest goes where there is no room."""
+        possible = max(_GROWN_AT_ONCE_BYTES, sum(each.bytes for each in set(compiled)))
+        share = min(grown_bytes, possible) // len(compiled)
         for each in compiled:
-            each.bytes = max(0, each.bytes + grown_bytes // len(compiled))
+            each.bytes = max(0, each.bytes + share)
             each.is_too_large |= each.bytes > _MAX_BYTES
         with self._lock:
             self._make_room(at_least=0)
@@ -188,13 +200,11 @@ class SequenceGrammar:
         if self.refusal is None and self.matcher.is_error():
             self._refuse(self.matcher.get_error())
         elif self.refusal is None and self.compiled.is_too_large:
-            self._refuse("it takes too much memory")
+            self._refuse(_TOO_LARGE)
 
     def _refuse(self, reason: str) -> None:
         self.compiled.is_exhausted = True
-        self.refusal = InvalidRequest(
-            f"{self._param} cannot be followed: {_shortened(reason)}", self._param
-        )
+        self.refusal = _refusal(self._param, reason)
 
 
 def allowed_tokens(
@@ -212,21 +222,37 @@ def allowed_tokens(
     """
     words = cdiv(vocab_size, 32)
     allowed_RW = torch.zeros((len(steps), words), dtype=torch.int32, pin_memory=pinned)
-    matchers = [
-        (grammar.matcher, row) for row, (grammar, _) in enumerate(steps) if grammar.refusal is None
-    ]
-    if matchers:
+    followed = [(grammar, row) for row, (grammar, _) in enumerate(steps) if grammar.refusal is None]
+    for together in _measured_apart(followed):
         before = _allocated_bytes()
         _executor().unsafe_compute_mask_ptr(
-            matchers, allowed_RW.data_ptr(), words * allowed_RW.itemsize, len(steps)
+            [(grammar.matcher, row) for grammar, row in together],
+            allowed_RW.data_ptr(),
+            words * allowed_RW.itemsize,
+            len(steps),
         )
         if grown := _allocated_bytes() - before:
-            shared = [grammar.compiled for grammar, _ in steps if grammar.refusal is None]
+            shared = [grammar.compiled for grammar, _ in together]
             shared[0].memory.charge(shared, grown)
     rows = allowed_RW.numpy().view(np.uint32)
     for row_W, (grammar, withheld) in zip(rows, steps, strict=True):
         grammar.restrict(row_W, withheld)
     return allowed_RW
+
+
+def _measured_apart(
+    followed: Sequence[tuple[SequenceGrammar, int]],
+) -> Iterable[Sequence[tuple[SequenceGrammar, int]]]:
+    """Whose masks are computed at once: all, or those of each grammar where they are near a limit."""
+    if not followed:
+        return []
+    compiled = [grammar.compiled for grammar, _ in followed]
+    if not compiled[0].memory.is_tight(compiled):
+        return [followed]
+    apart: dict[int, list[tuple[SequenceGrammar, int]]] = {}
+    for grammar, row in followed:
+        apart.setdefault(id(grammar.compiled), []).append((grammar, row))
+    return apart.values()
 
 
 class GrammarCompiler:
@@ -322,8 +348,6 @@ class GrammarCompiler:
         return compiled
 
     def _compile(self, grammar: Grammar) -> _Compiled:
-        from llguidance import LLMatcher
-
         tokenizer = self._tokenizer
         if isinstance(tokenizer, str):
             raise UnsupportedParameter(
@@ -333,6 +357,19 @@ class GrammarCompiler:
             source = _source(grammar)
         except ValueError as exc:
             raise _invalid(grammar, str(exc)) from exc
+        compiled = self._measured(grammar, source, tokenizer)
+        if (
+            compiled.bytes > _MAX_BYTES
+        ):  # another thread may have allocated most of it, but hardly twice
+            del compiled
+            compiled = self._measured(grammar, source, tokenizer)
+        if compiled.bytes > _MAX_BYTES:
+            raise _refusal(grammar.param, _TOO_LARGE)
+        return compiled
+
+    def _measured(self, grammar: Grammar, source: str, tokenizer: "LLTokenizer") -> _Compiled:
+        from llguidance import LLMatcher
+
         before = _allocated_bytes()
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
         if not matcher.is_error():
@@ -451,6 +488,10 @@ def _invalid(grammar: Grammar, reason: str) -> InvalidRequest:
     return InvalidRequest(
         f"{grammar.param} is no valid {grammar.kind}: {_shortened(reason)}", grammar.param
     )
+
+
+def _refusal(param: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} cannot be followed: {_shortened(reason)}", param)
 
 
 def _shortened(reason: str) -> str:

@@ -677,3 +677,69 @@ def test_step_without_room_ends_the_largest(
     walk(codec, small, 50)
     assert "takes too much memory" in str(large.refusal)
     assert small.refusal is None
+
+
+class Allocator:
+    """The real one, and another thread's allocations: the next of `others` while a grammar is at work."""
+
+    def __init__(self, *others: int) -> None:
+        self._others = list(others)
+        self._more = 0
+        self._looks = 0
+        self._allocated = grammar_module._allocated_bytes
+
+    def __call__(self) -> int:
+        if self._looks % 2 and self._others:  # behind the work; the look before it is an even one
+            self._more += self._others.pop(0)
+        self._looks += 1
+        return self._allocated() + self._more
+
+
+def test_memory_of_another_thread_ends_no_sequence(
+    codec: TextCodec, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, *together = (compiler.compile(regex(f"[ab]{{9}}{i}")) for i in range(9))
+    monkeypatch.setattr(grammar_module, "_allocated_bytes", Allocator(2**32, 0, 2**34))
+    walk(codec, alone, 3)
+    allowed_tokens([(each, frozenset()) for each in together], V, pinned=False)
+    for each in (alone, *together):
+        assert allowed(each)
+        assert each.refusal is None
+
+
+def test_memory_of_another_thread_makes_no_grammar_too_large(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.compile(regex("warm"))
+    monkeypatch.setattr(grammar_module, "_allocated_bytes", Allocator(2**32))
+    grammar = compiler.compile(regex("a"))
+    assert grammar.compiled.bytes < 2**20
+    assert allowed(grammar)
+    assert grammar.refusal is None
+
+
+def test_grammar_that_is_too_large_when_it_is_compiled_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_BYTES", 2**24)
+    with pytest.raises(InvalidRequest, match="guided_regex cannot be followed: it takes too much"):
+        compiler.compile(regex("a?" * 3000))
+
+
+def test_grammars_beside_one_that_takes_too_much_are_not_to_blame(
+    codec: TextCodec, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_RENEWED_BYTES", 2**20)
+    monkeypatch.setattr(grammar_module, "_MAX_BYTES", 2**22)
+    large, *small = (compiler.compile(regex(text)) for text in (GREEDY, "[ab]+", "[ab]*", "[ba]+"))
+    output_ids: list[int] = []  # of all of them
+    letters, choice = ids(codec, "a") + ids(codec, "b"), random.Random(0)
+    while large.refusal is None:
+        steps = [(each, codec.eos_ids) for each in (large, *small)]
+        allowed_tokens(steps, V, pinned=False)
+        output_ids.append(choice.choice(letters))
+        for each in (large, *small):
+            each.follow(output_ids)
+    assert "takes too much memory" in str(large.refusal)
+    assert [each.refusal for each in small] == [None] * 3
+    assert max(each.compiled.bytes for each in small) < 2**21
