@@ -155,7 +155,7 @@ class HandleClient:
             DrainTimeout: some replica has requests that take too long. It goes on trying to follow a hold.
         """
         if command.hold:  # first, so that whoever is not told now reads it
-            await self._wanted.write(hold(command.level))
+            await self._wanted.write(hold(command.level, command.deep))
         try:
             return await self._statuses("sleep", command)
         except DrainTimeout as exc:

@@ -93,7 +93,7 @@ class Replica:
         instruments: Instruments,
         observer: Observer,
         on_change: Callable[[], None] = lambda: None,
-        held: bool = False,
+        held: SleepCommand | None = None,
         traced: Callable[[GenerateRequest], AbstractContextManager[object]] = nullcontext,
         card: CardClient | None = None,
     ) -> None:
@@ -104,12 +104,13 @@ class Replica:
             instruments: what `metrics` tells of.
             observer: told what happens; it has the instruments know.
             on_change: called after each change of the state; it must not take long.
-            held: an operator holds it asleep.
+            held: how an operator holds it asleep; None: nobody does.
             traced: is around the answer to each request.
             card: speaks with the keeper of the card that it shares; None: it shares none.
         """
         self._card = card
         self._config = config
+        self._held = held
         self._replica_id = replica_id
         self._node = node
         self._workers = workers
@@ -124,7 +125,7 @@ class Replica:
             time.monotonic,
             f"{config.model_id}/{replica_id}",
             self._changed,
-            held=held,
+            held=held is not None,
             observer=observer,
             is_pinned=config.sharing.pin,
         )
@@ -135,12 +136,18 @@ class Replica:
         return self._workers.runtime
 
     async def begin(self) -> None:
-        """Once there is a worker: look at its device and, unless it is to start asleep, wake."""
+        """Once there is a worker: look at its device and, unless it is to start asleep, wake.
+
+        A hold has it sleep as deep as those that were there when it was ordered.
+        """
         device = await self._workers.runtime.worker.read_device(self._node)
         self._device = DeviceReading(
             lambda: self._workers.runtime.worker.read_device(self._node), device
         )
         self._changed()
+        held = self._held
+        if held is not None and (held.level > 1 or held.deep):
+            await self.lifecycle.sleep(held, "held before it started")
         sleep, pin = self._config.sleep, self._config.sharing.pin
         is_to_sleep = sleep.start_asleep or self.lifecycle.schedule.wanted() is Wanted.ASLEEP
         if not (self.lifecycle.held or (is_to_sleep and not pin)):

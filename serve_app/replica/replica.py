@@ -152,7 +152,7 @@ class ModelReplica:
             instruments,
             observer,
             self._announce,
-            held=wanted is not None and wanted.held,
+            held=None if wanted is None else wanted.sleep,
             traced=traced,
             card=self._card,
         )
@@ -320,8 +320,8 @@ class ModelReplica:
 
     async def _obey(self, wanted: Wanted) -> None:
         """Do what was wanted while this replica was not yet there to be told."""
-        if wanted.held:
-            await self.sleep(SleepCommand(level=wanted.level, hold=True))
+        if wanted.sleep is not None:
+            await self.sleep(wanted.sleep)
         elif self._lifecycle.held:
             await self._lifecycle.wake_up("no longer held")
 

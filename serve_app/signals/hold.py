@@ -15,6 +15,8 @@ from typing import Protocol
 
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
+from actors.protocol import SleepCommand
+
 logger = logging.getLogger(__name__)
 
 _NAMESPACE = "sleepserve"
@@ -28,12 +30,19 @@ class Wanted:
     Attributes:
         held: asleep until somebody says `wake_up`; no request wakes it.
         level: of that sleep.
+        deep: whether it is to be deep.
         given_ns: when it was given, since the epoch; tells commands apart.
     """
 
     held: bool
     level: int = 1
     given_ns: int = 0
+    deep: bool = False
+
+    @property
+    def sleep(self) -> SleepCommand | None:
+        """What it asks of a replica; None: nothing holds it asleep."""
+        return SleepCommand(self.level, hold=True, deep=self.deep) if self.held else None
 
 
 class WantedStore(Protocol):
@@ -69,9 +78,9 @@ class ClusterStore:
         await asyncio.to_thread(_internal_kv_put, self._key, text, namespace=_NAMESPACE)
 
 
-def hold(level: int) -> Wanted:
+def hold(level: int, deep: bool = False) -> Wanted:
     """As of now: asleep, until further notice."""
-    return Wanted(True, level, time.time_ns())
+    return Wanted(True, level, time.time_ns(), deep)
 
 
 def release() -> Wanted:

@@ -389,10 +389,11 @@ def test_a_hold_is_kept_before_it_is_called_out_and_a_wake_ends_it() -> None:
         model = client(handle, store=store)
         await model.sleep(SleepCommand())
         assert store.written == [], "a sleep without hold is of the moment"
-        await model.sleep(SleepCommand(level=2, hold=True))
+        command = SleepCommand(level=2, hold=True, deep=True)
+        await model.sleep(command)
         await model.wake_up(())
         (held, at), (released, later) = store.written
-        assert (held.held, held.level, at) == (True, 2, 1)
+        assert (held.sleep, at) == (command, 1)
         assert (released.held, later) == (False, 2)
         assert released.given_ns > held.given_ns
         assert [call[0] for call in handle.broadcasts] == ["sleep", "sleep", "wake_up"]

@@ -24,6 +24,7 @@ from actors.errors import (
     CannotStart,
     DeviceMemoryShort,
     EngineDied,
+    HeldAsleep,
     InvalidRequest,
     NeverFits,
     ReplicaFailed,
@@ -40,6 +41,7 @@ from actors.protocol import (
     Refusal,
     ReplicaState,
     SamplingParams,
+    SleepCommand,
     TokenEvent,
 )
 from actors.worker.connection import Connection
@@ -284,24 +286,73 @@ def test_replica_begins_awake_unless_it_is_to_sleep_and_may(
         {"model_id": "m", "source": {"id": "/x"}, "sleep": sleep, "sharing": {"pin": pin}},
     )
 
+    async def scenario() -> None:
+        replica = beginning(config, [])
+        await replica.begin()
+        assert replica.lifecycle.state is state
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("held", "sleeps", "level"),
+    [
+        (SleepCommand(level=1, hold=True), [], 0),
+        (SleepCommand(level=2, hold=True), [(2, False)], 2),
+        (SleepCommand(level=1, hold=True, deep=True), [(1, True)], 1),
+        (SleepCommand(level=2, hold=True, deep=True), [(2, True)], 2),
+    ],
+)
+def test_replica_that_starts_while_a_hold_stands_sleeps_as_deep_as_that(
+    held: SleepCommand, sleeps: list[tuple[int, bool]], level: int
+) -> None:
+    config = validate(ModelConfig, {"model_id": "m", "source": {"id": "/x"}})
+    slept: list[tuple[int, bool]] = []
+
+    async def scenario() -> None:
+        replica = beginning(config, slept, held)
+        await replica.begin()
+        lifecycle = replica.lifecycle
+        assert slept == sleeps
+        assert (lifecycle.state, lifecycle.level, lifecycle.deep) == (
+            ReplicaState.ASLEEP,
+            level,
+            held.deep,
+        )
+        with pytest.raises(HeldAsleep):
+            async with lifecycle.serving("r"):
+                pass
+        await lifecycle.wake_up()
+        assert lifecycle.state is ReplicaState.AWAKE
+
+    asyncio.run(scenario())
+
+
+def beginning(
+    config: ModelConfig, slept: list[tuple[int, bool]], held: SleepCommand | None = None
+) -> Replica:
+    """A replica that has a worker, and notes its sleeps."""
+
     async def read_device(node: str) -> DeviceNow:
         return DEVICE
 
     async def wake(cause: WakeCause) -> MemoryChange:
         return MemoryChange(0, 0, 0)
 
+    async def sleep(level: int, deep: bool = False) -> MemoryChange:
+        slept.append((level, deep))
+        return MemoryChange(0, 0, 0, deep=deep)
+
     workers: Any = SimpleNamespace(
-        runtime=SimpleNamespace(worker=SimpleNamespace(read_device=read_device)), wake=wake
+        runtime=SimpleNamespace(worker=SimpleNamespace(read_device=read_device)),
+        wake=wake,
+        sleep=sleep,
+        has_requests=lambda busy: None,
     )
     instruments: Any = SimpleNamespace()
-
-    async def scenario() -> None:
-        replica = Replica(config, "a", "node", workers, instruments, Observer())
-        replica.count_savings = lambda: None  # type: ignore[method-assign]
-        await replica.begin()
-        assert replica.lifecycle.state is state
-
-    asyncio.run(scenario())
+    replica = Replica(config, "a", "node", workers, instruments, Observer(), held=held)
+    replica.count_savings = lambda: None  # type: ignore[method-assign]
+    return replica
 
 
 # --- where a worker is placed ---

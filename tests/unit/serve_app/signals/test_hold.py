@@ -1,9 +1,11 @@
 """What an operator wants reaches replicas that were not there, and outages change nothing."""
 
 import asyncio
+import json
 
 import pytest
 
+from actors.protocol import SleepCommand
 from serve_app.signals import hold as wanted
 from serve_app.signals.hold import ClusterStore, Follower, Wanted, hold, release
 
@@ -45,7 +47,7 @@ def test_a_new_replica_begins_with_what_was_said_before_it_came() -> None:
         follower = Follower(store)
         found = await follower.at_start()
         assert found is not None
-        assert (found.held, found.level) == (True, 2)
+        assert found.sleep == SleepCommand(level=2, hold=True)
         await follower.step(replica.apply)
         assert replica.heard == [], "it has begun with that"
 
@@ -137,9 +139,16 @@ def test_the_cluster_keeps_what_was_written(monkeypatch: pytest.MonkeyPatch) -> 
     async def scenario() -> None:
         one, same, other = (ClusterStore("llm", m) for m in ("a", "a", "b"))
         assert await one.read() is None
-        command = hold(2)
+        command = hold(2, deep=True)
         await one.write(command)
         assert await same.read() == command
         assert await other.read() is None
 
     asyncio.run(scenario())
+
+
+def test_a_hold_says_how_to_sleep_and_its_end_says_nothing_of_it() -> None:
+    assert hold(1, deep=True).sleep == SleepCommand(level=1, hold=True, deep=True)
+    assert release().sleep is None
+    kept_by_an_older_version = Wanted(**json.loads('{"held": true, "level": 2, "given_ns": 1}'))
+    assert kept_by_an_older_version.sleep == SleepCommand(level=2, hold=True)
