@@ -151,7 +151,7 @@ class Observer:
         """A request got this instead of an answer, or of the rest of one."""
 
     def obtained(self, source: str) -> None:
-        """The replica has an image; `source` is one of `actors.holder.obtain.ImageSource`."""
+        """The replica has an image; `source` is one of `actors.holder.sources.ImageSource`."""
 
     def growth_asked(self, outcome: GrowthOutcome) -> None:
         """The keeper of the card was asked for more KV cache of a model that is awake."""

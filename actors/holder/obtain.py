@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -29,6 +28,7 @@ from actors.errors import (
 from actors.holder.files import ImageFiles
 from actors.holder.held import ImageGrant, ImageRequest
 from actors.holder.holder import LOAD_TIMEOUT_S, unread
+from actors.holder.sources import ImageSource
 from actors.image import packer
 from actors.image.image import WeightImage, private_buffers
 from actors.image.layout import ImageKey, Manifest
@@ -39,21 +39,6 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class ImageSource(StrEnum):
-    """How a replica came to its image: from the object store, or why from disk."""
-
-    IMAGE = "image"
-    NO_HOLDER = "no_holder"  # nobody was to be asked
-    MISSING_KEY = "missing_key"  # the holder has no such image and cannot make it
-    LAYOUT_MISMATCH = "layout_mismatch"  # it makes another: dtype, ranks, packer
-    STORE_FULL = "store_full"
-    OVER_BUDGET = "over_budget"  # of the host's memory
-    DIGEST_MISMATCH = "digest_mismatch"  # what the store has is not what was packed
-    TIMEOUT = "timeout"
-    HOLDER_GONE = "holder_gone"  # or with it, the bytes
-    ERROR = "error"  # anything else; the log has it
 
 
 class HolderSilent(HolderLost):

@@ -229,7 +229,7 @@ class Short(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Obtained(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The worker has an image; `source` is one of `actors.holder.obtain.ImageSource`."""
+    """The worker has an image; `source` is one of `actors.holder.sources.ImageSource`."""
 
     source: str
 

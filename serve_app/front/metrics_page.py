@@ -139,7 +139,7 @@ def _zero() -> Sums:
     distributions: dict[Key, Distribution] = {}
     for metric in EXPORTED:
         nothing = Distribution((0,) * (len(metric.buckets) + 1), 0.0)
-        for labels in itertools.product(*metric.labels.values()):
+        for labels in metric.series:
             if metric.kind is Kind.COUNTER:
                 counters[metric.name, labels] = 0
             elif metric.kind is Kind.HISTOGRAM:

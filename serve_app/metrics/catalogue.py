@@ -6,12 +6,15 @@ underscore and every name begins with `ray_`. Names with `vllm:` mean what they 
 to Ray only; the functions at the end make those, once Ray runs.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ray.util.metrics import Counter
 
+from actors import errors
+from actors.holder.sources import ImageSource
 from actors.observer import (
     Ending,
     GrantOutcome,
@@ -48,6 +51,11 @@ class Metric:
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()
     in_ray: bool = True
+
+    @property
+    def series(self) -> tuple[tuple[str, ...], ...]:
+        """Its labels' values in every combination; none where a set is not closed."""
+        return tuple(itertools.product(*(map(str, values) for values in self.labels.values())))
 
     @property
     def in_vllm(self) -> bool:
@@ -257,7 +265,13 @@ RESTORE_RATE = _histogram(
 REFUSED = _counter(
     "sleepserve_requests_refused_total",
     "Requests that the replica refused, by class of `actors/errors.py`.",
-    error=(),
+    error=tuple(
+        kind.__name__
+        for kind in vars(errors).values()
+        if isinstance(kind, type)
+        and issubclass(kind, errors.ServingError)
+        and kind is not errors.ServingError
+    ),
 )
 WORKER_RESTARTS = _counter(
     "sleepserve_worker_restarts_total", "Workers that took the place of one that failed."
@@ -271,7 +285,7 @@ FASTLOAD = _counter(
 IMAGES_OBTAINED = _counter(
     "sleepserve_images_obtained_total",
     "The same by way: `image`, or why the replica read its weights from disk.",
-    way=(),
+    way=tuple(ImageSource),
 )
 DEVICE_MEMORY = _gauge(
     "sleepserve_device_memory_bytes",
@@ -394,7 +408,21 @@ def image_evictions() -> Counter:
 
 
 def _in_ray(metric: Metric) -> Counter:
-    return Counter(metric.ray_name, description=metric.help, tag_keys=tuple(metric.labels))
+    counter = Counter(metric.ray_name, description=metric.help, tag_keys=tuple(metric.labels))
+    begin_at_zero(counter, metric)
+    return counter
+
+
+def begin_at_zero(counter: Counter, metric: Metric, tags: Mapping[str, str] | None = None) -> None:
+    """Have Ray tell of every series that is known beforehand, so that its first event is an increase.
+
+    `inc` refuses 0; what it hands a value on to does not (ray/util/metrics.py, 2.60).
+
+    Args:
+        tags: besides the metric's own labels.
+    """
+    for values in metric.series:
+        counter._record(0, {**(tags or {}), **dict(zip(metric.labels, values, strict=True))})
 
 
 def common_labels(metric: Metric) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve import metrics as serves
 
-from serve_app.metrics.catalogue import OF_REPLICAS, Kind, Metric
+from serve_app.metrics.catalogue import OF_REPLICAS, Kind, Metric, begin_at_zero
 from serve_app.metrics.tally import Key
 
 
@@ -23,6 +23,8 @@ class RayMirror:
         mirrored = [metric for metric in OF_REPLICAS if metric.in_ray]
         self._metrics = {metric.name: metric for metric in mirrored}
         self._counters = {m.name: _counter(m) for m in mirrored if m.kind is Kind.COUNTER}
+        for name, counter in self._counters.items():
+            begin_at_zero(counter, self._metrics[name], self._tags)
         self._gauges = {m.name: _gauge(m) for m in mirrored if m.kind is Kind.GAUGE}
         self._histograms = {m.name: _histogram(m) for m in mirrored if m.kind is Kind.HISTOGRAM}
 

@@ -128,7 +128,7 @@ def ways(server: ServeProcess) -> dict[str, float]:
     for line in lines:
         way = line.partition('way="')[2].partition('"')[0]
         found[way] = found.get(way, 0) + float(line.rpartition(" ")[2])
-    return found
+    return {way: times for way, times in found.items() if times}
 
 
 def test_cold_start_from_zero_reads_no_disk(

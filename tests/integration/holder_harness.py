@@ -17,8 +17,9 @@ from ray.cluster_utils import Cluster
 from actors.checkpoints.source import ModelSource
 from actors.holder.held import ImageGrant, ImageRequest
 from actors.holder.holder import HolderCounts, WeightHolder
-from actors.holder.obtain import FastLoad, ImageSource, ignore_source
+from actors.holder.obtain import FastLoad, ignore_source
 from actors.holder.pull import ActorPeer
+from actors.holder.sources import ImageSource
 from actors.image import packer
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey

@@ -12,7 +12,8 @@ from actors.checkpoints.making import write_checkpoint
 from actors.checkpoints.source import ModelSource
 from actors.errors import ImageMissing, LayoutMismatch, StoreFull
 from actors.holder.held import ImageGrant, ImageRequest
-from actors.holder.obtain import FastLoad, ImageSource, load_from_disk
+from actors.holder.obtain import FastLoad, load_from_disk
+from actors.holder.sources import ImageSource
 from actors.image.layout import ImageKey
 from actors.image.store import in_shared_memory, reserve
 from tests.integration.holder_harness import (

@@ -10,7 +10,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.holder.obtain import FastLoad, ImageSource, load_from_disk
+from actors.holder.obtain import FastLoad, load_from_disk
+from actors.holder.sources import ImageSource
 from actors.image.image import WeightImage
 from actors.image.store import store_room
 from tests.integration.holder_harness import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.errors import EngineDied
-from actors.holder.obtain import ImageSource
+from actors.holder.sources import ImageSource
 from actors.observer import SleepCause, WakeCause, WakePhase, WakeResult
 from actors.protocol import HeldImage, MemoryChange, Refusal, ReplicaState, TokenEvent
 from serve_app.metrics.instruments import Instruments

@@ -22,7 +22,8 @@ from actors.errors import (
 from actors.holder import obtain
 from actors.holder.files import ImageFiles
 from actors.holder.held import ImageGrant, ImageRequest
-from actors.holder.obtain import FastLoad, ImageSource, load_from_disk
+from actors.holder.obtain import FastLoad, load_from_disk
+from actors.holder.sources import ImageSource
 from actors.image import packer
 from actors.image.image import WeightImage
 from actors.image.layout import ImageKey

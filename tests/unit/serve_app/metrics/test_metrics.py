@@ -6,15 +6,17 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from ray.util.metrics import Counter as RayCounter
 
-from actors.errors import DeviceMemoryShort, ReplicaFailed
+from actors.errors import DeviceMemoryShort, HeldAsleep, InvalidRequest, NoRoom, ReplicaFailed
+from actors.holder.sources import ImageSource
 from actors.observer import (
     Course,
     Ending,
@@ -34,6 +36,7 @@ from serve_app.front.app import build_asgi
 from serve_app.front.metrics_page import ModelMetrics, render
 from serve_app.front.peers import Totals
 from serve_app.metrics import catalogue as metrics
+from serve_app.metrics import ray_mirror
 from serve_app.metrics.catalogue import EXPORTED, OF_REPLICAS, RAY_ONLY, Kind, Metric
 from serve_app.metrics.instruments import Instruments
 from serve_app.metrics.table import metrics_table
@@ -427,6 +430,45 @@ def test_a_model_that_hangs_or_fails_holds_nobody_up() -> None:
         found = parsed(client.get("/metrics").text)
         assert time.monotonic() - started_s < 1.5  # 0.9, and a slow machine's own
     assert value(found, metrics.PROMPT_TOKENS.name, model_name="well") == 5
+
+
+def test_first_refusal_and_first_way_to_an_image_are_increases() -> None:
+    before = parsed(render([ModelMetrics("m", Sums(), Scrape())]).decode())
+    for error in (HeldAsleep, InvalidRequest, NoRoom, ReplicaFailed):
+        assert value(before, metrics.REFUSED.name, error=error.__name__) == 0
+    for way in ImageSource:
+        assert value(before, metrics.IMAGES_OBTAINED.name, way=way.value) == 0
+
+
+def test_every_counter_whose_labels_are_closed_begins_at_zero_in_ray_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[str, float, dict[str, str]]] = []
+
+    class Counter(RayCounter):
+        """Ray's, but for what would need a worker of Ray's."""
+
+        def _record(self, value: float, tags: Mapping[str, str]) -> None:
+            self._validate_tags(tags)
+            told.append((self.info["name"], value, dict(tags)))
+
+    monkeypatch.setattr(metrics, "Counter", Counter)
+    monkeypatch.setattr(ray_mirror.serves, "Counter", Counter)
+    mirror = ray_mirror.RayMirror("m")
+    metrics.image_evictions()
+    metrics.scaling_decisions()
+    begun = [(name, tuple(tags.values())) for name, value, tags in told if value == 0]
+    expected = [
+        (metric.ray_name, ("m", *values))
+        for metric in OF_REPLICAS
+        if metric.kind is Kind.COUNTER
+        for values in itertools.product(*metric.labels.values())
+    ]
+    evictions = metrics.IMAGE_EVICTIONS.ray_name
+    assert begun == [*expected, (evictions, ("file",)), (evictions, ("nothing",))]
+    assert (metrics.REFUSED.ray_name, ("m", "HeldAsleep")) in begun
+    mirror.add(metrics.REFUSED, 1, ("HeldAsleep",))
+    assert told[-1] == (metrics.REFUSED.ray_name, 1, {"model_name": "m", "error": "HeldAsleep"})
 
 
 # --- what is written about it ---
