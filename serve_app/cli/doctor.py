@@ -84,7 +84,7 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a serve_config.yaml asks of the machine."""
+    """What a serve_config.yaml asks of the machine; without one, what the shipped one would."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -507,14 +507,14 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
         image = folder, model.dtype
         sizes[image] = sum(by_type.values())
         compressed[image] = _compressed(by_type, model, config.card)
-    http = config.data.get("http_options") or {}
+    http = config.data["http_options"]
     image_bytes = sum(sizes.values())
     notes = [note for model in models if (note := model.unused_card(has_driver))]
     notes += notes_on_cards(models, config.card, devices)
     host = host_config(file)
     return Wanted(
-        http.get("host", "127.0.0.1"),
-        http.get("port", 8000),
+        http["host"],
+        http["port"],
         image_bytes,
         notes=tuple(notes),
         image_sizes=tuple(sizes.values()),

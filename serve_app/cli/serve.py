@@ -117,7 +117,7 @@ def serve(
         print(text, end="")
         return
     http_options = config.data["http_options"]
-    if problem := _port_problem(http_options["host"], http_options.get("port", 8000), environment):
+    if problem := _port_problem(http_options["host"], http_options["port"], environment):
         say(problem)
         raise typer.Exit(EXIT_USAGE)
     for model in config.models:
@@ -162,7 +162,7 @@ def _port_problem(host: str, port: int, environment: Mapping[str, str]) -> str |
 
 
 def _hints(http_options: Mapping[str, Any], names: list[str], keys: KeyRing) -> list[str]:
-    host, port = str(http_options["host"]), http_options.get("port", 8000)
+    host, port = str(http_options["host"]), http_options["port"]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     header = ' -H "Authorization: Bearer $KEY"' if keys.guards(Access.INFERENCE) else ""
     lines = []

@@ -174,7 +174,7 @@ class ServeConfig:
     """What a serve_config.yaml says, all of it valid.
 
     Attributes:
-        data: its text as Python has it, with its models' files written out, its paths absolute and its port a number.
+        data: its text as Python has it, with its models' files written out, its paths absolute and its port there, a number.
         models: that its applications name, each once.
         card: of the application that serves them.
     """
@@ -335,8 +335,9 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
             problems += [p.inside(its) for p in _settings_of_models(deployment)]
     if problems:
         raise ConfigError(problems)
-    if "port" in http:
-        http["port"] = schema.http_options.port  # text of digits is a number to Ray
+    http["port"] = (
+        schema.http_options.port
+    )  # Ray's where it is absent; and text of digits is a number to Ray
 
     models: dict[str, ModelConfig] = {}
     card = CardConfig()

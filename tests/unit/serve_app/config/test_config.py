@@ -617,6 +617,13 @@ def test_mistake_in_serve_config(folder: Path, old: str, new: str, complaint: st
     assert _complaint("serve_config.yaml") == complaint.format(folder=folder)
 
 
+def test_port_that_is_left_out_is_that_of_ray(folder: Path) -> None:
+    assert read_serve_config("serve_config.yaml").data["http_options"] == {
+        "host": "127.0.0.1",
+        "port": 8000,
+    }
+
+
 def test_port_that_is_written_as_text_is_a_number(folder: Path) -> None:
     text = SERVE.replace("host: 127.0.0.1", "host: 127.0.0.1, port: '8765'")
     _write(folder / "serve_config.yaml", text)
