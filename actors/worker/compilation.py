@@ -2,12 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 from actors.engine.engine import Engine
 from actors.errors import DeviceMemoryShort
+from actors.worker.kept_off import KeptOff
 from actors.worker.lull import Lull
 
 logger = logging.getLogger(__name__)
@@ -15,11 +16,13 @@ logger = logging.getLogger(__name__)
 _RETRY_SHORT_AFTER_S = 60.0  # somebody else has the memory for one layer
 
 
-class BackgroundCompilation:
+class BackgroundCompilation(KeptOff):
     """Compiles on a thread of its own; the model serves, sleeps and wakes meanwhile.
 
     Requests would feel it: who traces keeps the interpreter's lock from the engine's thread, and to
     capture the graphs again takes the device for seconds. So both wait for a time without any.
+    Who keeps it off does so because compiling is told by process-wide settings, and by the module's own, what a
+    plain forward changes.
 
     Attributes:
         traced: done once the attempt that runs now, or comes next, has been made.
@@ -41,13 +44,12 @@ class BackgroundCompilation:
             watch: entered for as long as an attempt takes, on the thread.
             is_busy: whether the engine has anything to do.
         """
+        super().__init__()
         self._engine = engine
         self._tried = tried
         self._use = use
         self._watch = watch
         self._lull = Lull(is_busy)
-        # Compiling is told by process-wide settings, and by the module's own, what a plain forward changes.
-        self._tracing = threading.Lock()
         self.traced = _uncancellable()
         self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._thread.start()
@@ -55,24 +57,7 @@ class BackgroundCompilation:
     @property
     def is_tracing(self) -> bool:
         """Or it is kept off."""
-        return self._tracing.locked()
-
-    @contextmanager
-    def kept_off(self) -> Iterator[bool]:
-        """Nothing is traced meanwhile; False if something is right now, see `traced`."""
-        is_off = self.keep_off()
-        try:
-            yield is_off
-        finally:
-            if is_off:
-                self.let_go_on()
-
-    def keep_off(self) -> bool:
-        """Have nothing traced until `let_go_on`; False if something is right now, and goes on."""
-        return self._tracing.acquire(blocking=False)
-
-    def let_go_on(self) -> None:
-        self._tracing.release()
+        return self._working.locked()
 
     def use_again(self) -> None:
         """Tell `use` once more, at the next time without requests: it found the model asleep."""
@@ -91,7 +76,7 @@ class BackgroundCompilation:
     def _compile(self) -> None:
         while self._engine.compiles and self._lull.wait():
             try:
-                with self._tracing, self._watch:
+                with self._working, self._watch:
                     self._engine.compile()
             except DeviceMemoryShort as exc:
                 logger.info("compiling is tried again in %g s: %s", _RETRY_SHORT_AFTER_S, exc)

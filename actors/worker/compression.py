@@ -15,6 +15,7 @@ from actors.image.config import MOST_STORED, Compression
 from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.store import ByteArray, map_pages
 from actors.worker.image_need import ImageNeed
+from actors.worker.kept_off import KeptOff
 from actors.worker.lull import QUIET_S
 from actors.worker.model_memory import ModelMemory
 
@@ -30,10 +31,11 @@ _LOOK_EVERY_S = 0.05
 _WAKES = 1000
 
 
-class ImageCompression:
+class ImageCompression(KeptOff):
     """Decides whether that pays, computes the segments when the holder asks, and takes what came of it.
 
-    Requests feel it a little, as they do a compilation, so each part waits for a moment without any.
+    Requests feel it a little, as they do a compilation, so each part waits for a moment without any. Who wants the
+    device left alone keeps it off.
     """
 
     def __init__(
@@ -50,13 +52,12 @@ class ImageCompression:
             trim: gives back what torch keeps of the device afterwards.
             is_busy: whether the engine has anything to do.
         """
+        super().__init__()
         self._memory = memory
         self._need = need
         self._trim = trim
         self._is_busy = is_busy
         self._closed = threading.Event()
-        # Held while a part is computed, and by who wants the device left alone.
-        self._device = threading.Lock()
         self._one = threading.Lock()  # segment after the other
         self._progress_s = 0.0  # when a part was done last, or asked for
         self._stream = None
@@ -105,13 +106,6 @@ class ImageCompression:
         with self._one:
             return compress_segment(image.layout, index, payload, device, out, self._part)
 
-    def keep_off(self) -> bool:
-        """Have the device left alone until `let_go_on`; False if something is computed right now."""
-        return self._device.acquire(blocking=False)
-
-    def let_go_on(self) -> None:
-        self._device.release()
-
     def close(self) -> None:
         """Have nobody wait for a quiet moment any more."""
         self._closed.set()
@@ -144,12 +138,9 @@ class ImageCompression:
 
     async def _renew(self) -> None:
         """Unless the process is suspended, and then at another time: whatever calls the driver waits for its end."""
-        if not self.keep_off():
-            return
-        try:
-            await self._need.renew()
-        finally:
-            self.let_go_on()
+        with self.kept_off() as is_off:
+            if is_off:
+                await self._need.renew()
 
     def _does_it_pay(self) -> bool | None:
         """None: it cannot be told yet."""
@@ -181,13 +172,13 @@ class ImageCompression:
     @contextmanager
     def _part(self) -> Iterator[None]:
         self._await_quiet()
-        if not self._device.acquire(timeout=max(0.0, self._limit_s - time.monotonic())):
+        if not self._working.acquire(timeout=max(0.0, self._limit_s - time.monotonic())):
             raise Unavailable("this worker's process is suspended")
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 yield
         finally:
-            self._device.release()
+            self._working.release()
         self._progress_s = time.monotonic()
 
     @property
