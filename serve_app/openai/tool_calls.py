@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 from serve_app.openai.held_text import HeldText
 
-# A tool's name -> the JSON schema of each of its parameters.
-Schemas = Mapping[str, Mapping[str, Any]]
 # Names of a tool and of its parameter -> the JSON types that its schema allows.
 Types = Callable[[str, str], frozenset[str]]
 
@@ -115,7 +113,7 @@ class BareCalls:
     only clear at the end, so a message that begins with `{` is held until then.
     """
 
-    def __init__(self, names: Schemas) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._held: list[str] | None = []
         self._begin: str | None = ""  # of the held text, but for white space; None: it may be calls
@@ -191,22 +189,15 @@ def tool_parser(name: str | None, tools: Sequence[Mapping[str, Any]]) -> ToolPar
     """
     if name is None or not tools:
         return NoTools()
-    schemas = {tool["function"]["name"]: _parameters(tool) for tool in tools}
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     if name == "llama":
         return BareCalls(schemas)
     if name == "deepseek":
         around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
         return MarkedCalls("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", around, _read_deepseek)
     assert name == "qwen", name
-    whole = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-    types = cache(lambda tool, key: _types(schemas.get(tool, {}).get(key), whole.get(tool)))
+    types = cache(lambda tool, key: _types(key, schemas.get(tool)))
     return MarkedCalls("<tool_call>", "</tool_call>", (), lambda text: _read_qwen(text, types))
-
-
-def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    schema = tool["function"].get("parameters")
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    return properties if isinstance(properties, dict) else {}
 
 
 def _read_deepseek(text: str) -> ToolCall | None:
@@ -255,14 +246,12 @@ def _parameters_in(text: str) -> Iterator[tuple[str, str]]:
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
-def _types(schema: object, whole: object) -> frozenset[str]:
-    """The JSON types that a schema allows, as far as it tells.
-
-    Args:
-        whole: that the schema is a part of; where `$ref` looks.
-    """
+def _types(parameter: str, schema: object) -> frozenset[str]:
+    """The JSON types that a tool's schema allows for a parameter, as far as it tells."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
     found: set[str] = set()
-    pending, seen = [schema], set[int]()  # a schema may refer to itself
+    pending = [properties.get(parameter) if isinstance(properties, dict) else None]
+    seen = set[int]()  # a schema may refer to itself
     while pending:
         each = pending.pop()
         if not isinstance(each, dict) or id(each) in seen:
@@ -277,7 +266,7 @@ def _types(schema: object, whole: object) -> frozenset[str]:
             found |= {name for name in (named, *_listed(named)) if isinstance(name, str)}
             for several in ("anyOf", "oneOf", "allOf"):
                 pending += _listed(each.get(several))
-            pending.append(_referred(each.get("$ref"), whole))
+            pending.append(_referred(each.get("$ref"), schema))
     return frozenset(found)
 
 
