@@ -378,7 +378,7 @@ def _check_application(import_path: str, args: dict[str, Any], project: Path) ->
         text = f"nothing to build at {import_path}{did_you_mean(import_path, ARGS_OF)}"
         raise ConfigError([Problem(text, ("import_path",))])
     try:
-        valid = validate(ARGS_OF[import_path], args, {"project": project})
+        valid = ARGS_OF[import_path].model_validate(args, context={"project": project})
         _require_checkpoints(valid.models, args["models"], project)
         if isinstance(valid, AppArgs):
             read_keys(valid.http.api_keys_file, valid.http.admin_keys_file, {})
