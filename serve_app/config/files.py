@@ -335,9 +335,8 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
             problems += [p.inside(its) for p in _settings_of_models(deployment)]
     if problems:
         raise ConfigError(problems)
-    http["port"] = (
-        schema.http_options.port
-    )  # Ray's where it is absent; and text of digits is a number to Ray
+    # Ray's own where it is absent; and text of digits is a number to Ray.
+    http["port"] = schema.http_options.port
 
     models: dict[str, ModelConfig] = {}
     card = CardConfig()

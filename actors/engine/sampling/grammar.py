@@ -358,9 +358,8 @@ class GrammarCompiler:
         except ValueError as exc:
             raise _invalid(grammar, str(exc)) from exc
         compiled = self._measured(grammar, source, tokenizer)
-        if (
-            compiled.bytes > _MAX_BYTES
-        ):  # another thread may have allocated most of it, but hardly twice
+        # Another thread may have allocated most of it, but hardly twice.
+        if compiled.bytes > _MAX_BYTES:
             del compiled
             compiled = self._measured(grammar, source, tokenizer)
         if compiled.bytes > _MAX_BYTES:
