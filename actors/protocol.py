@@ -243,9 +243,8 @@ class MemoryChange:
     mapped_after_bytes: int
     copied_bytes: int  # over the link, host to device
     released_bytes: int | None = None  # by a sleep: used on the device before it, minus after it
-    own_released_bytes: int | None = (
-        None  # the same by this process' own figure, where there is one
-    )
+    # The same by this process' own figure, where there is one.
+    own_released_bytes: int | None = None
     left: MemoryLeft | None = None  # after a sleep
     deep: bool = False  # nothing at all is left
 
@@ -311,9 +310,8 @@ class CardWait:
     waited_s: float
     limit_s: float  # that it waits at most
     reason: str  # what ends the wait; empty before the keeper has decided
-    turn_in_s: float | None = (
-        None  # until those whom `reason` names may be asked; None: time alone changes nothing
-    )
+    # Until those whom `reason` names may be asked; None: time alone changes nothing.
+    turn_in_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,9 +140,8 @@ class Sight(msgspec.Struct, frozen=True, tag=True, array_like=True):
     A swap is a wake that others had to sleep for. Swaps are counted since the keeper began.
     """
 
-    free: int = (
-        0  # bytes for a wake, beside what is claimed already; 0 where no more models may be awake
-    )
+    # Bytes for a wake, beside what is claimed already; 0 where no more models may be awake.
+    free: int = 0
     waiting: int = 0  # wakes that wait
     gpus: float = 0.0  # that Ray has set aside for all tenants
     swaps: int = 0

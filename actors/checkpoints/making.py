@@ -53,9 +53,8 @@ class Shape:
     max_position_embeddings: int = 4096
     rope_theta: float = 10000.0
     dtype: DtypeName = "float32"
-    readable: bool = (
-        False  # single bytes come up rarely; else the output has broken characters, too
-    )
+    # Single bytes come up rarely; else the output has broken characters, too.
+    readable: bool = False
 
 
 SHAPES: dict[ShapeName, Shape] = {

@@ -77,9 +77,8 @@ class Lifecycle:
         self.last_sleep_s: float | None = None
         self.last_wake_s: float | None = None
         self.last_sleep: MemoryChange | None = None
-        self._slept_for: tuple[SleepCause, str, float] | None = (
-            None  # the last time; model, and when
-        )
+        # The last time; model, and when.
+        self._slept_for: tuple[SleepCause, str, float] | None = None
         self._effects = effects
         self._config = config
         self._now = now
@@ -93,9 +92,8 @@ class Lifecycle:
         self._commands_waiting = 0  # of theirs, or the schedule's, to wake
         self._look = asyncio.Event()  # at the idle clock: it may sleep sooner than it seemed
         self._going_on: asyncio.Task[None] | None = None  # wakes it for what `make_room` has frozen
-        self._drops_image: SleepCause | None = (
-            None  # of the sleep at level 2 that it is in, or goes to
-        )
+        # Of the sleep at level 2 that it is in, or goes to.
+        self._drops_image: SleepCause | None = None
         self._transition: asyncio.Task[bool] | None = None
         self._work: asyncio.Task[None] | None = None  # of the transition
         self._asleep_since_s = now()
@@ -190,9 +188,8 @@ class Lifecycle:
             ReplicaFailed: the replica is in, or entered, FAILED.
         """
         self.held = False
-        self._drops_image = (
-            None  # also in a restart, which would have to load the image again for this
-        )
+        # Also in a restart, which would have to load the image again for this.
+        self._drops_image = None
         self._commands_waiting += 1
         try:
             while self._state is not ReplicaState.AWAKE:

@@ -150,9 +150,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     vocab_size: int
     weights_bytes: int  # on the device
     kv_bytes: int  # at most
-    kv_first_bytes: int = (
-        0  # of these, what a wake maps where a card is shared; 0: all come with every wake
-    )
+    # Of these, what a wake maps where a card is shared; 0: all come with every wake.
+    kv_first_bytes: int = 0
 
 
 class WorkerState(msgspec.Struct, frozen=True):

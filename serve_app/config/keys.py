@@ -25,9 +25,8 @@ API_KEYS_VARIABLE = "SLEEPSERVE_API_KEYS"
 ADMIN_KEYS_VARIABLE = "SLEEPSERVE_ADMIN_KEYS"
 ADMIN_KEY_VARIABLE = "SLEEPSERVE_ADMIN_KEY"  # the one that our commands send
 
-_MIN_LENGTH = (
-    16  # characters; also what tells a key from the word EMPTY, which clients send without one
-)
+# Characters; also what tells a key from the word EMPTY, which clients send without one.
+_MIN_LENGTH = 16
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # what a bearer token is made of (RFC 6750, 2.1)
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _OTHERS = stat.S_IRWXO | stat.S_IWGRP  # a group may read: that is how Kubernetes mounts secrets

@@ -80,9 +80,8 @@ class GrowingAnswer:
         index = prompt_index * self._ask.n + event.index
         continuation = self._continuations[index]
         self._prompt_tokens[prompt_index] = event.prompt_tokens
-        if (
-            event.index == 0
-        ):  # a prompt counts once, and later continuations may find what this one left
+        # A prompt counts once, and later continuations may find what this one left.
+        if event.index == 0:
             self._cached_tokens[prompt_index] = event.cached_tokens
         self._completion_tokens += len(event.token_ids)
         continuation.form = continuation.form or event.form

@@ -52,9 +52,8 @@ class WorkerSettings:
     compression: Compression  # of the image
     lessee: str  # of the image: the replica's actor, which outlives its workers
     cpu_card: tuple[Path, int] | None = None  # file and bytes of what stands for a card
-    memory_budget: float | str | None = (
-        None  # of the card, for all its models; None: it is not shared
-    )
+    # Of the card, for all its models; None: it is not shared.
+    memory_budget: float | str | None = None
 
     def load(self) -> "FastLoad":
         """How its image is had, and let go of, on this node."""

@@ -47,9 +47,8 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "context_management": (([],), "nothing is left out of a prompt"),
     "top_logprobs": ((0,), "chats have them"),
 }
-_LOGPROBS = (
-    "message.output_text.logprobs"  # of `include`; what else can be included is of tools not here
-)
+# Of `include`; what else can be included is of tools not here.
+_LOGPROBS = "message.output_text.logprobs"
 
 _TOLD_AS_THEY_CAME = ("metadata", "text", "tool_choice", "tools")
 

@@ -26,9 +26,8 @@ logger = logging.getLogger("serve_app.scaling.decide")
 
 _STATE = "sleepserve"  # our key in Serve's dictionary; Serve has keys of its own in it
 _MAX_CAUSES = 100  # different errors that are logged
-_NODES_AGAIN_S = (
-    5.0  # Ray is asked on the controller's own thread, and only while a card is crowded
-)
+# Ray is asked on the controller's own thread, and only while a card is crowded.
+_NODES_AGAIN_S = 5.0
 
 
 class SleepAwarePolicy:

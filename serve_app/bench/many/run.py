@@ -58,9 +58,8 @@ from serve_app.process.ports import free_port
 
 Progress = Callable[[str, int, int], None]
 
-_START_LIMIT_S = (
-    1200.0  # every process imports torch, and a card's models capture graphs one after the other
-)
+# Every process imports torch, and a card's models capture graphs one after the other.
+_START_LIMIT_S = 1200.0
 _ANSWER_LIMIT_S = 600.0
 _LOGGED_WITHIN_S = 30.0  # lines come through Ray
 _POLL_S = 0.5
