@@ -28,7 +28,7 @@ from actors.engine.model.architectures import check_architecture
 from actors.engine.model.cards import card_problem
 from actors.engine.model.scoring import PromptScoring
 from actors.engine.outputs import EngineOutput, EngineStats, RawLogprob
-from actors.engine.sampling.grammar import GrammarCompiler
+from actors.engine.sampling.grammar_compiler import GrammarCompiler
 from actors.errors import (
     EngineDied,
     InvalidRequest,

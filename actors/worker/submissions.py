@@ -8,7 +8,8 @@ from threading import Lock
 
 from actors.engine.engine import TransformersEngine
 from actors.engine.outputs import EngineOutput
-from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar
+from actors.engine.sampling.grammar import SequenceGrammar
+from actors.engine.sampling.grammar_compiler import GrammarCompiler
 from actors.engine.sampling.sampler import SequenceSampling
 from actors.errors import EngineDied, ReplicaFailed, ServingError
 from actors.protocol import Grammar

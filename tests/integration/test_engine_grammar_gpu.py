@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from actors.engine.sampling.grammar import GrammarCompiler
+from actors.engine.sampling.grammar_compiler import GrammarCompiler
 from actors.engine.sampling.sampler import SequenceSampling
 from actors.protocol import Grammar, GrammarKind
 from actors.text.codec import TextCodec

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.engine.sampling.grammar import GrammarCompiler
+from actors.engine.sampling.grammar_compiler import GrammarCompiler
 from actors.errors import UnsupportedParameter
 from actors.protocol import ChatPrompt, MessageForm
 from actors.text.codec import TextCodec

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from actors.engine.sampling.grammar import GrammarCompiler
+from actors.engine.sampling.grammar_compiler import GrammarCompiler
 from actors.engine.sampling.sampler import SequenceSampling
 from actors.errors import EngineDied
 from actors.protocol import Grammar, GrammarKind

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from actors.engine.outputs import RawLogprob
-from actors.engine.sampling import grammar as grammar_module
-from actors.engine.sampling.grammar import GrammarCompiler, SequenceGrammar, allowed_tokens
+from actors.engine.sampling import grammar_compiler, grammar_memory
+from actors.engine.sampling.grammar import SequenceGrammar, allowed_tokens
+from actors.engine.sampling.grammar_compiler import GrammarCompiler
 from actors.engine.sampling.logits import forbid
 from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
@@ -390,7 +391,7 @@ def test_compiling_has_a_time_limit_and_a_turn(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler.compile(regex("warm"))
-    monkeypatch.setattr(grammar_module, "_COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(grammar_compiler, "_COMPILE_TIMEOUT_S", 0.05)
     slow = regex("a?" * 9000)
     with pytest.raises(InvalidRequest, match=r"guided_regex takes more than 0.05 s to compile"):
         compiler.compile(slow)
@@ -405,7 +406,7 @@ def test_loading_the_tokenizer_is_no_grammar_s_time(
     codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a slow host, where the first request after a start was refused for it."""
-    monkeypatch.setattr(grammar_module, "_COMPILE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(grammar_compiler, "_COMPILE_TIMEOUT_S", 0.3)
     may_load = threading.Event()
 
     def load_late() -> TextCodec:
@@ -427,7 +428,7 @@ def test_loading_the_tokenizer_is_no_grammar_s_time(
 def test_tokenizer_that_is_not_there_in_time_is_nobody_s_mistake(
     codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_module, "_LOAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(grammar_compiler, "_LOAD_TIMEOUT_S", 0.05)
     may_load = threading.Event()
 
     def load_late() -> TextCodec:
@@ -465,7 +466,7 @@ def test_wait_for_others_is_no_grammar_s_time(
     """One that is begun at the last moment has its whole time yet."""
     compiler.compile(regex("warm"))
     limit_s = 1.0
-    monkeypatch.setattr(grammar_module, "_COMPILE_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(grammar_compiler, "_COMPILE_TIMEOUT_S", limit_s)
     compile_one = compiler._compile
     may_end = {"a": threading.Event(), "b": threading.Event()}
 
@@ -553,7 +554,7 @@ def test_grammars_are_kept_the_latest_of_them(
         return compile_one(grammar)
 
     monkeypatch.setattr(compiler, "_compile", count)
-    monkeypatch.setattr(grammar_module, "_COMPILED", 2)
+    monkeypatch.setattr(grammar_memory, "_COMPILED", 2)
     for text in "abacabb":
         compiler.compile(regex(text))
     assert "".join(compiled) == "abcb"
@@ -614,11 +615,11 @@ def walk(codec: TextCodec, grammar: SequenceGrammar, steps: int) -> None:
 def test_bytes_are_counted(codec: TextCodec, compiler: GrammarCompiler) -> None:
     compiler.compile(regex("warm"))
     gc.collect()
-    before = grammar_module._allocated_bytes()
+    before = grammar_memory.allocated_bytes()
     grammar = compiler.compile(regex(GREEDY))
     walk(codec, grammar, 1000)
     gc.collect()
-    taken = grammar_module._allocated_bytes() - before
+    taken = grammar_memory.allocated_bytes() - before
     assert taken > 3 * 2**20
     assert grammar.compiled.bytes == pytest.approx(taken, rel=0.3)
 
@@ -626,7 +627,7 @@ def test_bytes_are_counted(codec: TextCodec, compiler: GrammarCompiler) -> None:
 def test_grammar_that_takes_too_much_ends_its_sequences_and_is_made_anew(
     codec: TextCodec, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_module, "_MAX_BYTES", 2**20)
+    monkeypatch.setattr(grammar_memory, "_MAX_BYTES", 2**20)
     grammar, small = compiler.compile(regex(GREEDY)), compiler.compile(regex("[ab]+"))
     beside = grammar.fork()
     walk(codec, grammar, 3000)
@@ -651,7 +652,7 @@ def test_least_recently_used_go_first_and_those_in_use_count(
     def kept() -> str:
         return "".join(text for _, text in compiler._memory._kept)
 
-    monkeypatch.setattr(grammar_module, "_MAX_BYTES_IN_ALL", 10 * 2**20)
+    monkeypatch.setattr(grammar_memory, "_MAX_BYTES_IN_ALL", 10 * 2**20)
     for text in "ab":
         size(text, 4 * 2**20)
     size("a", 4 * 2**20)
@@ -672,7 +673,7 @@ def test_step_without_room_ends_the_largest(
 ) -> None:
     small = compiler.compile(regex("[ab]+"))
     large = compiler.compile(regex(GREEDY))
-    monkeypatch.setattr(grammar_module, "_MAX_BYTES_IN_ALL", small.compiled.bytes + 2**20)
+    monkeypatch.setattr(grammar_memory, "_MAX_BYTES_IN_ALL", small.compiled.bytes + 2**20)
     walk(codec, large, 3000)
     walk(codec, small, 50)
     assert "takes too much memory" in str(large.refusal)
@@ -686,7 +687,7 @@ class Allocator:
         self._others = list(others)
         self._more = 0
         self._looks = 0
-        self._allocated = grammar_module._allocated_bytes
+        self._allocated = grammar_memory.allocated_bytes
 
     def __call__(self) -> int:
         if self._looks % 2 and self._others:  # behind the work; the look before it is an even one
@@ -699,7 +700,9 @@ def test_memory_of_another_thread_ends_no_sequence(
     codec: TextCodec, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, *together = (compiler.compile(regex(f"[ab]{{9}}{i}")) for i in range(9))
-    monkeypatch.setattr(grammar_module, "_allocated_bytes", Allocator(2**32, 0, 2**34))
+    monkeypatch.setattr(
+        "actors.engine.sampling.grammar.allocated_bytes", Allocator(2**32, 0, 2**34)
+    )
     walk(codec, alone, 3)
     allowed_tokens([(each, frozenset()) for each in together], V, pinned=False)
     for each in (alone, *together):
@@ -711,7 +714,7 @@ def test_memory_of_another_thread_makes_no_grammar_too_large(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler.compile(regex("warm"))
-    monkeypatch.setattr(grammar_module, "_allocated_bytes", Allocator(2**32))
+    monkeypatch.setattr(grammar_compiler, "allocated_bytes", Allocator(2**32))
     grammar = compiler.compile(regex("a"))
     assert grammar.compiled.bytes < 2**20
     assert allowed(grammar)
@@ -721,7 +724,7 @@ def test_memory_of_another_thread_makes_no_grammar_too_large(
 def test_grammar_that_is_too_large_when_it_is_compiled_is_refused(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_module, "_MAX_BYTES", 2**24)
+    monkeypatch.setattr(grammar_memory, "_MAX_BYTES", 2**24)
     with pytest.raises(InvalidRequest, match="guided_regex cannot be followed: it takes too much"):
         compiler.compile(regex("a?" * 3000))
 
@@ -729,8 +732,8 @@ def test_grammar_that_is_too_large_when_it_is_compiled_is_refused(
 def test_grammars_beside_one_that_takes_too_much_are_not_to_blame(
     codec: TextCodec, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_module, "_RENEWED_BYTES", 2**20)
-    monkeypatch.setattr(grammar_module, "_MAX_BYTES", 2**22)
+    monkeypatch.setattr(grammar_memory, "_RENEWED_BYTES", 2**20)
+    monkeypatch.setattr(grammar_memory, "_MAX_BYTES", 2**22)
     large, *small = (compiler.compile(regex(text)) for text in (GREEDY, "[ab]+", "[ab]*", "[ba]+"))
     output_ids: list[int] = []  # of all of them
     letters, choice = ids(codec, "a") + ids(codec, "b"), random.Random(0)
