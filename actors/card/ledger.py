@@ -8,19 +8,17 @@ from typing import Any, TypeAlias
 from actors.card.config import Terms
 from actors.card.messages import Account, Sight
 from actors.card.plan import (
-    Ask,
-    Card,
     Evict,
     Grant,
     Refuse,
     Shrink,
     Stay,
-    Tenant,
     Wait,
     in_order,
     plan,
     stays,
 )
+from actors.card.state import Ask, Card, Tenant
 from actors.protocol import CardStatus, CardTenant, CardWait, SleepMode
 
 # Between a tenant that could not make room and another order to it.

@@ -9,20 +9,18 @@ from actors.card.config import Preempt, Terms
 from actors.card.plan import (
     RECENT_S,
     UNREACHED_S,
-    Ask,
-    Card,
     Cause,
     Evict,
     Grant,
     Refuse,
     Shrink,
     Stay,
-    Tenant,
     Wait,
     in_order,
     plan,
     stays,
 )
+from actors.card.state import Ask, Card, Tenant
 from actors.protocol import SleepMode
 
 GIB = 2**30
