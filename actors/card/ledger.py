@@ -198,12 +198,19 @@ class CardLedger:
         """A tenant wants memory; answered by a decision, in `limit_s` seconds at most."""
         until_s = now_s + limit_s
         self._asks[name, number] = Ask(name, number, size, waits, now_s, until_s, grows)
+        self._note_asks(name)
 
     def withdraw(self, name: str, number: int) -> None:
         """Nobody wants that any more; of no effect on what has been granted."""
         self._asks.pop((name, number), None)
         self._waits.pop((name, number), None)
         self._evicted_for.discard((name, number))
+        self._note_asks(name)
+
+    def _note_asks(self, name: str) -> None:
+        asks = any(ask.tenant == name and not ask.grows for ask in self._asks.values())
+        if (tenant := self._tenants.get(name)) is not None and tenant.asks != asks:
+            self._tenants[name] = replace(tenant, asks=asks)
 
     def forget_asks(self, name: str) -> None:
         for tenant, number in [key for key in self._asks if key[0] == name]:
@@ -251,9 +258,7 @@ class CardLedger:
     # --- what follows ---
 
     def card(self) -> Card:
-        asking = {ask.tenant for ask in self._asks.values() if not ask.grows}
-        tenants = (replace(t, asks=True) if t.name in asking else t for t in self._tenants.values())
-        return Card(self.budget, self.max_awake, tuple(tenants), self._foreign)
+        return Card(self.budget, self.max_awake, tuple(self._tenants.values()), self._foreign)
 
     def decide(self, now_s: float) -> Iterator[Decision]:
         """Take the asks in their order, as far as there is anything to decide; sets `next_s`.

@@ -245,7 +245,8 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
     )
     if chosen := _enough(order, need) or _enough(order, at_last):
         evict = tuple(_evict(t, what, for_model, now_s) for t in chosen)
-        rest = [t for t in others if t not in chosen]
+        names = {t.name for t in chosen}
+        rest = [t for t in others if t.name not in names]
         shrink = _shrinks(rest, short - sum(t.frees for t in chosen), what, now_s)
         return Wait(f"{', '.join(t.model for t in chosen)} make room", math.inf, evict, shrink)
     later = [(max(from_s[t.name], now_s), t) for t in may]
@@ -278,14 +279,17 @@ def _who_may(others: Sequence[Tenant], priority: int, need: "_Need", now_s: floa
     """
     giving = [t for t in others if not t.busy or _gives_way(t, priority)]
     may = [t for t in giving if _may_sleep(t)]
-    recent = [t for t in may if not t.awake and now_s - t.quiet_since_s < RECENT_S]
     settling = [t for t in giving if t.moving and t.awake and not t.terms.pin]
     quick = [
         t
         for t in may + settling
-        if t not in recent and (not t.busy or t.terms.preempt is Preempt.FREEZE)
+        if not _slept_just_now(t, now_s) and (not t.busy or t.terms.preempt is Preempt.FREEZE)
     ]
-    return may if need.remains(quick) else [t for t in may if t not in recent]
+    return may if need.remains(quick) else [t for t in may if not _slept_just_now(t, now_s)]
+
+
+def _slept_just_now(tenant: Tenant, now_s: float) -> bool:
+    return not tenant.awake and now_s - tenant.quiet_since_s < RECENT_S
 
 
 def _asked_from_s(tenant: Tenant, ask: Ask) -> float:
