@@ -293,7 +293,7 @@ async def drains_for(site: CardSite, a: Tenant, b: Tenant) -> asyncio.Task[bool]
 def test_neighbour_drains_no_more_when_who_asked_has_left(
     tmp_path: Path, leaves: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.card.plan.BUSY_AFTER", 0.0)
+    monkeypatch.setattr("actors.card.state.BUSY_AFTER", 0.0)
 
     async def scenario() -> None:
         async with card_site(tmp_path, BUDGET) as site:
