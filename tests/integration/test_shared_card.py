@@ -128,7 +128,7 @@ def waits(replica: Replica) -> float:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy models make room after milliseconds, so that no answer has to take seconds."""
     for share in ("FREEZE_AFTER", "BUSY_AFTER"):
-        monkeypatch.setattr(f"actors.card.plan.{share}", 0.001)
+        monkeypatch.setattr(f"actors.card.state.{share}", 0.001)
 
 
 @pytest.mark.usefixtures("impatient")
