@@ -245,8 +245,8 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
     )
     if chosen := _enough(order, need) or _enough(order, at_last):
         evict = tuple(_evict(t, what, for_model, now_s) for t in chosen)
-        names = {t.name for t in chosen}
-        rest = [t for t in others if t.name not in names]
+        sleeping = {t.name for t in chosen}
+        rest = [t for t in others if t.name not in sleeping]
         shrink = _shrinks(rest, short - sum(t.frees for t in chosen), what, now_s)
         return Wait(f"{', '.join(t.model for t in chosen)} make room", math.inf, evict, shrink)
     later = [(max(from_s[t.name], now_s), t) for t in may]
