@@ -137,6 +137,26 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.3f} GiB"
 
 
+def trend(xs: Sequence[float], values: Sequence[float], per: str) -> dict[str, float]:
+    """First, largest, last; and by how much one more x raises it, in its second half.
+
+    Args:
+        per: what the last one is called.
+    """
+    half = len(values) // 2
+    slope = _slope(xs[half:], values[half:])
+    return {"first": values[0], "max": max(values), "last": values[-1], per: slope}
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Of the straight line with the least squares."""
+    middle_x, middle_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread_x = sum((x - middle_x) ** 2 for x in xs)
+    if not spread_x:
+        return 0.0
+    return sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True)) / spread_x
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows of cells under a head; without a head, names and values."""

@@ -6,7 +6,6 @@ sampled every 10 cycles, while the model sleeps.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from serve_app.bench.figures import (
     facts,
     shown,
     spread,
+    trend,
     unit_of,
 )
 from serve_app.bench.local import (
@@ -138,13 +138,13 @@ class SoakBench(LocalBench[Plan]):
         if self._cycle_s:
             result["cycle_s"] = spread(self._cycle_s)
         if self.samples:
-            cycles = [float(s.cycle) for s in self.samples]
+            thousands = [s.cycle / 1000 for s in self.samples]
             result["samples"] = {
                 field.name: [getattr(s, field.name) for s in self.samples]
                 for field in fields(Sample)
             }
             result["trends"] = {
-                name: trend(cycles, [float(getattr(s, name)) for s in self.samples])
+                name: trend(thousands, [getattr(s, name) for s in self.samples], "per_1000_cycles")
                 for name in WATCHED
             }
         return result
@@ -169,27 +169,6 @@ class SoakBench(LocalBench[Plan]):
                 self.complete = cycle == plan.cycles
                 return
         self.complete = True
-
-
-def trend(cycles: Sequence[float], values: Sequence[float]) -> dict[str, float]:
-    """First, largest, last; and by how much 1000 cycles raise it, in its second half."""
-    half = len(values) // 2
-    slope = slope_of(cycles[half:], values[half:])
-    return {
-        "first": values[0],
-        "max": max(values),
-        "last": values[-1],
-        "per_1000_cycles": 1000 * slope,
-    }
-
-
-def slope_of(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of the straight line with the least squares."""
-    middle_x, middle_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread_x = sum((x - middle_x) ** 2 for x in xs)
-    if not spread_x:
-        return 0.0
-    return sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True)) / spread_x
 
 
 def tables(result: dict[str, Any]) -> list[Table]:

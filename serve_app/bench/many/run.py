@@ -14,8 +14,9 @@ import yaml
 
 from actors.checkpoints.download import ensure_checkpoint
 from actors.checkpoints.sizes import image_sizes, own_dtype
-from serve_app.bench.card_use import shares_busy
+from serve_app.bench.card_use import card_use
 from serve_app.bench.figures import environment
+from serve_app.bench.host_use import host_use
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import fit_scale
 from serve_app.bench.http.workers import (
@@ -225,7 +226,7 @@ class ManyBench:
             return  # it has told what the others need
         before = await _counters(client)
         epoch_s = time.time() - time.monotonic()
-        with shares_busy(known.card.id) as measured.busy:
+        with card_use(known.card.id) as measured.card, host_use(server.processes) as measured.host:
             await self._send(name, client, known.requests, measured, progress)
         after = await _counters(client)
         measured.moved = {name: after[name] - before[name] for name in after}

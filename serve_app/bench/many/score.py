@@ -6,12 +6,16 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from serve_app.bench.card_use import CardUse
+from serve_app.bench.figures import trend
+from serve_app.bench.host_use import HostUse
 from serve_app.bench.http.client import RequestRecord
 from serve_app.bench.http.summary import MAX_LAG_S, Spread, summarize
 from serve_app.bench.http.workload import Load
 from serve_app.bench.many.requests import TraceRequests
 
 WITHIN_S = (0.5, 1.0, 2.0, 10.0)
+_PER = "per_hour"
 _NOT_SERVED = (404, 429, 503)  # no such model, too many, no room or no time to wake
 
 
@@ -23,7 +27,7 @@ class Measured:
         asked, wrong: the questions that were asked before the trace.
         lags_s: by how much the client's event loops were late, each time they looked.
         moved: counters of the server's metrics, after minus before; None until both are known.
-        busy: of the time that the requests took, share by share, how much of it the card computed.
+        card, host: what was used of them while the requests were sent.
         wakes: when models were awake again, on the monotonic clock; None: the log does not tell all.
         failed: why it was not measured to its end.
     """
@@ -33,7 +37,8 @@ class Measured:
     wrong: int = 0
     lags_s: list[float] = field(default_factory=list)
     moved: Mapping[str, int] | None = None
-    busy: Sequence[float] = ()
+    card: CardUse = field(default_factory=CardUse)
+    host: HostUse = field(default_factory=HostUse)
     wakes: Sequence[tuple[float, str]] | None = None
     failed: str | None = None
     complete: bool = False
@@ -99,7 +104,8 @@ def figures(requests: TraceRequests | None, measured: Measured) -> dict[str, Any
         "longest_wait_s": max(map(_waited_s, records)),
         "of_models": _of_models(requests, records),
         "tokens_per_s": summary.output_tokens_per_s,
-        "busy": fmean(measured.busy) if measured.busy else None,
+        "busy": fmean(measured.card.busy) if measured.card.busy else None,
+        "grown": _grown(measured),
         "lag_s": summary.lag_s,
         "client_was_too_slow": summary.lag_s is not None and summary.lag_s > MAX_LAG_S,
         **_moved(measured.moved, summary.time_taken_s),
@@ -133,6 +139,19 @@ def _moved(moved: Mapping[str, int] | None, seconds: float) -> dict[str, Any]:
     if moved is None or not seconds:
         return {}
     return {**moved, "swaps_per_min": 60 * moved["wakes"] / seconds}
+
+
+def _grown(measured: Measured) -> dict[str, dict[str, float]]:
+    """What each of them was: memory of the card and of the host's processes in bytes, and open files."""
+    host, used = measured.host, measured.card.used_bytes
+    hours = [at_s / 3600 for at_s in host.at_s]
+    looks = {"host_bytes": host.anonymous_bytes, "handles": host.handles}
+    found = {name: trend(hours, values, _PER) for name, values in looks.items() if values}
+    if used:
+        # One look for each half second, as long as the host was looked at.
+        share = hours[-1] / len(used)
+        found["card_bytes"] = trend([share * number for number in range(len(used))], used, _PER)
+    return found
 
 
 def _percentiles(spread: Spread | None) -> dict[str, float] | None:

@@ -52,6 +52,11 @@ def _figures(result: Result) -> Table:
             value = each[key]
             yield "-" if value is None else f"{value[which]:.{digits}f}"
 
+    def grown(key: str, which: str, scale: float, form: str) -> Iterator[str]:
+        for each in found.values():
+            trend = each.get("grown", {}).get(key)
+            yield "-" if trend is None else f"{trend[which] / scale:{form}}"
+
     row("requests", number("requests"))
     row("refused", number("refused"))
     row("failed", number("failed_requests"))
@@ -72,6 +77,9 @@ def _figures(result: Result) -> Table:
     row("swaps per minute", number("swaps_per_min", ".1f"))
     row("bytes moved, GiB", number("moved_bytes", ".2f", 2**30))
     row("KV cache given back, GiB", number("kv_given_back_bytes", ".2f", 2**30))
+    for name, key in (("host memory", "host_bytes"), ("card memory", "card_bytes")):
+        row(f"{name} at last, GiB", grown(key, "last", 2**30, ".2f"))
+        row(f"{name} grows, MiB an hour", grown(key, "per_hour", 2**20, "+.0f"))
     row("longest wait, s", number("longest_wait_s", ".2f"))
     answers = (f"{each['wrong']} of {each['asked']}" for each in found.values())
     row("wrong answers", answers)

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.bench.card_use import CardUse
+from serve_app.bench.host_use import HostUse
 from serve_app.bench.http.client import RequestRecord
 from serve_app.bench.http.workload import Workload
 from serve_app.bench.many.requests import Planned, Question, TraceRequests
@@ -46,12 +48,23 @@ def test_figures_of_a_variant() -> None:
         records=[answer(0, 0.0, 0.4, text="yes"), answer(1, 1.0, 2.5), refused(2, 2.0, 5.0, 503)],
         asked=2,
         moved={"wakes": 2, "preempted": 0, "moved_bytes": 2**30, "waited_for_a_wake": 1},
-        busy=[0.5, 0.7],
+        card=CardUse([0.5, 0.7], [2**30, 3 * 2**30, 3 * 2**30, 4 * 2**30]),
+        host=HostUse([0.0, 1800.0, 3600.0, 5400.0], [100, 500, 400, 400], [7, 9, 8, 9]),
         wakes=[(2.0, "a")],
         complete=True,
     )
     found = figures(REQUESTS, measured)
     assert found["busy"] == pytest.approx(0.6)
+    assert found["grown"] == {
+        "host_bytes": {"first": 100, "max": 500, "last": 400, "per_hour": 0.0},
+        "handles": {"first": 7, "max": 9, "last": 9, "per_hour": 2.0},
+        "card_bytes": {
+            "first": 2**30,
+            "max": 4 * 2**30,
+            "last": 4 * 2**30,
+            "per_hour": pytest.approx(2**30 / (1.5 / 4)),
+        },
+    }
     assert (found["requests"], found["refused"], found["failed_requests"]) == (3, 1, 0)
     shares = found["first_token_within"]
     assert shares == pytest.approx({"0.5": 1 / 3, "1": 1 / 3, "2": 2 / 3, "10": 2 / 3})
