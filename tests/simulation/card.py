@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from actors.card.config import Terms
-from actors.card.ledger import CardLedger, Granting, Ordering, Refusing, Staying
+from actors.card.config import Preempt, Terms
+from actors.card.ledger import CardLedger, Granting, Ordering, Refusing
 from actors.card.messages import Account
 from actors.protocol import SleepMode
 from serve_app.bench.many.requests import Planned
@@ -20,7 +20,6 @@ from serve_app.bench.many.requests import Planned
 GIB = 2**30
 _HOP_S = 0.0005  # a message to the keeper or back
 _STEP_TOKENS = 2048  # of prompts, in one step
-_FOREVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,12 @@ class Node:
         terms: Terms,
         costs: Costs,
     ) -> None:
-        """All asleep; with an endless budget, all awake."""
+        """All asleep; with an endless budget, all awake.
+
+        Args:
+            terms: of all models. Busy ones freeze or go on: drains are not simulated.
+        """
+        assert terms.preempt is not Preempt.DRAIN
         self.clock = Clock()
         self.card, self.link = Shared(self.clock), Shared(self.clock)
         self.asked = [Asked(each, each.prompt_tokens) for each in planned]
@@ -204,10 +208,6 @@ class Node:
 
     def run(self) -> None:
         self.clock.run(lambda: not self._left)
-
-    @property
-    def served(self) -> int:
-        return sum(not each.refused for each in self.asked)
 
     # --- a replica ---
 
@@ -346,25 +346,23 @@ class Node:
 
     def _decide(self) -> None:
         for decision in self._ledger.decide(self.clock.now_s):
-            if isinstance(decision, Granting | Refusing | Ordering | Staying):
+            if isinstance(decision, Granting | Refusing | Ordering):
                 self.clock.after(_HOP_S, partial(self._follow, decision))
-        if self._ledger.next_s < _FOREVER_S:
+        if math.isfinite(self._ledger.next_s):
             self.clock.at(self._ledger.next_s + 1e-6, self._decide_if_due)
 
     def _decide_if_due(self) -> None:
         if self._ledger.next_s <= self.clock.now_s:
             self._decide()
 
-    def _follow(self, decision: Granting | Refusing | Ordering | Staying) -> None:
+    def _follow(self, decision: Granting | Refusing | Ordering) -> None:
         model = self._models[decision.tenant]
         if isinstance(decision, Granting):
             self._wake(model)
         elif isinstance(decision, Refusing):
             self._refuse(model)
-        elif isinstance(decision, Ordering):
+        else:
             self._obey(model, decision)
-        elif model.order is not None and model.state == "awake":
-            self._answer(model)
 
     def _refuse(self, model: _Model) -> None:
         """Nothing came in time: whoever has no token yet is refused, the others ask anew."""
