@@ -278,19 +278,15 @@ class Node:
 
     def _slept(self, model: _Model) -> None:
         model.state = "asleep"
-        if model.order is not None and model.order.evict.deep and not model.requests:
-            self._deepen(model)
-            return
         self._answer(model)
 
     def _deepen(self, model: _Model) -> None:
-        model.state = "sleeping"
+        model.state = "deepening"
+        self.clock.after(self._costs.deep_sleep_s, lambda: self._deepened(model))
 
-        def done() -> None:
-            model.state, model.deep = "asleep", True
-            self._answer(model)
-
-        self.clock.after(self._costs.deep_sleep_s, done)
+    def _deepened(self, model: _Model) -> None:
+        model.state, model.deep = "asleep", True
+        self._answer(model)
 
     def _answer(self, model: _Model) -> None:
         """An order is done, or cannot be."""
@@ -386,15 +382,15 @@ class Node:
 
     def _account(self, model: _Model) -> Account:
         now_s, costs = self.clock.now_s, self._costs
-        is_mapped = model.state in ("waking", "awake", "sleeping") and not model.deep
+        is_awake = model.state in ("waking", "awake", "sleeping")
         return Account(
             process_id=1,
-            held=costs.awake_bytes * is_mapped,
+            held=costs.awake_bytes * is_awake,
             residue=costs.residue_bytes * (not model.deep),
             copies=int(costs.copied_bytes),
-            awake=model.state in ("waking", "awake", "sleeping"),
+            awake=is_awake,
             busy=bool(model.requests),
-            moving=model.state in ("waking", "sleeping"),
+            moving=model.state in ("waking", "sleeping", "deepening"),
             reached=model.reached,
             awake_s=now_s - model.awake_since_s,
             quiet_s=now_s - model.quiet_since_s,
