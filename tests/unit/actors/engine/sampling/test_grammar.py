@@ -406,7 +406,7 @@ def test_loading_the_tokenizer_is_no_grammar_s_time(
     codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a slow host, where the first request after a start was refused for it."""
-    monkeypatch.setattr(grammar_compiler, "_COMPILE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(grammar_compiler, "_COMPILE_TIMEOUT_S", 0.05)
     may_load = threading.Event()
 
     def load_late() -> TextCodec:
@@ -419,7 +419,8 @@ def test_loading_the_tokenizer_is_no_grammar_s_time(
     compiler = GrammarCompiler(load_late)
     with ThreadPoolExecutor(2) as threads:
         asks = [threads.submit(ask, text) for text in "ab"]
-        wait(asks, timeout=0.5)  # longer than a grammar may take
+        wait(asks, timeout=0.2)  # longer than a grammar may take
+        monkeypatch.undo()  # their own turns come only now
         may_load.set()
         assert [each.result().refusal for each in asks] == [None, None]
     compiler.close()
@@ -465,7 +466,7 @@ def test_wait_for_others_is_no_grammar_s_time(
 ) -> None:
     """One that is begun at the last moment has its whole time yet."""
     compiler.compile(regex("warm"))
-    limit_s = 1.0
+    limit_s = 2.0
     monkeypatch.setattr(grammar_compiler, "_COMPILE_TIMEOUT_S", limit_s)
     compile_one = compiler._compile
     may_end = {"a": threading.Event(), "b": threading.Event()}
@@ -478,9 +479,9 @@ def test_wait_for_others_is_no_grammar_s_time(
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(compiler.compile, regex("a"))
         second = threads.submit(compiler.compile, regex("b"))
-        wait([second], timeout=0.7 * limit_s)
+        wait([second], timeout=0.5 * limit_s)
         may_end["a"].set()
-        wait([second], timeout=0.6 * limit_s)  # more than is left of what it has waited already
+        wait([second], timeout=0.7 * limit_s)  # more than is left of what it has waited already
         may_end["b"].set()
         assert [each.result().refusal for each in (first, second)] == [None, None]
 
