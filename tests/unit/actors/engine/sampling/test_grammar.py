@@ -410,7 +410,7 @@ def test_loading_the_tokenizer_is_no_grammar_s_time(
     may_load = threading.Event()
 
     def load_late() -> TextCodec:
-        may_load.wait()
+        assert may_load.wait(20)
         return codec
 
     def ask(text: str) -> SequenceGrammar:
@@ -433,7 +433,7 @@ def test_tokenizer_that_is_not_there_in_time_is_nobody_s_mistake(
     may_load = threading.Event()
 
     def load_late() -> TextCodec:
-        may_load.wait()
+        assert may_load.wait(20)
         return codec
 
     compiler = GrammarCompiler(load_late)
@@ -472,7 +472,7 @@ def test_wait_for_others_is_no_grammar_s_time(
     may_end = {"a": threading.Event(), "b": threading.Event()}
 
     def compile_late(grammar: Grammar) -> Any:
-        may_end[grammar.text].wait()
+        assert may_end[grammar.text].wait(20)
         return compile_one(grammar)
 
     monkeypatch.setattr(compiler, "_compile", compile_late)
