@@ -142,7 +142,7 @@ def test_longest_queries_hold_nobody_up_and_are_no_orders(servers: Servers) -> N
     with steady(RAY_SERVE_ENABLE_HA_PROXY="0") as server:
         for kind, query in QUERIES.items():
             server.wake_up()
-            with beside(server.url, MODEL, STALL_S):
+            with beside(server.url, MODEL, STALL_S, max_tokens=200):
                 for method, path in (route.split() for route in QUERIED):
                     began_s = time.perf_counter()
                     response = server.http.request(method, f"{path}?{query}")
