@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.bench.serve_process import listening_to_sigint
+
 # Ctrl-C in the moment in which a module is looked for.
 BEGIN = """
 import os, signal, sys
@@ -31,9 +33,8 @@ def begin(project: Path, module: str, before: str = "") -> "subprocess.Completed
     scripts = tomllib.loads((project / "pyproject.toml").read_text())["project"]["scripts"]
     entry, _ = scripts["sleepserve"].split(":")
     code = BEGIN.format(module=module, before=before, entry=entry)
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=False
-    )
+    command = listening_to_sigint([sys.executable, "-c", code])
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
