@@ -140,12 +140,14 @@ def test_file_of_a_model_that_is_gone_goes_whenever_it_was_written(bench: Bench)
     asyncio.run(scenario())
 
 
+def silent() -> set[str]:
+    """Ray, that does not say who lives."""
+    raise RuntimeError("no answer")
+
+
 def test_last_lease_ends_an_image_whether_or_not_ray_says_who_lives(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def silent() -> set[str]:
-        raise RuntimeError("no answer")
-
     async def scenario() -> None:
         await bench.serves(bench.request)
         key = await bench.acquire("only")
@@ -161,9 +163,6 @@ def test_image_that_was_given_back_goes_once_ray_says_that_the_others_are_dead(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left: str
 ) -> None:
     """One that others use, or that was asked for since, is kept for them, and afterwards as any other."""
-
-    def silent() -> set[str]:
-        raise RuntimeError("no answer")
 
     async def scenario() -> None:
         await bench.serves(bench.request)
@@ -189,9 +188,6 @@ def test_image_that_was_given_back_goes_once_ray_says_that_the_others_are_dead(
 def test_every_lease_of_a_replica_ends_whether_or_not_ray_says_who_lives(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def silent() -> set[str]:
-        raise RuntimeError("no answer")
-
     async def scenario() -> None:
         await bench.serves(bench.request)
         await bench.acquire("other")
