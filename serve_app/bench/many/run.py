@@ -226,7 +226,7 @@ class ManyBench:
             return  # it has told what the others need
         before = await _counters(client)
         epoch_s = time.time() - time.monotonic()
-        with card_use(known.card.id) as measured.card, host_use(server.processes) as measured.host:
+        with host_use(server.processes) as measured.host, card_use(known.card.id) as measured.card:
             await self._send(name, client, known.requests, measured, progress)
         after = await _counters(client)
         measured.moved = {name: after[name] - before[name] for name in after}
