@@ -5,8 +5,10 @@ is in flight, asks a replica that seems full how full it is, queues, backs off a
 (ray/serve/_private/request_router/request_router.py, 2.60).
 """
 
+import asyncio
 import math
 from collections import defaultdict, deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ray.serve.request_router import (
@@ -52,6 +54,7 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         self._sent_at_s: dict[ReplicaID, float] = {}
         # When it was chosen for requests that are not sent yet, which Serve does not count.
         self._chosen_at_s: dict[ReplicaID, deque[float]] = defaultdict(deque)
+        self._room = asyncio.Semaphore(0)  # at most 1: a request ended, and nobody has looked since
 
     async def choose_replicas(
         self,
@@ -68,7 +71,8 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         favourite = self._prefixes.who_served(self._key_of(request))
         avoid = request.avoid if request is not None else ()
         order = rank(candidates, self._packed_requests, favourite, avoid)
-        if pending_request is not None and order and len(order[0]) == 1:
+        with_room = {c.replica_id for c in candidates if c.has_room}
+        if pending_request is not None and order and order[0][0] in with_room:
             self._chosen_at_s[by_id[order[0][0]].replica_id].append(self._get_curr_time_s())
         return [[by_id[name] for name in names] for names in order]
 
@@ -81,6 +85,18 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         super().on_send_request(replica_id)
         if chosen := self._chosen_at_s.get(replica_id):
             chosen.popleft()
+
+    def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
+        """Called by Serve when a request has ended that this router sent."""
+        super().decrement_queue_len_cache(replica_id)
+        if self._room.locked():
+            self._room.release()
+
+    async def _backoff(self, attempt: int) -> None:
+        """Wait for room: until a request of this router ends, or, as others send some too, for as long as Serve would."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._compute_backoff_s(attempt)):
+                await self._room.acquire()
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: "ReplicaResult"

@@ -56,7 +56,10 @@ def pending(name: str, prompt: str = "Hello") -> PendingRequest:
 
 
 class Bench:
-    def __init__(self, *replicas: FakeReplica, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, *replicas: FakeReplica, prefix_caching: bool = True, pause_s: float | None = None
+    ) -> None:
+        """With `pause_s` pauses are real, each so long unless a request ends; without, none takes any time."""
         self.now_s = time.time()
         self.waits: list[int] = []
         self._ids = itertools.count()
@@ -69,7 +72,10 @@ class Bench:
             get_curr_time_s=lambda: self.now_s,
         )
         self.router.initialize_state(packed_requests=0.0, prefix_caching=prefix_caching)
-        self.router._backoff = self._wait  # type: ignore[method-assign]
+        if pause_s is None:
+            self.router._backoff = self._wait  # type: ignore[method-assign]
+        else:
+            self.router.update_backoff_params(pause_s, 1, pause_s)
         self.router.update_replicas(list(replicas))  # type: ignore[arg-type]
 
     async def _wait(self, attempt: int) -> None:
@@ -163,6 +169,79 @@ def test_full_replicas_are_asked_again_with_pauses() -> None:
         assert await bench.send() == "a"
         assert bench.waits == [0, 1, 2, 3, 4]
         assert all(replica.asked < 12 for replica in replicas)
+
+    run(scenario())
+
+
+async def _waits_for_room(bench: Bench, requests: int) -> list[asyncio.Task[str]]:
+    """Requests that found all replicas full, in a pause."""
+    waiting = [asyncio.create_task(bench.send()) for _ in range(requests)]
+    async with asyncio.timeout(5):
+        while bench.router.num_routing_tasks_in_backoff < requests:
+            await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return waiting
+
+
+def test_end_of_a_request_ends_the_pause_of_one_that_waits() -> None:
+    async def scenario() -> None:
+        a = FakeReplica("a", AWAKE, 2)
+        bench = Bench(a, pause_s=3600)
+        waiting = await _waits_for_room(bench, 2)
+        for left in (1, 0):
+            asked, a.queue_len = a.asked, 1
+            bench.router.decrement_queue_len_cache(a.replica_id)
+            async with asyncio.timeout(5):
+                done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            assert len(rest) == left
+            assert done.pop().result() == "a"
+            assert a.asked == asked  # it is known to have room
+            waiting = list(rest)
+
+    run(scenario())
+
+
+def test_requests_that_ended_while_nobody_paused_spare_one_pause() -> None:
+    async def scenario() -> None:
+        asked = []
+        for ended in (0, 1, 9):
+            a = FakeReplica("a", AWAKE, 2)
+            bench = Bench(a, pause_s=3600)
+            for _ in range(ended):
+                bench.router.decrement_queue_len_cache(a.replica_id)
+            (waiting,) = await _waits_for_room(bench, 1)
+            assert not waiting.done()
+            asked.append(a.asked)
+            waiting.cancel()
+        assert asked == [asked[0], asked[0] + 1, asked[0] + 1]
+
+    run(scenario())
+
+
+def test_pause_ends_without_the_end_of_a_request_as_those_of_other_routers_end_too() -> None:
+    async def scenario() -> None:
+        a = FakeReplica("a", AWAKE, 2)
+        bench = Bench(a, pause_s=0.01)
+        (waiting,) = await _waits_for_room(bench, 1)
+        a.queue_len = 1
+        async with asyncio.timeout(5):
+            assert await waiting == "a"
+
+    run(scenario())
+
+
+def test_full_replica_that_is_asked_again_counts_as_chosen_for_nobody() -> None:
+    async def scenario() -> None:
+        a = FakeReplica("a", AWAKE, 2)
+        bench = Bench(a)
+        assert await bench.send() == "a"
+        assert len(bench.waits) == 5
+        b = FakeReplica("b", AWAKE)
+        bench.router.update_replicas([a, b])  # type: ignore[list-item]
+        for replica in (a, b):
+            bench.router.on_new_queue_len_info(replica.replica_id, 0)
+        assert await bench.send() == "a"
 
     run(scenario())
 
