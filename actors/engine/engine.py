@@ -30,7 +30,7 @@ from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.engine.sizing import CardMemory, plan_limits
 from actors.errors import DeviceMemoryShort
 from actors.image.decoder_layers import decoder_layers
-from actors.memory import workspaces
+from actors.memory import whole_device, workspaces
 from actors.memory.arena import DeviceArena
 from actors.memory.driver import AllocatorPool
 from actors.quantization.summary import summary
@@ -236,7 +236,7 @@ class TransformersEngine:
         if self._runner is None:
             return
         try:
-            torch.cuda.synchronize()  # the loop waits for its compute stream only
+            whole_device.synchronize()  # the loop waits for its compute stream only
         except Exception as exc:
             # Who takes a pause for granted would unmap; who resumes one, compute with what has failed.
             self._loop.fail(exc)

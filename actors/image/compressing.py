@@ -196,7 +196,7 @@ def decompressor(device: torch.device, dtypes: Iterable[FloatType]) -> Decompres
     for dtype in dtypes:
         data, about = cascade.compress(part, [(0, len(part))], dtype)
         decompress(data.to(device), about, part.to(device))
-    torch.cuda.synchronize(device)
+    torch.cuda.current_stream(device).synchronize()
     return decompress
 
 

@@ -15,7 +15,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from actors.errors import DeviceMemoryError, DeviceMemoryShort
-from actors.memory import nvml, nvml_outside, workspaces
+from actors.memory import nvml, nvml_outside, whole_device, workspaces
 from actors.memory.cuda_link import CudaLink
 from actors.memory.cuda_pool import CudaPool
 from actors.memory.dlpack import bytes_at
@@ -135,7 +135,8 @@ class CudaDriver:
         self._call(cu.cuMemRelease, handle, size=self.granularity)
 
     def synchronize(self) -> None:
-        self._call(cu.cuCtxSynchronize)
+        with whole_device.awaited():
+            self._call(cu.cuCtxSynchronize)
 
     def release(self, address: int, size: int) -> None:
         self._call(cu.cuMemAddressFree, address, size, size=size)

@@ -15,6 +15,7 @@ from actors.engine.config import EngineConfig
 from actors.engine.engine import TransformersEngine
 from actors.engine.outputs import EngineOutput, RawLogprob
 from actors.engine.sampling.sampler import SequenceSampling
+from actors.memory import whole_device
 from actors.memory.arena import DeviceArena
 from actors.text.sampling_defaults import ResolvedSampling
 
@@ -112,7 +113,7 @@ class PoisonedDriver:
         self.tensor(address, size).fill_(255)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        whole_device.synchronize()
 
     def tensor(self, address: int, size: int) -> torch.Tensor:
         start, memory = next(

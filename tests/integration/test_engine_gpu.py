@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from actors.engine.config import EngineConfig
 from actors.engine.outputs import EngineOutput
 from actors.engine.sampling import kernels as sampling_kernels
 from actors.engine.sizing import STEP_SIZES
+from actors.memory import whole_device
 from serve_app.process.heap import give_back
 from tests.integration.gpu_engine import (
     LIMITS,
@@ -121,17 +123,18 @@ def test_a_graph_that_the_driver_has_no_memory_for_leaves_its_size_without(
         assert "CUDA error: out of memory" in caplog.text
 
 
-def test_others_may_wait_for_the_whole_device_while_a_graph_is_captured() -> None:
-    """As a compiler that times its kernels does."""
+def test_nothing_is_captured_while_others_wait_for_the_whole_device() -> None:
+    """As a compiler that times its kernels does, for longer; the driver breaks off a capture then."""
     ended, errors = threading.Event(), list[Exception]()
 
     def wait_for_it() -> None:
-        while not ended.is_set():
-            try:
-                torch.cuda.synchronize()
-            except Exception as exc:  # noqa: BLE001  # whatever it is, is told
-                errors.append(exc)
-                return
+        try:
+            while not ended.is_set():
+                with whole_device.awaited():
+                    for _ in range(100):
+                        torch.cuda.synchronize()
+        except Exception as exc:  # noqa: BLE001  # whatever it is, is told
+            errors.append(exc)
 
     with running(MODELS["qwen2, 64"](), LIMITS, captures_by_need=True) as h:
         runner = h.engine._runner
@@ -146,6 +149,25 @@ def test_others_may_wait_for_the_whole_device_while_a_graph_is_captured() -> Non
             ended.set()
             waits.join()
         assert not errors
+        come_and_go(h)
+        assert set(runner._graphs) > at_start
+        h.check_greedy()
+
+
+def test_graphs_are_captured_while_layers_are_compiled_or_left_for_later() -> None:
+    with (
+        running(MODELS["qwen2, 64"](), LIMITS, captures_by_need=True) as h,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        runner = h.engine._runner
+        assert runner is not None
+        at_start = set(runner._graphs)
+        h.engine.end_gates()
+        compiled = pool.submit(h.engine.compile)
+        while not compiled.done():
+            come_and_go(h)
+        compiled.result()
+        come_and_go(h)
         assert set(runner._graphs) > at_start
         h.check_greedy()
 

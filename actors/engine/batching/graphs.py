@@ -20,7 +20,7 @@ from actors.engine.batching.sequence import LoopSequence
 from actors.engine.model.compiled_layers import CompiledLayers
 from actors.engine.model.first_layers import FirstLayers
 from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
-from actors.memory import workspaces
+from actors.memory import whole_device, workspaces
 from actors.memory.driver import AllocatorPool
 from actors.text.sampling_defaults import ResolvedSampling
 
@@ -161,8 +161,9 @@ class GraphRunner(Runner):
                     with nullcontext() if first is None else first.alone():
                         self._run_padding(size)
                     if size not in self._uncaptured:
-                        self._capture_size(size)
-            torch.cuda.synchronize()
+                        with whole_device.left_alone():
+                            self._capture_size(size)
+            whole_device.synchronize()
         seconds = time.perf_counter() - started_s
         logger.info("captured %d graphs in %.1f s", len(self._graphs), seconds)
 
@@ -174,7 +175,8 @@ class GraphRunner(Runner):
     def compile(self) -> None:
         """See CompiledLayers.compile; after a `capture`."""
         assert self._layers is not None, "nothing to compile"
-        with workspaces.in_use(), _short_of_memory():
+        # Who tries kernels out waits for the device.
+        with workspaces.in_use(), whole_device.awaited(), _short_of_memory():
             self._layers.compile()
 
     def use_compiled(self) -> None:
@@ -196,7 +198,12 @@ class GraphRunner(Runner):
         return {sizes[0], self._decode_size(1), self._prompt_size(self._sizes[0])}
 
     def _capture_on_the_way(self, size: StepSize) -> None:
-        """Waits for the device. Where there is no memory for it, steps of that size stay without."""
+        """Waits for the device. With a later step of that size, if others wait for it now; never, if memory is short."""
+        with whole_device.left_alone(blocking=False) as is_alone:
+            if is_alone:
+                self._capture_alone(size)
+
+    def _capture_alone(self, size: StepSize) -> None:
         self._uncaptured.remove(size)
         self._has_captured = self._has_new_graphs = True
         started_s = time.perf_counter()
@@ -223,7 +230,7 @@ class GraphRunner(Runner):
                     self._launched[-1].begun = None  # what is loaded now is no cost of a step
                 self.read()
         finally:
-            torch.cuda.synchronize()
+            whole_device.synchronize()
             self.cache.release(sequence)
             self.cache.reset()
 
@@ -238,7 +245,7 @@ class GraphRunner(Runner):
             self._sampler.prepare([], self.inputs.params_of(0))
             self._sampled(logits_RV[: size.rows], size)
             del logits_RV
-        torch.cuda.synchronize()
+        whole_device.synchronize()
         if self._pool is not None:
             with torch.cuda.stream(self._capture_stream):
                 self._pool.reserve(torch.cuda.max_memory_allocated() - before + _WORKSPACE)

@@ -18,6 +18,7 @@ from actors.engine.sampling import logits as on_cpu
 from actors.engine.sampling.adjustments import BiasTable, CountTable, Place
 from actors.engine.sampling.grammar import SequenceGrammar, allowed_tokens
 from actors.engine.sampling.logits import Param, forbid, logprobs, perturb
+from actors.memory import whole_device
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.text.validation import MAX_LOGPROBS
 
@@ -150,7 +151,7 @@ class BatchSampler:
         adjust(logits_BV, ids_B, params_PB, counts_SV, bias_S3W)
         for filters in (False, True):
             sample(logits_BV, params_PB, filters=filters)
-        torch.cuda.synchronize(device)
+        whole_device.synchronize(device)
 
     def prepare(
         self, rows: Sequence[tuple[SequenceSampling, int] | None], params_PB: Tensor

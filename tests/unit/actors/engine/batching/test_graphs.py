@@ -13,6 +13,7 @@ import transformers as tf
 from actors.engine.batching import graphs
 from actors.engine.batching.graphs import GraphRunner
 from actors.engine.batching.runner import Runner
+from actors.memory import whole_device
 from tests.unit.actors.engine.batching.steps_on_cpu import Steps, model_steps
 from tests.unit.actors.engine.batching.test_mixed_steps import kernels_run
 from tests.unit.actors.engine.small_models import SMALL, build, randomise
@@ -64,7 +65,7 @@ def no_card() -> Iterator[None]:
             "graph": captured,
             "graph_pool_handle": lambda: None,
             "CUDAGraph": FakeGraph,
-            "synchronize": lambda: None,
+            "synchronize": lambda *_: None,
             "reset_peak_memory_stats": lambda: None,
         }.items():
             patch.setattr(torch.cuda, name, fake)
@@ -170,6 +171,35 @@ def test_graphs_are_captured_by_need_while_no_hook_holds_a_module(
     loop.submit(range(5, 8), 1)
     loop.finish()
     assert runner._uncaptured == {runner._prompt_size(16)}
+
+
+def test_no_graph_is_captured_while_somebody_waits_for_the_whole_device(
+    loop: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: GraphRunner = loop.runner
+    size = runner._decode_size(1)
+    graphs_of = {each: graph for each, graph in runner._graphs.items() if each != size}
+    monkeypatch.setattr(runner, "_graphs", graphs_of)
+    monkeypatch.setattr(runner, "_uncaptured", {size})
+    runner.end_gates()
+
+    @contextmanager
+    def captured_alone(*args: object, **kwargs: object) -> Iterator[None]:
+        with whole_device.left_alone(blocking=False) as is_alone:
+            assert not is_alone  # as the capture is
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", captured_alone)
+    names = []
+    with whole_device.awaited():
+        names.append(loop.submit(range(5, 10), 4))
+        loop.finish()
+    assert runner._uncaptured == {size}
+    names.append(loop.submit(range(5, 10), 4))
+    loop.finish()
+    assert not runner._uncaptured
+    assert size in runner._graphs
+    assert loop.tokens(names[0]) == loop.tokens(names[1])
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
