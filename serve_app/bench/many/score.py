@@ -24,6 +24,7 @@ class Measured:
     """What is known of one variant; grows while it runs.
 
     Attributes:
+        ready_s, sent_after_s: since the server was started: every model was there; the trace began.
         asked, wrong: the questions that were asked before the trace.
         lags_s: by how much the client's event loops were late, each time they looked.
         moved: counters of the server's metrics, after minus before; None until both are known.
@@ -33,6 +34,8 @@ class Measured:
     """
 
     records: list[RequestRecord] = field(default_factory=list)
+    ready_s: float | None = None
+    sent_after_s: float | None = None
     asked: int = 0
     wrong: int = 0
     lags_s: list[float] = field(default_factory=list)
@@ -73,6 +76,8 @@ def figures(requests: TraceRequests | None, measured: Measured) -> dict[str, Any
         "failed": measured.failed,
         "wrong": measured.wrong,
         "asked": measured.asked,
+        "ready_s": measured.ready_s,
+        "sent_after_s": measured.sent_after_s,
     }
     if requests is None or not measured.records:
         return told

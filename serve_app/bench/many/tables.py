@@ -57,6 +57,7 @@ def _figures(result: Result) -> Table:
             trend = each.get("grown", {}).get(key)
             yield "-" if trend is None else f"{trend[which] / scale:{form}}"
 
+    row("all models ready after, s", number("ready_s", ".0f"))
     row("requests", number("requests"))
     row("refused", number("refused"))
     row("failed", number("failed_requests"))
