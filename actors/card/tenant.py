@@ -1,7 +1,6 @@
-"""A replica's side of the connection to the keeper of its worker's card. Lives on one event loop."""
+"""What a replica says to the keeper of its worker's card, and does for it. Lives on one event loop."""
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -11,22 +10,20 @@ from typing import TypeAlias, assert_never
 import msgspec
 
 from actors.card.config import SharingConfig, Terms
+from actors.card.keeper_line import Connect, KeeperLine, Told
 from actors.card.messages import (
     Account,
     Changed,
     GiveBack,
     Granted,
     Join,
-    Look,
     MakeRoom,
     Refused,
-    Seen,
     Sight,
     Stay,
     ToTenant,
     Waits,
     Want,
-    Withdraw,
 )
 from actors.errors import NeverFits, NoRoom, Unavailable
 from actors.observer import GrantOutcome, GrowthOutcome, Observer
@@ -36,19 +33,10 @@ from actors.worker.watchdog import ROOM_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.2  # between two tries to find a keeper
-_LOOK_LIMIT_S = 0.5
-# A keeper does nothing that takes long. While it owes an answer it is looked at every so often; one that says nothing
-# for so long, twice, or owes it for so long behind its limit, is as good as dead: its process is stopped, or hangs.
-_LOOK_EVERY_S = 1.0
-_SILENCE_S = 2.0
-_LATE_S = 5.0
 _GROW_LIMIT_S = 1.0  # a keeper says at once
 _FIND_LIMIT_S = 30.0  # a process that begins; without a keeper the driver decides
 
 MakesRoom: TypeAlias = Callable[[SleepMode | None, str, str, bool, asyncio.Event], Awaitable[None]]
-# Connects a protocol to the keeper of this node, which is made if there is none.
-Connect: TypeAlias = Callable[[asyncio.Protocol], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +61,8 @@ class KvNow:
 class CardClient:
     """Speaks for one replica with the keeper of its card, for as long as the replica lives.
 
-    Without a keeper everything is granted: what does not fit is the driver's to refuse. A lost one is found
-    again, or the next one, which is told everything once more. One that owes an answer and says nothing is left.
+    Without a keeper everything is granted: what does not fit is the driver's to refuse. The next one is told
+    everything once more.
 
     Attributes:
         make_room: called with an order, its reason, the model that wants the room and an event that is set if the
@@ -110,23 +98,16 @@ class CardClient:
         self._max_awake = max_awake
         self._gpus = gpus
         self._sharing = sharing
-        self._connect = connect
         self._observer = observer
         self._now = now
         self._card: CardOfWorker | None = None
-        self._connection: Connection[ToTenant] | None = None
-        self._connected = asyncio.Event()
-        self._lost = asyncio.Event()
+        self._line = KeeperLine(name, connect, self._join, self._told, self._lost)
         self._account = Account()
         self._device_free: int | None = None  # when it settled since the last order
         self._awake_since_s = self._quiet_since_s = now()
-        self._numbers = itertools.count()
-        self._wants: dict[int, asyncio.Future[Granted | Refused | None]] = {}
         self._acquiring = 0  # asks that may have to wait
-        self._looks: list[asyncio.Future[CardStatus]] = []
         self._orders: set[asyncio.Task[None]] = set()
         self._taken_back: dict[int, asyncio.Event] = {}  # by the number of an order to make room
-        self._keeping: asyncio.Task[None] | None = None
 
     # --- memory ---
 
@@ -134,11 +115,10 @@ class CardClient:
         """Say where the next worker is. Returns once there is a keeper, or none is found for a while."""
         self._card = card
         self._account = msgspec.structs.replace(self._account, process_id=process_id)
-        if self._keeping is None:
-            self._keeping = asyncio.create_task(self._keep_connected())
-            await self._until_connected(_FIND_LIMIT_S)
-        else:
+        if self._line.has_begun:
             self._tell()
+        else:
+            await self._line.find(_FIND_LIMIT_S)
 
     async def build(self, size: int) -> None:
         """Return when a worker may map so much, to make itself ready.
@@ -169,7 +149,7 @@ class CardClient:
         """
         if self._account.awake or self.sight is None:
             return CardRoom.FREE, 0
-        if self._wants or self.sight.waiting:
+        if self._line.is_asking or self.sight.waiting:
             return CardRoom.QUEUE, self.sight.waiting
         return (CardRoom.FREE if size <= self.sight.free else CardRoom.EVICT), 0
 
@@ -186,16 +166,16 @@ class CardClient:
 
     async def until_there_is_a_keeper(self) -> bool:
         """Wait for as long as for room; whether there is one."""
-        return await self._until_connected(self._sharing.max_wait_s)
+        return await self._line.until_connected(self._sharing.max_wait_s)
 
     async def grow(self, size: int) -> bool:
         """Whether an awake worker may map so much more KV cache, now; `resized` comes next.
 
         Not without a keeper: nobody has to have it.
         """
-        if self._connection is None:
+        if self._line.connection is None:
             return False
-        number = next(self._numbers)
+        number = self._line.next_number()
         try:
             async with asyncio.timeout(_GROW_LIMIT_S):
                 answer = await self._ask(Want(number, size, False, _GROW_LIMIT_S, grows=True))
@@ -220,9 +200,7 @@ class CardClient:
 
     def withdraw(self, reason: str) -> None:
         """Nobody wants any more what was asked for; who waits for it gets Unavailable."""
-        for want in self._wants.values():
-            if not want.done():
-                want.set_exception(Unavailable(reason))
+        self._line.withdraw(reason)
 
     def settled(
         self,
@@ -285,31 +263,23 @@ class CardClient:
         """Whether what it asked for to make itself ready, or to wake, is not answered."""
         return self._acquiring > 0
 
-    async def look(self, within_s: float = _LOOK_LIMIT_S) -> CardStatus | None:
+    async def look(self) -> CardStatus | None:
         """What the keeper says of the card; None: it says nothing."""
-        if self._connection is None:
-            return None
-        seen: asyncio.Future[CardStatus] = asyncio.get_running_loop().create_future()
-        self._looks.append(seen)
-        self._send(Look())
-        await asyncio.wait({seen}, timeout=within_s)
-        return seen.result() if seen.done() and not seen.cancelled() else None
+        return await self._line.look()
 
     async def close(self) -> None:
         """Leave: who is connected no more has nothing."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait({self._keeping})
+        await self._line.close()
         for order in self._orders:
             order.cancel()
 
     async def _acquire(self, size: int, waits: bool, limit_s: float) -> bool:
         started_s = self._now()
-        if self._connection is None:
-            self._take(size, next(self._numbers))
+        if self._line.connection is None:
+            self._take(size, self._line.next_number())
             self._observer.granted(GrantOutcome.ALONE, 0.0)
             return False
-        number = next(self._numbers)
+        number = self._line.next_number()
         self._acquiring += 1
         try:
             answer = await self._ask(Want(number, size, waits, limit_s))
@@ -328,33 +298,12 @@ class CardClient:
         return answer is not None
 
     async def _ask(self, wanted: Want) -> Granted | Refused | None:
-        """The keeper's answer; None: it is lost, or does not answer."""
-        number = wanted.number
-        loop = asyncio.get_running_loop()
-        want: asyncio.Future[Granted | Refused | None] = loop.create_future()
-        self._wants[number] = want
-        self._send(wanted)
-        listening = asyncio.create_task(self._listen(wanted.limit_s))
+        """See KeeperLine.ask."""
         try:
-            return await want
+            return await self._line.ask(wanted)
         except BaseException:
-            self._send(Withdraw(number))
-            self._change(read_ask=number)  # it may have been granted by now
+            self._change(read_ask=wanted.number)  # it may have been granted by now
             raise
-        finally:
-            listening.cancel()
-            del self._wants[number]
-
-    async def _listen(self, limit_s: float) -> None:
-        """Leave a keeper that does not answer within so long, or says nothing meanwhile."""
-        loop, lost = asyncio.get_running_loop(), self._lost
-        late_s = loop.time() + limit_s + _LATE_S
-        silent = 0  # twice, because this process may have stood still itself
-        while silent < 2 and loop.time() < late_s:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            silent = silent + 1 if await self.look(_SILENCE_S) is None else 0
-        logger.warning("%s: the keeper of its card does not answer", self._name)
-        lost.set()
 
     def _take(self, size: int, number: int) -> None:
         before = self._account
@@ -363,7 +312,7 @@ class CardClient:
             held=before.held + size, kept=before.held, awake=True, moving=True, read_ask=number
         )
 
-    # --- the wire ---
+    # --- its account ---
 
     def _change(self, **fields: object) -> None:
         """Tell what is new. What the driver said is true of one moment only."""
@@ -372,7 +321,7 @@ class CardClient:
         self._tell()
 
     def _tell(self) -> None:
-        self._send(Changed(self._timed()))
+        self._line.send(Changed(self._timed()))
 
     def _timed(self) -> Account:
         now_s = self._now()
@@ -380,57 +329,10 @@ class CardClient:
             self._account, awake_s=now_s - self._awake_since_s, quiet_s=now_s - self._quiet_since_s
         )
 
-    def _send(self, message: object) -> None:
-        if self._connection is not None:
-            self._connection.send(message)
+    # --- what the keeper says ---
 
-    async def _until_connected(self, limit_s: float) -> bool:
-        try:
-            await asyncio.wait_for(self._connected.wait(), limit_s)
-        except TimeoutError:
-            return False
-        return True
-
-    async def _keep_connected(self) -> None:
-        again = False
-        try:
-            while True:
-                # Of this connection alone: the one before may end later.
-                lost = self._lost = asyncio.Event()
-                connection: Connection[ToTenant] = Connection(ToTenant, self._receive, lost.set)
-                try:
-                    await self._connect(connection)
-                except Exception:
-                    logger.warning(
-                        "%s: no keeper of its card is found", self._name, exc_info=not again
-                    )
-                    again = True
-                    await asyncio.sleep(_PAUSE_S)
-                    continue
-                self._connection = connection
-                connection.send(self._join())
-                self._connected.set()
-                again = True
-                try:
-                    await lost.wait()
-                finally:
-                    self._disconnected()
-                    connection.close()
-                logger.warning(
-                    "%s: the keeper of its card is lost; looking for the next", self._name
-                )
-        finally:
-            self._disconnected()
-
-    def _disconnected(self) -> None:
-        self._connection = self.sight = None
-        self._connected.clear()
-        for want in self._wants.values():
-            if not want.done():
-                want.set_result(None)  # the driver will say
-        for look in self._looks:
-            look.cancel()
-        self._looks.clear()
+    def _lost(self) -> None:
+        self.sight = None
 
     def _join(self) -> Join:
         assert self._card is not None
@@ -451,12 +353,8 @@ class CardClient:
             max(self._taken_back, default=-1),
         )
 
-    def _receive(self, message: ToTenant) -> None:
+    def _told(self, message: Told) -> None:
         match message:
-            case Granted() | Refused():
-                want = self._wants.get(message.number)
-                if want is not None and not want.done():
-                    want.set_result(message)
             case Waits():
                 logger.info("%s waits for room: %s", self._name, message.reason)
             case MakeRoom():
@@ -473,12 +371,7 @@ class CardClient:
             case GiveBack():
                 logger.info("%s is to give back KV cache: %s", self._name, message.reason)
                 work = self.give_back(message.size)
-                self._begin(message.number, work, self._connection)
-            case Seen():
-                if self._looks:
-                    look = self._looks.pop(0)
-                    if not look.done():
-                        look.set_result(message.card)
+                self._begin(message.number, work, self._line.connection)
             case Sight():
                 self.sight = message
             case _:
@@ -503,7 +396,7 @@ class CardClient:
             logger.exception("%s: could not make room", self._name)
         if keeper is None:
             del self._taken_back[number]
-        elif self._connection is not keeper:
+        elif self._line.connection is not keeper:
             return
         self._change(answered_order=number, device_free=self._device_free)
 

@@ -172,7 +172,7 @@ def test_without_a_keeper_no_cache_grows(tmp_path: Path, checkpoints: list[Path]
         async with replicas(tmp_path, checkpoints[:1], 1.5, engine=SHARED) as (site, (one,)):
             right = [await one.tokens(prompt, 40) for prompt in LONG]
             await site.kill()
-            await until(lambda: one.client._connection is None)
+            await until(lambda: one.client._line.connection is None)
             assert await fill(one) == right
             assert mapped(one) == least(one)
             await site.begin()

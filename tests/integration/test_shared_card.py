@@ -197,7 +197,7 @@ def test_without_a_keeper_wakes_that_fit_go_on(tmp_path: Path, checkpoints: list
         async with replicas(tmp_path, checkpoints, 2.5, max_wait_s=1) as (site, made):
             first = await made[0].tokens(PROMPTS[0])
             await site.kill()
-            await until(lambda: all(each.client._connection is None for each in made))
+            await until(lambda: all(each.client._line.connection is None for each in made))
             assert await made[0].tokens(PROMPTS[0]) == first  # it runs on
             await made[1].tokens(PROMPTS[1])
             assert made[1].outcomes == [GrantOutcome.ALONE]
@@ -221,7 +221,7 @@ def test_wake_that_the_driver_refuses_asks_the_next_keeper(
         async with replicas(tmp_path, checkpoints[:2], 1.5) as (site, made):
             await made[0].tokens(PROMPTS[0])
             await site.kill()
-            await until(lambda: all(each.client._connection is None for each in made))
+            await until(lambda: all(each.client._line.connection is None for each in made))
             waits = asyncio.create_task(made[1].tokens(PROMPTS[1]))
             await until(lambda: bool(made[1].outcomes))
             await site.begin()

@@ -245,7 +245,7 @@ def test_nothing_grows_without_a_keeper_or_with_one_that_is_silent(
                 assert not await a.grow(30)
             assert (await seen(a)).held == 20, "what was asked for is withdrawn"
             await site.kill()
-            await until(lambda: a.client._connection is None)
+            await until(lambda: a.client._line.connection is None)
             assert not await a.grow(30)
             await site.begin()
             assert await a.client.until_there_is_a_keeper()
@@ -333,10 +333,10 @@ def test_order_and_that_it_is_taken_back_in_one_read(tmp_path: Path) -> None:
             await a.wake(60)
             a.work(True)
             a.gate.clear()
-            a.client._receive(MakeRoom(7, SleepMode.WAIT, "60 bytes for b", "b"))
-            a.client._receive(Stay(6, "of an order before"))
-            a.client._receive(Stay(7, "nobody waits for room any more"))
-            a.client._receive(Stay(8, "of none that it knows"))
+            a.client._line.receive(MakeRoom(7, SleepMode.WAIT, "60 bytes for b", "b"))
+            a.client._line.receive(Stay(6, "of an order before"))
+            a.client._line.receive(Stay(7, "nobody waits for room any more"))
+            a.client._line.receive(Stay(8, "of none that it knows"))
             await until(lambda: a.client._account.answered_order == 7)
             assert a.taken_back == [True]
             assert a.client._taken_back == {}
@@ -385,7 +385,7 @@ def test_orders_of_the_next_keeper_are_none_of_the_last_one(tmp_path: Path) -> N
             gives = asyncio.Event()
             a.client.give_back = lambda size: one_of(gives)
             wake = await drains_for(site, a, b)
-            a.client._receive(GiveBack(9, 10, "10 bytes of KV cache for b"))
+            a.client._line.receive(GiveBack(9, 10, "10 bytes of KV cache for b"))
             await site.kill()
             await wake
             b.client.settled(held=0)
@@ -480,7 +480,7 @@ def test_without_a_keeper_the_driver_decides(tmp_path: Path) -> None:
         async with card_site(tmp_path, BUDGET) as site:
             a = await Tenant(site, "a").place()
             await site.kill()
-            await until(lambda: a.client._connection is None)
+            await until(lambda: a.client._line.connection is None)
             assert not await a.wake(60)
             assert a.outcomes == [GrantOutcome.ALONE]
 
@@ -521,7 +521,7 @@ async def keeper_process(site: CardSite) -> AsyncIterator[asyncio.subprocess.Pro
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A keeper is silent after less time."""
     for name, seconds in (("_LOOK_EVERY_S", 0.01), ("_SILENCE_S", 0.2), ("_LATE_S", 0.1)):
-        monkeypatch.setattr(f"actors.card.tenant.{name}", seconds)
+        monkeypatch.setattr(f"actors.card.keeper_line.{name}", seconds)
 
 
 @pytest.mark.usefixtures("soon")
@@ -617,7 +617,7 @@ def test_next_keeper_waits_for_those_of_the_last_one_also_where_another_comes_fi
             await a.wake(60)
             a.work(True)
             await site.kill()
-            await until(lambda: a.client._connection is None)  # it looks again a little later
+            await until(lambda: a.client._line.connection is None)  # it looks again a little later
             await site.begin()
             starts = await Tenant(site, "starts").place()
             with pytest.raises(NoRoom):
