@@ -33,7 +33,8 @@ def doctor(
     Python, packages, CUDA, the configuration, limits on locked and shared memory, Ray's object store, ports,
     disks. Starts nothing.
     """
-    from serve_app.cli.doctor import Verdict, examine
+    from serve_app.cli.checks import Verdict
+    from serve_app.cli.doctor import examine
 
     findings = examine(file or DEFAULT_FILE)
     if as_json:

@@ -151,7 +151,7 @@ def _port_problem(host: str, port: int, environment: Mapping[str, str]) -> str |
     """
     from ray._private.utils import read_ray_address
 
-    from serve_app.cli.doctor import check_port
+    from serve_app.cli.checks import check_port
 
     if (environment.get("RAY_ADDRESS") or read_ray_address() or "local") != "local":
         return None

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from actors.checkpoints.making import write_checkpoint
 from actors.image.config import COMPRESSED_SHARES
 from actors.image.packer import load_reference, plan
-from serve_app.cli import doctor
-from serve_app.cli.doctor import Finding, Torch, Verdict, Wanted
+from serve_app.cli import checks, doctor
+from serve_app.cli.checks import Finding, Torch, Verdict, Wanted
 from serve_app.cli.main import app
 
 GIB = 2**30
@@ -36,69 +36,69 @@ IN_USE, FORBIDDEN, ELSEWHERE = (
 @pytest.mark.parametrize(
     ("finding", "verdict", "remedy"),
     [
-        (doctor.check_python((3, 11), "linux"), "ok", ""),
-        (doctor.check_python((3, 10), "linux"), "fail", "3.11 or newer"),
-        (doctor.check_python((3, 12), "darwin"), "fail", "Linux"),
-        (doctor.check_bytecode([], False), "ok", ""),
-        (doctor.check_bytecode(["torch"], True), "ok", ""),
-        (doctor.check_bytecode(["sympy", "torch"], False), "warn", "-m compileall"),
-        (doctor.check_cuda(False, Torch(), ALL), "ok", ""),
-        (doctor.check_cuda(True, ON_CARD, ALL), "ok", ""),
-        (doctor.check_cuda(False, None, {}), "fail", "see packages"),
-        (doctor.check_cuda(True, Torch(error="no libc10.so"), ALL), "fail", "install torch again"),
-        (doctor.check_cuda(True, Torch(cuda=None), ALL), "fail", "pip uninstall torch"),
-        (doctor.check_cuda(True, Torch(cuda="13.0"), ALL), "fail", "--gpus all"),
-        (doctor.check_cuda(True, ON_CARD, {"torch": "2.13.0"}), "fail", ".[gpu]"),
-        (doctor.check_cuda(True, ON_OLD_CARD, ALL), "fail", "engine.device: cpu"),
-        (doctor.check_cuda(True, ON_BOTH, ALL), "warn", "CUDA_VISIBLE_DEVICES"),
-        (doctor.check_locked_memory(None, True, IMAGE), "ok", ""),
-        (doctor.check_locked_memory(2**16, False, IMAGE), "ok", ""),
-        (doctor.check_locked_memory(IMAGE, True, IMAGE), "ok", ""),
-        (doctor.check_locked_memory(2**16, True, IMAGE), "warn", "--ulimit memlock=-1"),
-        (doctor.check_locked_memory(2**16, True, 0), "warn", "--ulimit memlock=-1"),
-        (doctor.check_shared_memory(32 * GIB, 16 * GIB, IMAGE), "ok", ""),
-        (doctor.check_shared_memory(32 * GIB, 8 * GIB, IMAGE), "warn", "running already"),
-        (doctor.check_shared_memory(2**26, 2**26, IMAGE), "fail", "--shm-size"),
-        (doctor.check_host_memory([GIB, GIB], [GIB, GIB], 2 * GIB, 9 * GIB), "ok", ""),
-        (doctor.check_host_memory([GIB, GIB], [GIB, GIB], GIB, 9 * GIB), "ok", ""),
+        (checks.check_python((3, 11), "linux"), "ok", ""),
+        (checks.check_python((3, 10), "linux"), "fail", "3.11 or newer"),
+        (checks.check_python((3, 12), "darwin"), "fail", "Linux"),
+        (checks.check_bytecode([], False), "ok", ""),
+        (checks.check_bytecode(["torch"], True), "ok", ""),
+        (checks.check_bytecode(["sympy", "torch"], False), "warn", "-m compileall"),
+        (checks.check_cuda(False, Torch(), ALL), "ok", ""),
+        (checks.check_cuda(True, ON_CARD, ALL), "ok", ""),
+        (checks.check_cuda(False, None, {}), "fail", "see packages"),
+        (checks.check_cuda(True, Torch(error="no libc10.so"), ALL), "fail", "install torch again"),
+        (checks.check_cuda(True, Torch(cuda=None), ALL), "fail", "pip uninstall torch"),
+        (checks.check_cuda(True, Torch(cuda="13.0"), ALL), "fail", "--gpus all"),
+        (checks.check_cuda(True, ON_CARD, {"torch": "2.13.0"}), "fail", ".[gpu]"),
+        (checks.check_cuda(True, ON_OLD_CARD, ALL), "fail", "engine.device: cpu"),
+        (checks.check_cuda(True, ON_BOTH, ALL), "warn", "CUDA_VISIBLE_DEVICES"),
+        (checks.check_locked_memory(None, True, IMAGE), "ok", ""),
+        (checks.check_locked_memory(2**16, False, IMAGE), "ok", ""),
+        (checks.check_locked_memory(IMAGE, True, IMAGE), "ok", ""),
+        (checks.check_locked_memory(2**16, True, IMAGE), "warn", "--ulimit memlock=-1"),
+        (checks.check_locked_memory(2**16, True, 0), "warn", "--ulimit memlock=-1"),
+        (checks.check_shared_memory(32 * GIB, 16 * GIB, IMAGE), "ok", ""),
+        (checks.check_shared_memory(32 * GIB, 8 * GIB, IMAGE), "warn", "running already"),
+        (checks.check_shared_memory(2**26, 2**26, IMAGE), "fail", "--shm-size"),
+        (checks.check_host_memory([GIB, GIB], [GIB, GIB], 2 * GIB, 9 * GIB), "ok", ""),
+        (checks.check_host_memory([GIB, GIB], [GIB, GIB], GIB, 9 * GIB), "ok", ""),
         (
-            doctor.check_host_memory([GIB, GIB], [GIB, GIB], 9 * GIB, 8 * GIB),
+            checks.check_host_memory([GIB, GIB], [GIB, GIB], 9 * GIB, 8 * GIB),
             "warn",
             "others what they need",
         ),
         (
-            doctor.check_host_memory([GIB, 3 * GIB], [GIB, 3 * GIB], 2 * GIB, 9 * GIB),
+            checks.check_host_memory([GIB, 3 * GIB], [GIB, 3 * GIB], 2 * GIB, 9 * GIB),
             "warn",
             "private copies",
         ),
-        (doctor.check_host_memory([GIB, GIB], [GIB, GIB], None, 2 * GIB), "ok", ""),
+        (checks.check_host_memory([GIB, GIB], [GIB, GIB], None, 2 * GIB), "ok", ""),
         (
-            doctor.check_host_memory([GIB, GIB], [GIB, GIB], None, GIB),
+            checks.check_host_memory([GIB, GIB], [GIB, GIB], None, GIB),
             "warn",
             "host.memory_budget_gib",
         ),
-        (doctor.check_host_memory([3 * GIB], [3 * GIB], None, 2 * GIB), "warn", "cannot serve it"),
-        (doctor.check_image_disk([GIB, GIB], Path("/tmp"), 2 * GIB), "ok", ""),
-        (doctor.check_image_disk([GIB, GIB], Path("/tmp"), GIB), "warn", "packed again each time"),
-        (doctor.check_object_store(IMAGE, IMAGE), "ok", ""),
-        (doctor.check_object_store(GIB, IMAGE), "warn", "--object-store-memory"),
-        (doctor.check_object_store(None, IMAGE), "fail", "see packages"),
-        (doctor.check_port("HTTP", "127.0.0.1", 8000, None, "choose"), "ok", ""),
-        (doctor.check_port("HTTP", "127.0.0.1", 8000, IN_USE, "choose"), "warn", "choose"),
-        (doctor.check_port("HTTP", "127.0.0.1", 80, FORBIDDEN, "choose"), "fail", "below 1024"),
-        (doctor.check_port("HTTP", "192.0.2.1", 8000, ELSEWHERE, "choose"), "fail", "address of"),
-        (doctor.check_disk("Ray", Path("/tmp"), 200 * GIB, 50 * GIB), "ok", ""),
-        (doctor.check_disk("Ray", Path("/tmp"), 200 * GIB, 15 * GIB), "warn", "RAY_TMPDIR"),
-        (doctor.check_disk("Ray", Path("/tmp"), 2000 * GIB, 90 * GIB), "fail", "make room"),
-        (doctor.check_configuration(Path("a.yaml"), Wanted()), "ok", ""),
-        (doctor.check_configuration(Path("a.yaml"), None), "warn", "name the file"),
+        (checks.check_host_memory([3 * GIB], [3 * GIB], None, 2 * GIB), "warn", "cannot serve it"),
+        (checks.check_image_disk([GIB, GIB], Path("/tmp"), 2 * GIB), "ok", ""),
+        (checks.check_image_disk([GIB, GIB], Path("/tmp"), GIB), "warn", "packed again each time"),
+        (checks.check_object_store(IMAGE, IMAGE), "ok", ""),
+        (checks.check_object_store(GIB, IMAGE), "warn", "--object-store-memory"),
+        (checks.check_object_store(None, IMAGE), "fail", "see packages"),
+        (checks.check_port("HTTP", "127.0.0.1", 8000, None, "choose"), "ok", ""),
+        (checks.check_port("HTTP", "127.0.0.1", 8000, IN_USE, "choose"), "warn", "choose"),
+        (checks.check_port("HTTP", "127.0.0.1", 80, FORBIDDEN, "choose"), "fail", "below 1024"),
+        (checks.check_port("HTTP", "192.0.2.1", 8000, ELSEWHERE, "choose"), "fail", "address of"),
+        (checks.check_disk("Ray", Path("/tmp"), 200 * GIB, 50 * GIB), "ok", ""),
+        (checks.check_disk("Ray", Path("/tmp"), 200 * GIB, 15 * GIB), "warn", "RAY_TMPDIR"),
+        (checks.check_disk("Ray", Path("/tmp"), 2000 * GIB, 90 * GIB), "fail", "make room"),
+        (checks.check_configuration(Path("a.yaml"), Wanted()), "ok", ""),
+        (checks.check_configuration(Path("a.yaml"), None), "warn", "name the file"),
         (
-            doctor.check_configuration(Path("a.yaml"), Wanted(problems=("bad",))),
+            checks.check_configuration(Path("a.yaml"), Wanted(problems=("bad",))),
             "fail",
             "sleepserve check a.yaml",
         ),
         (
-            doctor.check_configuration(Path("a.yaml"), Wanted(notes=("m computes on the CPU",))),
+            checks.check_configuration(Path("a.yaml"), Wanted(notes=("m computes on the CPU",))),
             "warn",
             "change a.yaml",
         ),
@@ -121,7 +121,7 @@ def test_check(finding: Finding, verdict: str, remedy: str) -> None:
     ],
 )
 def test_packages(required: list[str], told: str) -> None:
-    finding = doctor.check_packages(required, ALL)
+    finding = checks.check_packages(required, ALL)
     assert finding.verdict == ("fail" if told else "ok")
     if told:
         assert finding.text == told
@@ -129,18 +129,18 @@ def test_packages(required: list[str], told: str) -> None:
 
 
 def test_card_that_is_too_old_is_named() -> None:
-    finding = doctor.check_cuda(True, ON_BOTH, ALL)
+    finding = checks.check_cuda(True, ON_BOTH, ALL)
     assert "device 1 is a card of compute capability 7.5" in finding.text
     assert "device 0" not in finding.text
 
 
 def test_packages_of_a_checkout_that_is_not_installed() -> None:
-    assert doctor.check_packages(None, ALL).verdict is Verdict.WARN
+    assert checks.check_packages(None, ALL).verdict is Verdict.WARN
 
 
 def test_local_build_of_torch_counts_as_its_release() -> None:
     installed = ALL | {"torch": "2.13.0+cu130"}
-    assert doctor.check_packages(["torch<2.14,>=2.11"], installed).verdict is Verdict.OK
+    assert checks.check_packages(["torch<2.14,>=2.11"], installed).verdict is Verdict.OK
 
 
 # --- looking ---
@@ -241,10 +241,10 @@ def _two_of_one_checkpoint(checkpoint: Path, folder: Path) -> Path:
 
 
 def test_models_that_fit_only_once_compressed_are_told() -> None:
-    found = doctor.check_host_memory([GIB, 2 * GIB], [GIB, GIB], 2 * GIB, 9 * GIB)
+    found = checks.check_host_memory([GIB, 2 * GIB], [GIB, GIB], 2 * GIB, 9 * GIB)
     assert "1 of 2 models fit into" in found.text
     assert found.text.endswith("2 once they are compressed")
-    found = doctor.check_host_memory([GIB, GIB], [GIB, GIB], 2 * GIB, 9 * GIB)
+    found = checks.check_host_memory([GIB, GIB], [GIB, GIB], 2 * GIB, 9 * GIB)
     assert "compressed" not in found.text
 
 
