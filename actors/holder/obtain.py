@@ -189,7 +189,11 @@ class FastLoad:
             await holder.ping()
         async with _at_most(self.load_timeout_s, "no image within"):
             grant = await holder.acquire(self.request, key, self.lessee, self.worker)
-        image = await asyncio.to_thread(_open, grant, self.open_timeout_s)
+        try:
+            image = await asyncio.to_thread(_open, grant, self.open_timeout_s)
+        except Exception:
+            await self.release(key)  # the holder counts on us to look at it
+            raise
         logger.info(
             "Loaded %d tensors from the object store, costed %.3f s (%.2f GiB; loading took %.2f s)",
             len(image.layout.tensors),
