@@ -89,8 +89,16 @@ reference-quantization: $(REFERENCE)/.installed
 
 # `make gpu PY=python3` takes that interpreter as it is: a GPU host often has no registry, but all that
 # these tests need. Only modules with the mark are imported; others may need what is not there.
+# Some have their mark from `cases`. Most of them run side by side: time on a card is dear.
+of_card = $$(grep -rlE 'mark\.gpu|OF_CARD' $(1) --include='test_*.py' | sort)
+
 gpu: $(if $(filter command line,$(origin PY)),,$(STAMP))
-	$(PY) -m pytest -m gpu $(ARGS) $$(grep -rl 'mark\.gpu' tests --include='test_*.py' | sort)
+ifdef ARGS
+	$(PY) -m pytest -m gpu $(ARGS) $(call of_card,tests)
+else
+	$(PY) -m pytest -m "gpu and not alone" -p no:benchmark --numprocesses 5 --dist worksteal $(call of_card,tests/unit tests/integration)
+	$(PY) -m pytest -m "gpu and alone" $(call of_card,tests)
+endif
 
 check: $(STAMP)
 	$(PY) -m ruff format --check

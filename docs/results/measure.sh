@@ -18,7 +18,7 @@
 #   agents, hot, rare    other questions, see card_traces.py: 3 models of 7B; 8 and 24 of 1.5B
 #   recipes  quantised checkpoints beside plain weights    8 min: 2:30 for each of RECIPES (plain gptq-4-128 fp8-block)
 #   products products with quantised weights, by tiles     3 min
-#   tests    the tests that want a GPU, or those of TESTS; 12 min on a slow host, a third of it end to end
+#   tests    the tests that want a GPU, or those of TESTS; 9 min on a slow host, half of it end to end
 #
 # pages goes first: what it says of the default page size holds for all others. The README's table is made of
 # wake, serve and soak.
@@ -163,8 +163,9 @@ quantised() {  # RECIPE, or plain: its wake, and its engine
 step() {
     case $1 in
     tests)
-        module=pytest run tests 580 -m gpu -q -p no:cacheprovider --durations=10 \
-            ${TESTS:-$(grep -rl 'mark\.gpu' tests --include='test_*.py' | sort -r)} ;;  # end to end last
+        local files=${TESTS:-$(grep -rlE 'mark\.gpu|OF_CARD' tests --include='test_*.py' | sort -r)} of_pytest=(-q -p no:cacheprovider -p no:benchmark --durations=10)
+        module=pytest run tests_together 400 -m 'gpu and not alone' -n 5 --dist worksteal "${of_pytest[@]}" $files
+        module=pytest run tests_alone 580 -m 'gpu and alone' "${of_pytest[@]}" $files ;;  # end to end last
     products) module=docs.results.quantized_matmul run products 200 --limit-s 150 --json "$work/products.json" ;;
     recipes) for recipe in ${RECIPES:-plain gptq-4-128 fp8-block}; do quantised "$recipe"; done ;;
     wake) run wake 240 bench wake "$checkpoint" --variants pipelined,serial,unpinned,kept-sweep \

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.gpu_engine import LIMITS, MODELS, Harness, prompts, running
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # what is free of the card is looked at
 
 SHARED = LIMITS.model_copy(
     update={

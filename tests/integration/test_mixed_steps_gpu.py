@@ -130,6 +130,7 @@ SEVEN_B = {
 }
 
 
+@pytest.mark.alone
 def test_a_prompt_of_32k_beside_64_streams_leaves_gaps_of_thrice_the_median() -> None:
     """In the shape of a 7B model, with weights that nobody filled."""
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:

@@ -55,7 +55,7 @@ ENGINES = {
 }
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.alone])])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -217,6 +217,7 @@ def sleep_and_account(device: str, checkpoint: Path, level: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_deep_sleeper_answers_for_its_device_and_wakes_with_the_same_tokens(
     checkpoints: Callable[[str], Path],
 ) -> None:
@@ -328,6 +329,7 @@ def test_kept_layers_are_neither_unmapped_nor_moved(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("state", ["generating", "asleep", "full"])
 def test_compiled_layers_take_over_in_any_state(
     checkpoints: Callable[[str], Path], state: str, monkeypatch: pytest.MonkeyPatch
@@ -389,6 +391,7 @@ def test_compiled_layers_take_over_in_any_state(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_model_that_cannot_be_compiled_is_served_all_the_same(
     checkpoints: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -515,6 +518,7 @@ def test_wake_without_room_is_refused_and_works_once_there_is_some(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("others_have_the_rest", [False, True])
 def test_kv_cache_in_parts(
     checkpoints: Callable[[str], Path],
@@ -553,6 +557,7 @@ def test_kv_cache_in_parts(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("keep_layers", [0, 2])
 def test_wake_on_a_full_card_is_refused_and_works_once_the_other_process_is_gone(
     checkpoints: Callable[[str], Path], keep_layers: int

@@ -28,7 +28,7 @@ from actors.memory.cuda import CudaDriver, _check_visible
 from actors.memory.cuda_link import CudaLink
 from actors.memory.cuda_pool import CudaPool
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # what is free of the card is looked at
 
 MIB = 2**20
 GIB = 2**30
