@@ -181,7 +181,7 @@ def _model_deployment(model: ModelConfig, card: CardConfig) -> Application:
     }
     options = serve.deployment(
         name=model.deployment,
-        max_ongoing_requests=model.max_ongoing_requests + CONTROL_ROOM,
+        max_ongoing_requests=model.most_ongoing + CONTROL_ROOM,
         max_queued_requests=model.max_queued_requests,
         placement_group_bundles=of_processes,
         placement_group_strategy="STRICT_PACK",

@@ -78,7 +78,7 @@ class LocalClient:
             QueueFull: as many requests are open as the configuration allows.
             InvalidRequest, Unavailable, ReplicaFailed: the replica's refusal.
         """
-        most = self.config.max_ongoing_requests + self.config.max_queued_requests
+        most = self.config.most_ongoing + self.config.max_queued_requests
         if self._open >= most and self.config.max_queued_requests >= 0:
             name = self.config.model_id
             raise QueueFull(

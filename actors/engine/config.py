@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # docs/results/pages: what of the KV cache holds no token, and what it costs
 DEFAULT_PAGE_SIZE = 32
+REQUESTS_ON_CARD = 256  # in one step, at most, unless told otherwise
 
 
 class EngineConfig(BaseModel):
@@ -70,8 +71,8 @@ class EngineConfig(BaseModel):
     max_requests_per_batch: int | None = Field(
         default=None,
         gt=0,
-        description="Sequences computed in one step. When absent, 256, fewer where memory is tight; 32 "
-        "on CPU.",
+        description=f"Sequences computed in one step. When absent, {REQUESTS_ON_CARD}, fewer where memory is tight; "
+        "32 on CPU.",
     )
     use_cuda_graphs: bool = Field(
         default=True,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.engine.cache_shape import PADDING_SECTORS, CacheShape
-from actors.engine.config import EngineConfig
+from actors.engine.config import REQUESTS_ON_CARD, EngineConfig
 from actors.engine.sampling.logits import Param
 from actors.memory.driver import gib
 from actors.rounding import cdiv
@@ -18,7 +18,6 @@ _CPU_REQUESTS = 32
 
 _BATCH_TOKENS = 4096
 _BATCH_TOKENS_WITH_SCORES = 1024  # each costs a row of scores, as long as its sequence
-_REQUESTS = 256
 _SHRINKS = 16  # times at most, when the budget is tight
 _STEP_SHARE = 4  # then a step takes this part of what weights and CUDA leave; the cache the others
 
@@ -165,7 +164,7 @@ class _Planner:
         self._captured_tokens = STEP_SIZES[-1] if graphs else 0
 
         default = _BATCH_TOKENS_WITH_SCORES if shape.bytes_per_score else _BATCH_TOKENS
-        requests, self._most_tokens = _largest_step(config, _REQUESTS, default)
+        requests, self._most_tokens = _largest_step(config, REQUESTS_ON_CARD, default)
         if config.max_requests_per_batch is None and config.num_blocks is not None:
             requests = min(requests, config.num_blocks)  # each sequence has a block
         self._most_requests = requests

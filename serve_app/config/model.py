@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from actors.card.config import CardConfig, SharingConfig
 from actors.checkpoints.source import ModelSource
-from actors.engine.config import EngineConfig
+from actors.engine.config import REQUESTS_ON_CARD, EngineConfig
 from actors.image.config import ImageConfig
 from actors.replica.sleep_config import SleepConfig
 from actors.text.message_form import ChatConfig
@@ -31,6 +31,10 @@ _SERVES_KEYS = (
 # Of a card with a budget, where nothing else is said: whoever its keeper finds room for finds a place, too. No card has
 # memory for the processes of a hundred models.
 SHARED_GPUS = 0.01
+
+_LEAST_ONGOING = (
+    64  # that a replica takes at once by default; of more than it computes, the others wait in it
+)
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/-]*$", max_length=MAX_NAME_CHARS)]
 
@@ -85,8 +89,11 @@ class ModelConfig(BaseModel):
         description="How many replicas, and when; `num_replicas` holds when absent. "
         "Every key below has its default as soon as one of them is given.",
     )
-    max_ongoing_requests: int = Field(
-        default=64, gt=0, description="Requests a replica takes at once, computing or waiting."
+    max_ongoing_requests: int | None = Field(
+        default=None,
+        gt=0,
+        description="Requests a replica takes at once, computing or waiting. When absent, what its engine computes "
+        f"at once, `engine.max_requests_per_batch` or on a GPU {REQUESTS_ON_CARD}, and {_LEAST_ONGOING} at least.",
     )
     max_queued_requests: int = Field(
         default=256,
@@ -120,7 +127,7 @@ class ModelConfig(BaseModel):
     def _keys_agree(self) -> "ModelConfig":
         if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
             raise ConfigError([Problem("not together with autoscaling", ("num_replicas",))])
-        scaling, room = self.autoscaling, self.max_ongoing_requests
+        scaling, room = self.autoscaling, self.most_ongoing
         if scaling is not None and "target_ongoing_requests" in scaling.model_fields_set:
             target = scaling.target_ongoing_requests
             if target > room:
@@ -152,6 +159,15 @@ class ModelConfig(BaseModel):
         if self.engine.device != "cuda":
             return 0.0
         return 1.0 if card.memory_budget is None else SHARED_GPUS
+
+    @property
+    def most_ongoing(self) -> int:
+        """`max_ongoing_requests`, decided."""
+        if self.max_ongoing_requests is not None:
+            return self.max_ongoing_requests
+        on_card = self.engine_of_replica.device != "cpu"
+        computed = self.engine.max_requests_per_batch or (REQUESTS_ON_CARD if on_card else 0)
+        return max(_LEAST_ONGOING, computed)
 
     @property
     def most_replicas(self) -> int:
@@ -188,5 +204,5 @@ class ModelConfig(BaseModel):
         """`autoscaling`, its default target no higher than what a replica takes at once."""
         if self.autoscaling is None:
             return None
-        target = min(self.autoscaling.target_ongoing_requests, float(self.max_ongoing_requests))
+        target = min(self.autoscaling.target_ongoing_requests, float(self.most_ongoing))
         return self.autoscaling.model_copy(update={"target_ongoing_requests": target})

@@ -32,7 +32,7 @@ COMMENT: Final = b": keep-alive\n\n"
 # Merged ahead of the client. What a slower one has not read waits in the call to its replica, which goes on
 # generating: Ray's streams know no backpressure over gRPC (2.60). It is bounded by the work in flight.
 _BUFFERED_EVENTS = 256
-_AT_ONCE = 64  # of one request; what one replica takes by default (max_ongoing_requests)
+_AT_ONCE = 64  # of one request; what one replica takes by default (max_ongoing_requests), at least
 
 
 class Answer(Protocol):

@@ -471,6 +471,25 @@ def test_default_target_is_no_higher_than_what_a_replica_takes(folder: Path) -> 
     assert scaling.max_replicas == 2
 
 
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [
+        ("", 64),  # the 32 that a CPU computes, and as many that wait
+        ("num_gpus: 1", 256),
+        ("num_gpus: 0.5\nengine: {max_requests_per_batch: 512}", 512),
+        ("engine: {device: cuda, max_requests_per_batch: 8}", 64),
+        ("engine: {device: cpu, max_requests_per_batch: 100}", 100),
+        ("num_gpus: 1\nmax_ongoing_requests: 5", 5),
+    ],
+)
+def test_a_replica_takes_what_its_engine_computes_at_once(
+    folder: Path, keys: str, most: int
+) -> None:
+    file = folder / "configs" / "demo.yaml"
+    _write(file, MODEL + keys)
+    assert load_model_config(file).most_ongoing == most
+
+
 def test_every_mistake_has_its_line(folder: Path) -> None:
     _write(folder / "configs" / "demo.yaml", MODEL + "num_cpu: 1\nsleep: {level: 3}")
     assert _complaint("configs/demo.yaml").splitlines() == [
