@@ -154,12 +154,7 @@ class FastLoad:
         if self.holder is None:
             return None, ImageSource.NO_HOLDER, None
         try:
-            try:
-                image = await self._from_store(self.holder, key)
-            except WeightsCorrupted as exc:
-                if not await self._is_dropped(self.holder, key, exc):
-                    raise
-                image = await self._from_store(self.holder, key)
+            image = await self._from_store(self.holder, key)
         except Exception as exc:  # noqa: BLE001  # whatever it was, loading from disk is left
             source, kind = classify_failure(exc), type(exc).__name__
             logger.warning("Fallback to load from disk. error:%s: %s (%s)", kind, exc, source)
@@ -182,17 +177,19 @@ class FastLoad:
         return dropped
 
     async def _from_store(self, holder: HolderClient, key: ImageKey) -> WeightImage:
+        """Or no lease is left."""
         started_s = time.monotonic()
-        async with _at_most(self.start_timeout_s, "still being started after"):
-            await holder.wait_while_starting()
-        async with _at_most(self.ping_timeout_s, "no answer within"):
-            await holder.ping()
-        async with _at_most(self.load_timeout_s, "no image within"):
-            grant = await holder.acquire(self.request, key, self.lessee, self.worker)
+        grant = await self._granted(holder, key)
         try:
-            image = await asyncio.to_thread(_open, grant, self.open_timeout_s)
+            try:
+                image = await asyncio.to_thread(_open, grant, self.open_timeout_s)
+            except WeightsCorrupted as exc:
+                if not await self._is_dropped(holder, key, exc):
+                    raise
+                grant = await self._granted(holder, key)
+                image = await asyncio.to_thread(_open, grant, self.open_timeout_s)
         except Exception:
-            await self.release(key)  # the holder counts on us to look at it
+            await self.release(key)
             raise
         logger.info(
             "Loaded %d tensors from the object store, costed %.3f s (%.2f GiB; loading took %.2f s)",
@@ -202,6 +199,14 @@ class FastLoad:
             grant.load_s,
         )
         return image
+
+    async def _granted(self, holder: HolderClient, key: ImageKey) -> ImageGrant:
+        async with _at_most(self.start_timeout_s, "still being started after"):
+            await holder.wait_while_starting()
+        async with _at_most(self.ping_timeout_s, "no answer within"):
+            await holder.ping()
+        async with _at_most(self.load_timeout_s, "no image within"):
+            return await holder.acquire(self.request, key, self.lessee, self.worker)
 
 
 def load_from_file(file: Path, key: ImageKey) -> WeightImage | None:

@@ -109,7 +109,13 @@ class GatedHolder(WeightHolder):
         return super()._publish(*args)  # type: ignore[arg-type]
 
 
-_given_back: dict[str, list[Any]] = {}  # actors without options, by their job
+# Actors without options, by node and job: the first job of each Ray has the same name.
+_given_back: dict[tuple[str, str], list[Any]] = {}
+
+
+def _here() -> tuple[str, str]:
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 class ActorHolder:
@@ -119,7 +125,7 @@ class ActorHolder:
         self, open_at_once: bool = True, peers: "tuple[ActorHolder, ...]" = (), **options: Any
     ) -> None:
         others = tuple(peer.actor for peer in peers)
-        idle = _given_back.get(ray.get_runtime_context().get_job_id())
+        idle = _given_back.get(_here())
         if idle and not options:
             self.actor = idle.pop()
             self.actor.anew.remote(open_at_once, others)
@@ -151,7 +157,7 @@ class ActorHolder:
 
     def give_back(self) -> None:
         """Its process, which nobody loads in any more, is for the next one."""
-        _given_back.setdefault(ray.get_runtime_context().get_job_id(), []).append(self.actor)
+        _given_back.setdefault(_here(), []).append(self.actor)
 
     def kill(self) -> None:
         """Returns when it is dead; Ray's own only asks for it."""

@@ -340,7 +340,7 @@ def test_engine_whose_device_fails_in_a_pause_ends_without_another_step(
     """As on a card, where it waits for the device once the loop stands still."""
     forwards, paused_after = [0], []
 
-    def refuse() -> None:
+    def refuse(*_: object) -> None:
         paused_after.append(forwards[0])
         raise RuntimeError("CUDA error: unspecified launch failure")
 

@@ -35,7 +35,7 @@ class FakeHolder:
     def __init__(self, answer: Exception | ImageGrant) -> None:
         self.answer = answer
         self.rechecked: list[ImageKey] = []
-        self.leases = 0
+        self.has_lease = False
 
     async def wait_while_starting(self) -> None: ...
 
@@ -46,12 +46,12 @@ class FakeHolder:
     ) -> ImageGrant:
         if isinstance(self.answer, Exception):
             raise self.answer
-        self.leases += 1
+        self.has_lease = True
         return self.answer
 
     async def release(self, key: ImageKey, lessee: str) -> bool:
-        self.leases -= 1
-        return False
+        self.has_lease = False
+        return True
 
     async def recheck(self, key: ImageKey) -> bool:
         self.rechecked.append(key)
@@ -154,7 +154,7 @@ def test_image_from_the_store_is_told(tiny_checkpoint: Path, store: tuple[Any, I
     holder, sources = FakeHolder(store[1]), []
     image = asyncio.run(load_with(holder, tiny_checkpoint, sources).obtain())
     assert (image.origin, sources, holder.rechecked) == ("image", [ImageSource.IMAGE], [])
-    assert holder.leases == 1
+    assert holder.has_lease
 
 
 class FaultyHolder(FakeHolder):
@@ -191,7 +191,7 @@ def test_image_with_a_changed_byte_is_dropped_and_loaded_once_more(
     holder, sources = FaultyHolder(grant, objects[-1][-1:], drops, repairs), []
     image = asyncio.run(load_with(holder, tiny_checkpoint, sources).obtain())
     assert image.origin == ("image" if source is ImageSource.IMAGE else "disk")
-    assert holder.leases == (image.origin == "image")
+    assert holder.has_lease == (image.origin == "image")
     image.verify()
     assert sources == [source]
     assert holder.rechecked == [grant.manifest.key]
