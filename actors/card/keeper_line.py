@@ -170,6 +170,7 @@ class KeeperLine:
     # --- from the keeper ---
 
     def receive(self, message: ToTenant) -> None:
+        """An answer goes to who has asked, everything else on to the replica."""
         match message:
             case Granted() | Refused():
                 want = self._wants.get(message.number)

@@ -33,7 +33,10 @@ def awaited() -> Iterator[None]:
 
 @contextmanager
 def left_alone(*, blocking: bool = True) -> Iterator[bool]:
-    """Nobody else waits for the device meanwhile; False if somebody does already, and goes on, unless `blocking`."""
+    """Nobody else waits for the device meanwhile; False if somebody does already, and goes on, unless `blocking`.
+
+    Who compiles layers may wait for as long as that takes: tens of seconds.
+    """
     global _is_captured
     with _change:
         if blocking:

@@ -32,9 +32,8 @@ _SERVES_KEYS = (
 # memory for the processes of a hundred models.
 SHARED_GPUS = 0.01
 
-_LEAST_ONGOING = (
-    64  # that a replica takes at once by default; of more than it computes, the others wait in it
-)
+# That a replica takes at once by default. Those that its engine does not compute yet wait in it.
+_LEAST_ONGOING = 64
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/-]*$", max_length=MAX_NAME_CHARS)]
 

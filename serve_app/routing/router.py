@@ -54,7 +54,7 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         self._sent_at_s: dict[ReplicaID, float] = {}
         # When it was chosen for requests that are not sent yet, which Serve does not count.
         self._chosen_at_s: dict[ReplicaID, deque[float]] = defaultdict(deque)
-        self._room = asyncio.Semaphore(0)  # at most 1: a request ended, and nobody has looked since
+        self._room = asyncio.Semaphore(0)  # a request ended, and nobody has looked since
 
     async def choose_replicas(
         self,

@@ -12,6 +12,7 @@ import transformers as tf
 
 from actors.engine.batching import graphs
 from actors.engine.batching.graphs import GraphRunner
+from actors.engine.batching.inputs import StepSize
 from actors.engine.batching.runner import Runner
 from actors.memory import whole_device
 from tests.unit.actors.engine.batching.steps_on_cpu import Steps, model_steps
@@ -173,15 +174,21 @@ def test_graphs_are_captured_by_need_while_no_hook_holds_a_module(
     assert runner._uncaptured == {runner._prompt_size(16)}
 
 
-def test_no_graph_is_captured_while_somebody_waits_for_the_whole_device(
-    loop: Steps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner: GraphRunner = loop.runner
+def without_graph(runner: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> StepSize:
+    """The size of a step of one token, which has no graph, as if nobody had needed one yet."""
     size = runner._decode_size(1)
     graphs_of = {each: graph for each, graph in runner._graphs.items() if each != size}
     monkeypatch.setattr(runner, "_graphs", graphs_of)
     monkeypatch.setattr(runner, "_uncaptured", {size})
     runner.end_gates()
+    return size
+
+
+def test_no_graph_is_captured_while_somebody_waits_for_the_whole_device(
+    loop: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: GraphRunner = loop.runner
+    size = without_graph(runner, monkeypatch)
 
     @contextmanager
     def captured_alone(*args: object, **kwargs: object) -> Iterator[None]:
@@ -230,12 +237,8 @@ def test_a_graph_without_memory_is_not_tried_again(
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: Restoring(streams, stream))
 
     runner: GraphRunner = loop.runner
-    size = runner._decode_size(1)
-    graphs_of = {each: graph for each, graph in runner._graphs.items() if each != size}
-    monkeypatch.setattr(runner, "_graphs", graphs_of)
-    monkeypatch.setattr(runner, "_uncaptured", {size})
+    size = without_graph(runner, monkeypatch)
     monkeypatch.setattr(torch.cuda, "graph", fails)
-    runner.end_gates()
     for _ in range(2):
         name = loop.submit(range(5, 10), 4)
         loop.finish()
