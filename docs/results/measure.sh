@@ -13,7 +13,7 @@
 #   compressed, parts    a compressed image's wake, and one of them part by part    4 min
 #   packing  an image made, and compressed afterwards    2 min
 #   many     many: 16 models of 1.5B, VARIANTS one by one  8 min for each of VARIANTS (shared): LIMIT_S, MANY_S
-#   many7    5 models of 7B, likewise
+#   many7    5 models of 7B, likewise; COMPRESSION=auto: with images as a server has them by default
 #   swaps    200 swaps between two models of 7B    5 min
 #   agents, hot, rare    other questions, see card_traces.py: 3 models of 7B; 8 and 24 of 1.5B
 #   recipes  quantised checkpoints beside plain weights    8 min: 2:30 for each of RECIPES (plain gptq-4-128 fp8-block)
@@ -129,7 +129,7 @@ models() {  # NAME SHAPE COUNT: checkpoints with weights of their own, where the
 		engine: {device: ${DEVICE:-cuda}, max_model_len: 4096, num_blocks: 1024, max_requests_per_batch: 64, use_torch_compile: false}
 		sleep: {idle_timeout_s: null}
 		sharing: ${SHARING:-{min_awake_s: 0.3, max_wait_s: 8, preempt: freeze\}}
-		image: {compression: "off"}
+		image: {compression: ${COMPRESSION:-"off"}}
 		num_cpus: 0.1
 		YAML
     done

@@ -24,7 +24,8 @@ def config(tmp_path: Path) -> Path:
     weights, llm = (application["args"] for application in found["applications"])
     checkpoint = str(PROJECT / "configs" / "demo" / "model")
     weights["models"] = llm["models"] = [
-        model | {"source": {"id": checkpoint}} for model in llm["models"][:4]
+        model | {"source": {"id": checkpoint}, "image": {"compression": "on"}}
+        for model in llm["models"][:4]
     ]
     llm["card"]["memory_budget"] = "67 MiB"
     file = tmp_path / "four.yaml"
@@ -69,6 +70,7 @@ def test_ways_to_share_a_card_are_measured_beside_each_other(
     assert shared["requests"] == static["requests"] == sent["requests"]
     assert (shared["refused"], shared["failed_requests"], shared["wrong"]) == (0, 0, 0)
     assert shared["asked"] > 8
+    assert shared["uncompressed"] == 0
     assert shared["wakes"] > 0
     assert shared["ttft_cold_s"]["count"] + shared["ttft_hot_s"]["count"] == sent["requests"]
     assert 0 < shared["waited_for_a_wake"] <= shared["ttft_cold_s"]["count"]

@@ -41,7 +41,14 @@ from serve_app.bench.many.requests import (
     workload_of,
 )
 from serve_app.bench.many.score import Measured, figures
-from serve_app.bench.many.told import SharedCard, counters, shared_card, tenants, wakes_in
+from serve_app.bench.many.told import (
+    SharedCard,
+    compressed_in,
+    counters,
+    shared_card,
+    tenants,
+    wakes_in,
+)
 from serve_app.bench.many.trace import Arrival
 from serve_app.bench.many.variants import (
     AS_CONFIGURED,
@@ -63,6 +70,8 @@ Progress = Callable[[str, int, int], None]
 _START_LIMIT_S = 1200.0
 _ANSWER_LIMIT_S = 600.0
 _LOGGED_WITHIN_S = 30.0  # lines come through Ray
+# One image after the other, and a worker that finds another at it looks again after a minute.
+_COMPRESSED_WITHIN_S = 240.0
 _POLL_S = 0.5
 _START_DELAY_S = 0.1
 _GIB = 2**30
@@ -118,7 +127,12 @@ class ManyBench:
         self._settings: Settings = config.data
         self._models = [model.model_id for model in config.models]
         self._dtypes = {model.model_id: _dtype(model) for model in config.models}
-        self._store_bytes = _store_bytes(config)
+        images = _image_bytes(config)
+        compressed = [images[_image(model)] for model in config.models if _is_compressed(model)]
+        self._to_be_compressed = len({_image(m) for m in config.models if _is_compressed(m)})
+        # Every image once, for one of them its compressed copy, and some room for alignment on top.
+        size = sum(images.values()) + max(compressed, default=0)
+        self._store_bytes = math.ceil(1.1 * size + _GIB / 2)
         self._plan = plan
         self._environment = environment()
         self._figures: dict[str, dict[str, Any]] = {}
@@ -225,6 +239,7 @@ class ManyBench:
                 measured.wrong += not question.is_answer(record.text)
         if name not in self._plan.variants:
             return  # it has told what the others need
+        measured.uncompressed = await self._compressed(name, server, progress)
         measured.sent_after_s = time.time() - server.started_s
         before = await _counters(client)
         epoch_s = time.time() - time.monotonic()
@@ -257,6 +272,15 @@ class ManyBench:
                 why = f"the models are not there after {_START_LIMIT_S:g} s"
                 raise BenchError(f"{why}:\n{server.log_tail()}")
             await asyncio.sleep(_POLL_S)
+
+    async def _compressed(self, name: str, server: ServeProcess, progress: Progress) -> int:
+        """Wait for images that are to be compressed, but not for ever; how many are not."""
+        wanted = self._to_be_compressed if VARIANTS[name].wakes else 0
+        ends_s = time.monotonic() + _COMPRESSED_WITHIN_S
+        while (found := len(compressed_in(server.log()))) < wanted and time.monotonic() < ends_s:
+            progress(f"{name}: images are compressed", found, wanted)
+            await asyncio.sleep(_POLL_S)
+        return max(0, wanted - found)
 
     # --- the first server ---
 
@@ -385,8 +409,16 @@ def _dtype(model: ModelConfig) -> str:
     return own_dtype(ensure_checkpoint(model.source)) if model.dtype == "auto" else model.dtype
 
 
-def _store_bytes(config: ServeConfig) -> int:
-    """An object store that holds every image once; some room for alignment on top."""
-    images = {(ensure_checkpoint(model.source), model.dtype) for model in config.models}
-    sizes = (sum(image_sizes(*image).values()) for image in images)
-    return math.ceil(1.1 * sum(sizes) + _GIB / 2)
+def _image(model: ModelConfig) -> tuple[Path, str]:
+    return ensure_checkpoint(model.source), model.dtype
+
+
+def _image_bytes(config: ServeConfig) -> Mapping[tuple[Path, str], int]:
+    images = {_image(model) for model in config.models}
+    return {image: sum(image_sizes(*image).values()) for image in images}
+
+
+def _is_compressed(model: ModelConfig) -> bool:
+    """Sooner or later, if that pays."""
+    how = model.image.compression
+    return how == "on" or (how == "auto" and model.engine_of_replica.device != "cpu")

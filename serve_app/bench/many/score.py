@@ -25,6 +25,7 @@ class Measured:
 
     Attributes:
         ready_s, sent_after_s: since the server was started: every model was there; the trace began.
+        uncompressed: images that were still to be compressed when the trace began.
         asked, wrong: the questions that were asked before the trace.
         lags_s: by how much the client's event loops were late, each time they looked.
         moved: counters of the server's metrics, after minus before; None until both are known.
@@ -36,6 +37,7 @@ class Measured:
     records: list[RequestRecord] = field(default_factory=list)
     ready_s: float | None = None
     sent_after_s: float | None = None
+    uncompressed: int = 0
     asked: int = 0
     wrong: int = 0
     lags_s: list[float] = field(default_factory=list)
@@ -78,6 +80,7 @@ def figures(requests: TraceRequests | None, measured: Measured) -> dict[str, Any
         "asked": measured.asked,
         "ready_s": measured.ready_s,
         "sent_after_s": measured.sent_after_s,
+        "uncompressed": measured.uncompressed,
     }
     if requests is None or not measured.records:
         return told

@@ -58,6 +58,8 @@ def _figures(result: Result) -> Table:
             yield "-" if trend is None else f"{trend[which] / scale:{form}}"
 
     row("all models ready after, s", number("ready_s", ".0f"))
+    if any(each.get("uncompressed") for each in found.values()):
+        row("images not compressed yet", number("uncompressed"))
     row("requests", number("requests"))
     row("refused", number("refused"))
     row("failed", number("failed_requests"))

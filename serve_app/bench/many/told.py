@@ -25,6 +25,7 @@ _COUNTERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "kv_given_back_bytes": (KV_PARTS_BYTES.name, {"change": "given_back"}),
     "waited_for_a_wake": (f"{WAKE_WAIT_SECONDS.name}_count", {}),
 }
+_COMPRESSED = re.compile(r"image (\S+)(?:: compressed from | is kept as it is: compressed )")
 _WOKEN = re.compile(r"-- (\S+)/[^/\s]+: waking -> awake ")
 
 
@@ -51,6 +52,11 @@ def wakes_in(log: str) -> list[tuple[float, str]]:
     """When a model was awake again, since the epoch, and which. Lines of other processes come in between."""
     lines = ((line, _WOKEN.search(line)) for line in log.splitlines() if "waking -> awake" in line)
     return sorted((logged_at(line), found[1]) for line, found in lines if found)
+
+
+def compressed_in(log: str) -> set[str]:
+    """Images that are compressed, or of which it is known that this would not pay."""
+    return set(_COMPRESSED.findall(log))
 
 
 def tenants(status: Mapping[str, Any]) -> dict[str, Needs] | None:

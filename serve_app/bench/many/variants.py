@@ -49,10 +49,15 @@ def fits(budget: int, needs: Sequence[Needs]) -> Fits:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way, in words and as what it makes of the settings that `bench many` was given."""
+    """One way, in words and as what it makes of the settings that `bench many` was given.
+
+    Attributes:
+        wakes: whether models sleep and wake at all.
+    """
 
     says: str
     change: Callable[[Settings, Fits], None]
+    wakes: bool = True
 
 
 def settings_for(variant: Variant, settings: Settings, fit: Fits) -> Settings:
@@ -96,6 +101,11 @@ def _without_policy(settings: Settings) -> None:
     _for_each_model(settings, sharing=plain, sleep={"idle_timeout_s": None})
 
 
+def _without_sleep(settings: Settings) -> None:
+    """Models stay awake; to compress their images would gain them nothing."""
+    _for_each_model(settings, sharing={"pin": True}, image={"compression": "off"})
+
+
 def _as_configured(settings: Settings, fit: Fits) -> None:
     pass
 
@@ -104,7 +114,7 @@ def _static(settings: Settings, fit: Fits) -> None:
     for application in settings["applications"]:
         if application["import_path"] in ARGS_OF:
             del application["args"]["models"][fit.alone :]
-    _for_each_model(settings, sharing={"pin": True})
+    _without_sleep(settings)
 
 
 def _one_at_a_time(settings: Settings, fit: Fits) -> None:
@@ -126,7 +136,7 @@ def _infinite(settings: Settings, fit: Fits) -> None:
     card = card_of(settings)
     card["memory_budget"] = _WHOLE_CARD
     card.pop("max_awake_models", None)
-    _for_each_model(settings, sharing={"pin": True})
+    _without_sleep(settings)
 
 
 # Its server is always started: it tells what fits, and what the answers are.
@@ -137,6 +147,7 @@ VARIANTS: Mapping[str, Variant] = {
     "static": Variant(
         "as many models as fit, always awake; the others are not served, their requests are missed",
         _static,
+        wakes=False,
     ),
     "one-at-a-time": Variant(
         "one model awake; the next one when its turn comes, first come, first served",
@@ -150,5 +161,7 @@ VARIANTS: Mapping[str, Variant] = {
         "as configured, but a process ends with each sleep, and a wake starts one from the image",
         _restart,
     ),
-    "infinite": Variant("all models awake, on the whole card instead of the budget", _infinite),
+    "infinite": Variant(
+        "all models awake, on the whole card instead of the budget", _infinite, wakes=False
+    ),
 }

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from serve_app.bench.many.told import SharedCard, counters, shared_card, tenants, wakes_in
+from serve_app.bench.many.told import (
+    SharedCard,
+    compressed_in,
+    counters,
+    shared_card,
+    tenants,
+    wakes_in,
+)
 from serve_app.bench.many.variants import Needs
 from serve_app.bench.serve_process import logged_at
 
@@ -54,6 +61,16 @@ def test_wakes_are_found_by_model_in_the_order_of_their_times() -> None:
     lines = LOG.splitlines()
     assert wakes_in(LOG) == [(logged_at(lines[1]), "a"), (logged_at(lines[0]), "org/b")]
     assert logged_at(lines[0]) > 1.7e9
+
+
+def test_images_are_done_once_they_are_compressed_or_kept() -> None:
+    lines = (
+        "(x pid=1) INFO image a@1:bfloat16:0_1:v2 is compressed to 67 % of its bytes, which spares ...",
+        "(x pid=1) INFO image b@1:bfloat16:0_1:v2 is kept as it is: compressed it would have 98 % of its bytes, ...",
+        "(WeightHolder pid=2) INFO image c@1:bfloat16:0_1:v2: compressed from 2.88 to 1.95 GiB, costed 0.81 s",
+    )
+    assert compressed_in("\n".join(lines)) == {"b@1:bfloat16:0_1:v2", "c@1:bfloat16:0_1:v2"}
+    assert compressed_in("") == set()
 
 
 def status(*cards: dict[str, Any] | None) -> dict[str, Any]:

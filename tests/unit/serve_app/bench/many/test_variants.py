@@ -47,6 +47,10 @@ def test_each_variant_is_what_it_says(settings: dict[str, Any]) -> None:
     assert all(each["pin"] for each in sharing("static") + sharing("infinite"))
     assert args("one-at-a-time")["card"] == {"memory_budget": "84 MiB", "max_awake_models": 1}
     assert args("lru")["card"] == {"memory_budget": "84 MiB", "max_awake_models": 2}
+    # Who never wakes has nothing of a compressed image.
+    for name, variant in VARIANTS.items():
+        kept = all(model.get("image") == {"compression": "off"} for model in args(name)["models"])
+        assert kept is not variant.wakes
     for each in sharing("lru"):
         assert each == {"min_awake_s": 0.0, "pin": False, "priority": 0, "max_wait_s": 30}
     restart = args("restart")
