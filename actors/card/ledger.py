@@ -160,6 +160,7 @@ class CardLedger:
             busy=account.busy,
             moving=account.moving or wakes,
             reached=account.reached and not wakes,
+            resumes=account.resumes,
             awake_since_s=now_s - account.awake_s,
             quiet_since_s=now_s - account.quiet_s,
             kv=account.kv,
@@ -227,9 +228,9 @@ class CardLedger:
             By how many bytes the device holds more than the ledger knows, as far as two figures in a row say so; None:
             not now.
         """
-        if not short and (
-            self._granted or self._orders or any(t.coming for t in self._tenants.values())
-        ):
+        # Of who moves the account may have memory that it has not mapped yet, or has not unmapped.
+        moves = any(t.moving or t.coming for t in self._tenants.values())
+        if not short and (self._granted or self._orders or moves):
             return None
         before, self._drift = self._drift, total - free - self.known
         sure = self._drift if short else min(before, self._drift)

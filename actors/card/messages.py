@@ -28,7 +28,7 @@ class Account(msgspec.Struct, frozen=True, array_like=True):
     awake: bool = False
     busy: bool = False
     moving: bool = False  # between awake and asleep: it can make no room until it has settled
-    reached: bool = True  # by the request that it was woken for, if there was one
+    reached: bool = True  # each request that it was woken for has had a token since
     awake_s: float = 0.0  # for how long, in seconds
     quiet_s: float = 0.0  # likewise
     read_ask: int = -1  # the newest ask whose grant is part of `held`, or was not used
@@ -40,6 +40,9 @@ class Account(msgspec.Struct, frozen=True, array_like=True):
     grown: int = 0  # of `kv`, what it has beside what it woke with
     spare: int = 0  # of `grown`, what nobody uses now: it can go back while the model is awake
     swap_s: float = 0.0  # that its last sleep and its last wake took, together
+    resumes: bool = (
+        False  # what it asks to wake for has had its first token, before a sleep froze it
+    )
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -5,8 +5,11 @@ ones first. Only where that is not enough, idle models sleep: of the lowest prio
 weighted by what their wake costs. Then sleepers sleep deep, which takes half a second each, and as long to wake from;
 seconds where their process ends for it, or several do it at once. Busy ones follow after a part of the time that the
 one who asks may wait: a twentieth where they are frozen, which recent sleepers are spared for, a quarter where not.
-No pinned model sleeps for others, none before its `min_awake_s`, and none that the request that it
-was woken for has not reached yet. Nobody is asked for anything unless all that are asked make enough room.
+No pinned model sleeps for others, none before its `min_awake_s`, and none before each request that it was woken for
+has had a token. Nobody is asked for anything unless all that are asked make enough room.
+
+Who waits for a first token comes before who was frozen in the middle: that one waits for a quarter, too, and models
+that had something to do a moment ago do not sleep for it.
 
 Who is awake and wants more KV cache gets what is free, at once or not at all. For that nobody sleeps, and only idle
 models give back what they do not use.
@@ -24,6 +27,8 @@ from actors.protocol import SleepMode
 
 # A model that was woken for a request whose client has left since is not spared for ever.
 UNREACHED_S = 5.0
+# For those that were frozen nobody sleeps who was quiet for less: another request often follows.
+QUIET_S = 0.25
 # Whose last request is not as old is woken again soon, and a deep sleep costs it seconds then.
 RECENT_S = 30.0
 
@@ -170,13 +175,14 @@ def stays(card: Card, asks: Sequence[Ask]) -> list[Stay]:
 def in_order(asks: Sequence[Ask], card: Card, now_s: float) -> list[Ask]:
     """Who comes before whom: those who have waited for long, then by priority, then as they came.
 
-    Who only wants more comes behind all who have nothing yet.
+    Who was frozen in the middle comes behind all of its priority that wait for a first token. Who only wants more
+    comes behind all who have nothing yet.
     """
 
-    def rank(ask: Ask) -> tuple[bool, bool, int, float, int]:
-        is_late = now_s >= ask.first_from_s
-        priority = 0 if is_late else card.tenant(ask.tenant).terms.priority
-        return ask.grows, not is_late, -priority, ask.asked_s, ask.number
+    def rank(ask: Ask) -> tuple[bool, bool, int, bool, float, int]:
+        tenant, is_late = card.tenant(ask.tenant), now_s >= ask.first_from_s
+        priority, resumes = (0, False) if is_late else (tenant.terms.priority, tenant.resumes)
+        return ask.grows, not is_late, -priority, resumes, ask.asked_s, ask.number
 
     return sorted(asks, key=rank)
 
@@ -237,7 +243,8 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
     need = _Need(short, short_slots, {t.name: t.gives(now_s) for t in others})
     at_last = replace(need, at_last=True)
     may = _who_may(others, card.tenant(ask.tenant).terms.priority, need, now_s)
-    from_s = {t.name: _asked_from_s(t, ask) for t in may}
+    resumes = card.tenant(ask.tenant).resumes
+    from_s = {t.name: _asked_from_s(t, ask, resumes) for t in may}
     ready = [t for t in may if from_s[t.name] <= now_s]
     order = sorted((t for t in ready if not t.busy), key=lambda t: (not t.awake, _worth(t, now_s)))
     order += sorted(
@@ -292,9 +299,12 @@ def _slept_just_now(tenant: Tenant, now_s: float) -> bool:
     return not tenant.awake and now_s - tenant.quiet_since_s < RECENT_S
 
 
-def _asked_from_s(tenant: Tenant, ask: Ask) -> float:
+def _asked_from_s(tenant: Tenant, ask: Ask, resumes: bool) -> float:
+    """When it may be asked for room; `resumes`: for who was frozen in the middle."""
     spared_s = _spared_until_s(tenant)
-    return max(spared_s, ask.busy_from_s(tenant.terms.preempt)) if tenant.busy else spared_s
+    if tenant.busy:
+        return max(spared_s, ask.busy_from_s(tenant.terms.preempt, resumes))
+    return max(spared_s, tenant.quiet_since_s + QUIET_S) if resumes and tenant.awake else spared_s
 
 
 def _may_sleep(tenant: Tenant) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from actors.card.config import Preempt, Terms
 
-# Of `max_wait_s`: from then on busy models make room, those whose requests are frozen, and those that are drained.
+# Of `max_wait_s`: from then on busy models make room, those that are frozen for a first token, and all others.
 FREEZE_AFTER = 0.05
 BUSY_AFTER = 0.25
 FIRST_AFTER = 0.5  # of `max_wait_s`: from then on before all priorities
@@ -21,8 +21,9 @@ class Tenant:
         residue: what its process has besides, awake or asleep.
         copies: what its wake copies.
         moving: between awake and asleep; it can make no room until it has settled.
-        reached: by the request that it was woken for, if there was one.
+        reached: each request that it was woken for has had a token since.
         asks: it waits for room to wake.
+        resumes: for requests alone that were frozen and have had their first token.
         leaving: it was asked to make room, and has not answered.
         drains: it is leaving, and ends first what it has in flight; until then it may be told to stay.
         gone: its replica is lost, its process about to end.
@@ -48,6 +49,7 @@ class Tenant:
     awake_since_s: float = 0.0
     quiet_since_s: float = 0.0
     asks: bool = False
+    resumes: bool = False
     leaving: bool = False
     drains: bool = False
     gone: bool = False
@@ -112,9 +114,14 @@ class Ask:
     def patience_s(self) -> float:
         return self.limit_s - self.asked_s
 
-    def busy_from_s(self, preempt: Preempt) -> float:
-        """When busy models are asked that do so."""
-        after = FREEZE_AFTER if preempt is Preempt.FREEZE else BUSY_AFTER
+    def busy_from_s(self, preempt: Preempt, resumes: bool) -> float:
+        """When busy models are asked that do so.
+
+        Args:
+            resumes: who asks was frozen in the middle itself.
+        """
+        is_quick = preempt is Preempt.FREEZE and not resumes
+        after = FREEZE_AFTER if is_quick else BUSY_AFTER
         return self.asked_s + after * self.patience_s
 
     @property

@@ -226,7 +226,8 @@ class CardClient:
             copies=copies,
             awake=awake,
             moving=False,
-            reached=reached or self._account.busy,  # by those that were frozen
+            reached=reached,
+            resumes=False,
             device_free=device_free,
             short=short,
             swap_s=swap_s,
@@ -237,6 +238,16 @@ class CardClient:
         """It is on its way to sleep or to wake."""
         self._change(moving=True)
 
+    def resumes(self, resumes: bool) -> None:
+        """Whether what it is about to ask to wake for, or asks for now, has had its first token."""
+        if resumes != self._account.resumes:
+            self._change(resumes=resumes)
+
+    def reached(self) -> None:
+        """Each request that it was woken for has had a token since."""
+        if not self._account.reached:
+            self._change(reached=True)
+
     def busy(self, busy: bool, kv: KvNow | None = None) -> None:
         """Requests are in flight, or no more.
 
@@ -244,7 +255,8 @@ class CardClient:
             kv: of who is awake, now.
         """
         self._quiet_since_s = self._now()
-        self._change(busy=busy, reached=True, **({} if kv is None else _fields_of(kv)))
+        reached = self._account.reached or not busy
+        self._change(busy=busy, reached=reached, **({} if kv is None else _fields_of(kv)))
 
     def worker_ended(self) -> None:
         """Nothing is left of the worker's process, if there was one. What a wake was granted for the next one stays."""

@@ -34,6 +34,9 @@ class Effects(Protocol):
     def give_up_waiting(self, reason: str) -> None:
         """Let a wake that still waits for room raise Unavailable; of no effect on one that has its room."""
 
+    def requests_wait(self, wait: bool) -> None:
+        """The first request waits for a wake now, or none any more."""
+
     def has_requests(self, busy: bool) -> None:
         """The first request is in flight now, or none any more."""
 

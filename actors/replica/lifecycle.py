@@ -381,6 +381,8 @@ class Lifecycle:
     async def _waiting(self) -> AsyncIterator[None]:
         """Count a request among those that wait for a wake, for no longer than it may take."""
         self.waiting_for_wake += 1
+        if self.waiting_for_wake == 1:
+            self._effects.requests_wait(True)
         try:
             async with asyncio.timeout(self._config.wake_timeout_s):
                 yield
@@ -392,6 +394,8 @@ class Lifecycle:
             ) from None
         finally:
             self.waiting_for_wake -= 1
+            if not self.waiting_for_wake:
+                self._effects.requests_wait(False)
             self._give_up_unwanted_wake()
             self._look_if_due()
 

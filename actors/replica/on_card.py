@@ -54,6 +54,7 @@ class OnCard:
         self._card = card
         self._is_pinned = is_pinned
         self._is_awake = False  # and not on its way to sleep
+        self._requests_wait = False  # for a wake
         self._counts_use = False  # the worker has said what it uses since there are requests
         self._resizing = asyncio.Lock()
         self._growing: set[asyncio.Task[None]] = set()
@@ -77,6 +78,7 @@ class OnCard:
         waits = self._is_pinned or cause is not WakeCause.START
         asked_twice = False
         while True:
+            self._card.resumes(cause is WakeCause.REQUEST and self._only_goes_on)
             try:
                 by_grant = await self._card.wake(self.runtime.worker.state.wake_bytes, waits)
             except NoRoom:
@@ -100,16 +102,19 @@ class OnCard:
                 break
         self._wake_s = self._now() - granted_s
         worker = self._listen()
+        is_for_requests = cause is WakeCause.REQUEST or self.runtime.has_requests
         self._card.settled(
             held=self._held,
             residue=worker.state.residue,
             copies=worker.facts.weights_bytes,
             awake=True,
-            reached=cause is not WakeCause.REQUEST,
+            reached=not is_for_requests,
             kv=self._kv,
             swap_s=self._swap_s,
         )
         self._is_awake = True
+        if is_for_requests:
+            self.runtime.when_advanced(self._card.reached)
         return change
 
     async def give_back(self, size: int) -> None:
@@ -146,11 +151,23 @@ class OnCard:
         """See Effects."""
         self._card.withdraw(reason)
 
+    def requests_wait(self, wait: bool) -> None:
+        """See Effects."""
+        self._requests_wait = wait
+        if wait:
+            self._card.resumes(False)
+
     def has_requests(self, busy: bool) -> None:
         """See Effects."""
         self._counts_use = False
         # In one message: who is idle and has nothing to give back is put to sleep.
         self._card.busy(busy, self._kv if self._may_tell else None)
+
+    @property
+    def _only_goes_on(self) -> bool:
+        """Whether all that a wake is for has had its first token, before a sleep froze it."""
+        runtime = self.runtime
+        return runtime.has_requests and not (runtime.first_tokens_are_due or self._requests_wait)
 
     async def look(self) -> CardStatus | None:
         return await self._card.look()

@@ -7,7 +7,7 @@ device and computes nothing: its worker does, in another process as a rule.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,15 @@ class ModelRuntime:
     def has_requests(self) -> bool:
         """Whether the worker has sequences, running or frozen, that somebody waits for."""
         return len(self._streams) > 0
+
+    @property
+    def first_tokens_are_due(self) -> bool:
+        """Whether somebody waits for a first token of such a sequence."""
+        return not self._streams.all_have_tokens
+
+    def when_advanced(self, advanced: Callable[[], None]) -> None:
+        """See OpenStreams."""
+        self._streams.when_advanced(advanced)
 
     def check_health(self) -> None:
         """Raises ReplicaFailed if the worker can serve no more."""

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -154,12 +154,27 @@ class OpenStreams:
         self._codec = codec
         self._meter = meter
         self._continuations: dict[str, tuple[RequestStream, int]] = {}  # by sequence id
+        self._without_token: set[str] = set()  # of these
+        self._due: set[str] = set()  # of these, whose next token `_advanced` waits for
+        self._advanced: Callable[[], None] | None = None
         self.has_finished = False  # at least one, with all its tokens
         self._ids = itertools.count()
 
     def __len__(self) -> int:
         """How many continuations are open."""
         return len(self._continuations)
+
+    @property
+    def all_have_tokens(self) -> bool:
+        """Whether nobody waits for a first token."""
+        return not self._without_token
+
+    def when_advanced(self, advanced: Callable[[], None]) -> None:
+        """Call that once every continuation that is open now has got its next token, or is open no more.
+
+        If none is open, the next one that is counts. Of two such calls the last one holds.
+        """
+        self._due, self._advanced = set(self._continuations), advanced
 
     def open(self, prepared: Prepared) -> RequestStream:
         """Give a request to the worker; whoever opens a stream closes it.
@@ -193,6 +208,9 @@ class OpenStreams:
         for i, sequence_id in enumerate(stream.sequence_ids):
             self._continuations[sequence_id] = (stream, i)
             self._meter.submitted(sequence_id, len(prepared.prompt_ids), prepared.arrived_s)
+        self._without_token.update(stream.sequence_ids)
+        if self._advanced is not None and not self._due:
+            self._due.update(stream.sequence_ids)
         return stream
 
     def close(self, stream: RequestStream) -> None:
@@ -201,6 +219,7 @@ class OpenStreams:
             if self._continuations.pop(sequence_id, None) and not assembler.is_finished:
                 self._engine.cancel(sequence_id)
             self._meter.ended(sequence_id, Ending.ABORT if stream.error is None else Ending.ERROR)
+            self._has_advanced(sequence_id)
 
     def abort_all(self) -> None:
         """End every continuation where it is, with the finish reason "abort"."""
@@ -230,10 +249,21 @@ class OpenStreams:
         ]
         found.sort(key=lambda each: each[1].has_begun)
         for output, stream, index in found:
+            self._has_advanced(output.sequence_id)
             if output.error is not None:
                 stream.fail(output.error)
             elif not stream.assemblers[index].is_finished:
                 self._push_output(stream, index, output)
+
+    def _has_advanced(self, sequence_id: str) -> None:
+        """It has got something, or gets nothing more."""
+        self._without_token.discard(sequence_id)
+        if sequence_id not in self._due:
+            return
+        self._due.remove(sequence_id)
+        if not self._due and self._advanced is not None:
+            advanced, self._advanced = self._advanced, None
+            advanced()
 
     def _push_output(self, stream: RequestStream, index: int, output: EngineOutput) -> None:
         logprobs = None

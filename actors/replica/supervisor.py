@@ -52,6 +52,9 @@ class ByRuntime:
     def give_up_waiting(self, reason: str) -> None:
         """See Effects; nothing waits."""
 
+    def requests_wait(self, wait: bool) -> None:
+        """See Effects; nobody wants to know."""
+
     def has_requests(self, busy: bool) -> None:
         """See Effects; nobody wants to know."""
 

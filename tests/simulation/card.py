@@ -128,7 +128,7 @@ class Asked:
     """One request on its way."""
 
     planned: Planned
-    prompt_left: int
+    prompt_left: int  # to compute before the next token; also tokens that a sleep has lost
     tokens: int = 0
     first_s: float | None = None
     end_s: float | None = None
@@ -158,9 +158,9 @@ class _Model:
     deep: bool = False
     steps: bool = False  # the card has a step of it, or the host prepares one
     requests: list[Asked] = field(default_factory=list)
+    due: list[Asked] = field(default_factory=list)  # of these, who has had no token since the wake
     awake_since_s: float = 0.0
     quiet_since_s: float = 0.0
-    reached: bool = True
     number: int = -1
     read_ask: int = -1
     answered_order: int = -1
@@ -217,6 +217,8 @@ class Node:
         model.requests.append(asked)
         if model.state == "asleep":
             self._ask(model)
+        elif model.state == "asking":
+            self._tell(model)  # who was frozen is not alone any more
         elif model.state == "awake":
             if len(model.requests) == 1:
                 self._tell(model)
@@ -232,9 +234,6 @@ class Node:
             return
         if not model.requests:
             return
-        if not model.reached:
-            model.reached = True
-            self._tell(model)
         work_s, prompts, took = self._costs.step_s, _STEP_TOKENS, list[tuple[Asked, int]]()
         for asked in model.requests:
             if asked.prompt_left:
@@ -251,19 +250,23 @@ class Node:
         self.card.use(work_s, lambda: self._stepped(model, took))
 
     def _stepped(self, model: _Model, took: Sequence[tuple[Asked, int]]) -> None:
-        now_s = self.clock.now_s
+        now_s, is_reached = self.clock.now_s, False
         for asked, tokens in took:
             asked.prompt_left -= tokens
             if asked.prompt_left:
                 continue
             asked.tokens += 1
             asked.first_s = asked.first_s or now_s
+            if asked in model.due:
+                model.due.remove(asked)
+                is_reached = not model.due
             if asked.tokens == asked.planned.output_tokens:
                 asked.end_s = now_s
                 model.requests.remove(asked)
                 self._left -= 1
         if not model.requests:
             model.quiet_since_s = now_s
+        if is_reached or not model.requests:
             self._tell(model)
         self.clock.after(self._costs.host_s, lambda: self._prepared(model))
 
@@ -278,6 +281,8 @@ class Node:
 
     def _slept(self, model: _Model) -> None:
         model.state = "asleep"
+        for asked in model.requests:
+            asked.prompt_left = asked.planned.prompt_tokens + asked.tokens
         self._answer(model)
 
     def _deepen(self, model: _Model) -> None:
@@ -298,6 +303,7 @@ class Node:
 
     def _ask(self, model: _Model) -> None:
         model.state = "asking"
+        self._tell(model)
         model.number += 1
         number, costs = model.number, self._costs
         size = costs.awake_bytes + model.deep * costs.residue_bytes
@@ -320,7 +326,7 @@ class Node:
 
     def _woken(self, model: _Model) -> None:
         now_s = self.clock.now_s
-        model.state, model.reached = "awake", False
+        model.state, model.due = "awake", model.requests.copy()
         model.awake_since_s = model.quiet_since_s = now_s
         self._tell(model)
         self._go_on(model)
@@ -391,7 +397,8 @@ class Node:
             awake=is_awake,
             busy=bool(model.requests),
             moving=model.state in ("waking", "sleeping", "deepening"),
-            reached=model.reached,
+            reached=not model.due,
+            resumes=model.state == "asking" and all(each.tokens for each in model.requests),
             awake_s=now_s - model.awake_since_s,
             quiet_s=now_s - model.quiet_since_s,
             read_ask=model.read_ask,

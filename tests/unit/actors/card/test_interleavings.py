@@ -40,6 +40,10 @@ class Interleavings(RuleBasedStateMachine):
         self.world.woken(model)
 
     @rule(model=MODELS)
+    def advance(self, model: int) -> None:
+        self.world.advance(model)
+
+    @rule(model=MODELS)
     def leave(self, model: int) -> None:
         self.world.leave(model)
 
@@ -150,6 +154,7 @@ def busy_model_and_who_waits(busy: int, waits: int) -> World:
     world.request(busy)
     _read_all(world)
     world.woken(busy)
+    world.advance(busy)
     world.request(waits)
     world.deliver_all_up()
     while not world.models[busy].inbox:
@@ -255,6 +260,7 @@ def test_waits_of_a_quiet_server_are_within_the_limit() -> None:
                 while world.models[index].inbox:
                     world.deliver_down(index)
                 world.woken(index)
+                world.advance(index)
         world.deliver_all_up()
         world.tick(0.4)
         world.finish(round_ % 6)

@@ -711,9 +711,11 @@ def test_worker_that_dies_while_it_owes_memory(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_model_that_goes_on_with_frozen_requests_is_not_spared_for_one_that_is_to_come(
+def test_model_that_goes_on_with_frozen_requests_is_spared_until_each_has_had_a_token(
     tmp_path: Path,
 ) -> None:
+    """Otherwise what is computed again for them is lost again, and who stands last gets nothing for ever."""
+
     async def scenario() -> None:
         async with card_site(tmp_path, BUDGET) as site:
             a = await Tenant(site, "a", preempt="freeze", min_awake_s=0.0).place()
@@ -723,8 +725,38 @@ def test_model_that_goes_on_with_frozen_requests_is_not_spared_for_one_that_is_t
             a.client.settled(held=0)
             await a.client.wake(60, waits=True)
             a.client.settled(held=60, awake=True, reached=False)
-            await b.wake(60)
+            a.work(True)  # another request
+            waking = asyncio.create_task(b.wake(60))
+            status = await seen(a)
+            while not status.waiting or "must end first" in status.waiting[0].reason:
+                status = await seen(a)
+            assert UNREACHED_S - 1 < (status.waiting[0].turn_in_s or 0) <= UNREACHED_S
+            assert a.orders == []
+            a.client.reached()
+            await waking
             assert [mode for mode, _ in a.orders] == [SleepMode.KEEP]
+
+    run(scenario)
+
+
+def test_who_waits_for_a_first_token_comes_before_who_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b, c = [await Tenant(site, name, min_awake_s=0.0).place() for name in "abc"]
+            await a.wake(60)
+            a.gate.clear()
+            b.client.resumes(True)
+            waking = [asyncio.create_task(b.wake(60))]
+            while len((await seen(a)).waiting) < 1:
+                pass
+            waking.append(asyncio.create_task(c.wake(60)))
+            while len(waits := (await seen(a)).waiting) < 2:
+                pass
+            assert [wait.replica_id for wait in waits] == ["c", "b"]
+            b.client.resumes(False)  # a request has come to it
+            assert [wait.replica_id for wait in (await seen(b)).waiting] == ["b", "c"]
+            a.gate.set()
+            await asyncio.gather(*waking)
 
     run(scenario)
 

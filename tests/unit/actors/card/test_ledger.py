@@ -349,6 +349,16 @@ def test_drift_is_believed_when_it_is_seen_twice() -> None:
     assert book.read_device(100, 110, short=False) == -5
 
 
+def test_no_figure_counts_while_somebody_moves() -> None:
+    """A neighbour that has read its grant is about to map: its account has the memory, the device has not."""
+    book = ledger("a", "b")
+    for _ in range(2):
+        book.account("b", msgspec.structs.replace(AWAKE, moving=True), 20.0)
+        assert book.read_device(100, 100, short=False) is None
+    book.account("b", AWAKE, 20.1)
+    assert [book.read_device(100, 40, short=False) for _ in range(2)] == [0, 0]
+
+
 def test_grant_that_was_not_there_is_drift_at_once() -> None:
     book = ledger("a")
     assert book.read_device(100, 30, short=True) == 70

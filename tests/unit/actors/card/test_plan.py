@@ -7,6 +7,7 @@ import pytest
 
 from actors.card.config import Preempt, Terms
 from actors.card.plan import (
+    QUIET_S,
     RECENT_S,
     UNREACHED_S,
     Cause,
@@ -46,6 +47,11 @@ def ask(size: int = 30, tenant: str = "new", waited_s: float = 0.0, **fields: ob
 
 def card(*tenants: Tenant, budget: int = 100, **fields: object) -> Card:
     return Card(budget * GIB, fields.pop("max_awake", None), (sleeper(), *tenants), **fields)  # type: ignore[arg-type]
+
+
+def resuming(*tenants: Tenant) -> Card:
+    """A card whose sleeper wants to go on with what was frozen."""
+    return Card(100 * GIB, None, (replace(sleeper(), resumes=True), *tenants))
 
 
 def evicted(outcome: object) -> list[str]:
@@ -216,6 +222,25 @@ def test_evicted_before_its_first_request() -> None:
     assert isinstance(outcome, Wait)
     # Its client may have left, so not for ever.
     assert outcome.until_s == NOW_S - 2 + UNREACHED_S
+
+
+def test_who_was_frozen_in_the_middle_has_nobody_sleep_who_was_asked_a_moment_ago() -> None:
+    """Its next request would have to wait for another swap, and that one's first token with it."""
+    quiet, asked = awake("quiet", 50, idle_s=QUIET_S), awake("asked", 50, idle_s=QUIET_S / 2)
+    assert evicted(plan(resuming(quiet, asked), ask(), NOW_S)) == ["quiet"]
+    outcome = plan(resuming(replace(asked, held=100 * GIB)), ask(), NOW_S)
+    assert evicted(outcome) == []
+    assert isinstance(outcome, Wait)
+    assert outcome.until_s == pytest.approx(NOW_S + QUIET_S / 2)
+    # For a first token it does sleep.
+    assert evicted(plan(card(replace(asked, held=100 * GIB)), ask(), NOW_S)) == ["asked"]
+
+
+def test_who_was_frozen_in_the_middle_freezes_others_no_sooner_than_it_would_drain_them() -> None:
+    busy = awake("busy", 100, busy=True, terms=Terms(preempt=Preempt.FREEZE))
+    assert evicted(plan(card(busy), ask(waited_s=1), NOW_S)) == ["busy"]
+    assert evicted(plan(resuming(busy), ask(waited_s=4.9), NOW_S)) == []
+    assert evicted(plan(resuming(busy), ask(waited_s=5), NOW_S)) == ["busy"]
 
 
 def test_who_moves_makes_no_room() -> None:
@@ -521,6 +546,19 @@ def test_priority_comes_first_until_somebody_has_waited_for_half_of_the_limit() 
     high, low = ask(tenant="high"), ask(tenant="low", waited_s=9.9)
     assert [a.tenant for a in in_order([low, high], tenants, NOW_S)] == ["high", "low"]
     assert [a.tenant for a in in_order([low, high], tenants, NOW_S + 0.1)] == ["low", "high"]
+
+
+def test_first_tokens_come_before_who_was_frozen_in_the_middle_until_that_is_late() -> None:
+    tenants = card(replace(sleeper("frozen"), resumes=True))
+    frozen, new = ask(tenant="frozen", waited_s=9.9), ask(tenant="new")
+    assert [a.tenant for a in in_order([frozen, new], tenants, NOW_S)] == ["new", "frozen"]
+    assert [a.tenant for a in in_order([frozen, new], tenants, NOW_S + 0.1)] == ["frozen", "new"]
+
+
+def test_frozen_ones_of_a_higher_priority_come_before_first_tokens() -> None:
+    tenants = card(replace(sleeper("frozen", priority=1), resumes=True))
+    asks = [ask(), ask(tenant="frozen")]
+    assert [a.tenant for a in in_order(asks, tenants, NOW_S)] == ["frozen", "new"]
 
 
 def test_every_wait_ends() -> None:

@@ -103,6 +103,8 @@ class World:
         model.waiting.append(self.now_s)
         if model.state == "asleep":
             self._ask(model)
+        elif model.state == "asking":
+            self._tell(model)  # who was frozen is not alone any more
 
     def finish(self, index: int) -> None:
         model = self.models[index]
@@ -110,7 +112,7 @@ class World:
             return
         model.in_flight -= 1
         if not model.in_flight:
-            model.quiet_since_s = self.now_s
+            model.quiet_since_s, model.reached = self.now_s, True
             self._tell(model)
             if model.state == "draining":
                 self._sleep(model)
@@ -135,6 +137,13 @@ class World:
         self._tell(model)
         self._begin(model, model.waiting)
         model.waiting = []
+
+    def advance(self, index: int) -> None:
+        """Each request that a model woke for has had a token."""
+        model = self.models[index]
+        if model.state in ("awake", "draining") and not model.reached:
+            model.reached = True
+            self._tell(model)
 
     def grow(self, index: int) -> None:
         """A busy model is short of blocks."""
@@ -271,7 +280,6 @@ class World:
         self.answered += [self.now_s - since_s for since_s in since]
         if since:
             model.in_flight += len(since)
-            model.reached = True
             self._tell(model)
         elif model.in_flight:  # what was frozen goes on
             self._tell(model)
@@ -280,6 +288,7 @@ class World:
         model.grows = grows
         if not grows:
             model.state = "asking"
+            self._tell(model)
         model.number += 1
         number, waited_s = model.number, model.terms.max_wait_s
         size = PART if grows else model.size - model.mapped + model.deep * model.residue
@@ -375,6 +384,7 @@ class World:
             busy=bool(model.in_flight),
             moving=model.state == "waking",
             reached=model.reached,
+            resumes=model.state == "asking" and bool(model.in_flight) and not model.waiting,
             awake_s=self.now_s - model.awake_since_s,
             quiet_s=self.now_s - model.quiet_since_s,
             read_ask=model.read_ask,

@@ -60,6 +60,7 @@ class GatedEffects:
         self.has_ended = asyncio.Event()
         self.given_up: list[str] = []
         self.told_busy: list[bool] = []
+        self.told_waiting: list[bool] = []
         self._acts = False
 
     async def wake(self, cause: WakeCause) -> MemoryChange:
@@ -67,6 +68,9 @@ class GatedEffects:
 
     def give_up_waiting(self, reason: str) -> None:
         self.given_up.append(reason)
+
+    def requests_wait(self, wait: bool) -> None:
+        self.told_waiting.append(wait)
 
     def has_requests(self, busy: bool) -> None:
         self.told_busy.append(busy)

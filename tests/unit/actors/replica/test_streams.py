@@ -281,3 +281,61 @@ def test_first_tokens_go_up_before_those_of_streams_under_way() -> None:
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
     assert told == ["new", "under way"]
+
+
+def opened(streams: OpenStreams, count: int = 1) -> RequestStream:
+    prepared = Prepared(
+        GenerateRequest("r", (1,), n=count),
+        (1,),
+        ResolvedSampling(),
+        tuple(range(count)),
+        frozenset(),
+        None,
+        None,
+        arrived_s=0.0,
+    )
+    return streams.open(prepared)
+
+
+def test_all_advance_once_each_that_is_open_has_a_token_more_or_has_left() -> None:
+    streams, codec = OpenStreams(Mock(), Mock(), EngineMeter(Observer())), Mock()
+
+    def token(stream: RequestStream, index: int = 0) -> None:
+        streams.deliver([EngineOutput(stream.sequence_ids[index], (1,), None)])
+
+    async def scenario() -> None:
+        assert streams.all_have_tokens
+        frozen, leaves = opened(streams, count=2), opened(streams)
+        token(frozen)
+        assert not streams.all_have_tokens
+        advanced = Mock()
+        streams.when_advanced(advanced)
+        late = opened(streams)
+        token(frozen)
+        token(frozen)
+        token(frozen, 1)
+        advanced.assert_not_called()
+        streams.close(leaves)
+        advanced.assert_called_once()  # whoever came later is not waited for
+        assert not streams.all_have_tokens
+        token(late)
+        assert streams.all_have_tokens
+        advanced.assert_called_once()
+
+    codec.stream = lambda context: Letters()
+    asyncio.run(scenario())
+
+
+def test_where_nothing_is_open_the_first_request_is_waited_for() -> None:
+    streams = OpenStreams(Mock(), Mock(), EngineMeter(Observer()))
+
+    async def scenario() -> None:
+        advanced = Mock()
+        streams.when_advanced(advanced)
+        first = opened(streams)
+        opened(streams)
+        advanced.assert_not_called()
+        streams.deliver([EngineOutput(first.sequence_ids[0], (1,), None)])
+        advanced.assert_called_once()
+
+    asyncio.run(scenario())

@@ -312,6 +312,9 @@ class Effects:
     def give_up_waiting(self, reason: str) -> None:
         raise AssertionError
 
+    def requests_wait(self, wait: bool) -> None:
+        """Nobody shares its card."""
+
     def has_requests(self, busy: bool) -> None:
         """Nobody shares its card."""
 

@@ -347,6 +347,7 @@ def beginning(
         runtime=SimpleNamespace(worker=SimpleNamespace(read_device=read_device)),
         wake=wake,
         sleep=sleep,
+        requests_wait=lambda wait: None,
         has_requests=lambda busy: None,
     )
     instruments: Any = SimpleNamespace()
