@@ -121,7 +121,7 @@ class WeightHolder:
         self._load_timeout_s = load_timeout_s
         self._wanted = Wanted()
         self._given_back: set[ImageKey] = set()  # when nobody could tell whether others need them
-        self._is_compressing = False  # one at a time: each takes room for two
+        self._one_compresses = asyncio.Lock()  # each takes room for two
         # `_files_depend_on` when the files on disk were looked at.
         self._tidied: tuple[object, ...] = ()
         self._tidying: Future[None] | None = None
@@ -262,25 +262,27 @@ class WeightHolder:
         return False
 
     async def compress(self, key: ImageKey, worker: Any) -> bool:
-        """Have an image compressed by a worker that looks at it; whether the next `acquire` gets it so.
+        """Have an image compressed by a worker that looks at it, behind those who came before.
 
         Args:
             worker: see ActorCompressor.
+
+        Returns:
+            Whether the next `acquire` gets it so.
         """
-        held = self._images.get(key)
-        if held is not None and held.grant.manifest.compressed:
-            return True
-        if held is None or self._is_compressing:
-            return False
-        self._is_compressing = True
-        try:
-            published = await asyncio.to_thread(self._compress, held, worker)
-        except Exception as exc:  # noqa: BLE001  # whatever it was, the image is there as it was
-            logger.info("image %s is not compressed now: %s: %s", key, type(exc).__name__, exc)
-            return False
-        finally:
-            self._is_compressing = False
-        if not self._images.replace(key, held, published):
+        async with self._one_compresses:
+            held = self._images.get(key)
+            if held is None:
+                return False
+            if held.grant.manifest.compressed:
+                return True
+            try:
+                published = await asyncio.to_thread(self._compress, held, worker)
+            except Exception as exc:  # noqa: BLE001  # whatever it was, the image is there as it was
+                logger.info("image %s is not compressed now: %s: %s", key, type(exc).__name__, exc)
+                return False
+            is_new = self._images.replace(key, held, published)
+        if not is_new:
             return False
         if (files := self._room.files) is not None:
             await asyncio.to_thread(files.forget, key)  # it has the other bytes

@@ -22,7 +22,7 @@ from actors.worker.model_memory import ModelMemory
 logger = logging.getLogger(__name__)
 
 _LOOK_FIRST_S = 2.0
-# The store may be short of room, another worker of this node be at it, or the image another since a level 2 sleep.
+# The store may be short of room, requests may not have stopped, or the image be another since a level 2 sleep.
 _LOOK_AGAIN_S = 60.0
 # Of the holder's calls, for those who are served and for a deep sleep, since anything came of them.
 _PATIENCE_S = 60.0

@@ -2,6 +2,8 @@
 
 import asyncio
 import mmap
+from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -45,9 +47,15 @@ def plain(checkpoint: Path) -> WeightImage:
 class Worker:
     """What a holder calls of a worker's handle; computes in this process."""
 
-    def __init__(self, image: WeightImage, fails_at: int | None = None) -> None:
+    def __init__(
+        self,
+        image: WeightImage,
+        fails_at: int | None = None,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
         self._image = image
         self._fails_at = fails_at
+        self._told = told
         self.compressed_segment = self
         self.asked: list[int] = []
 
@@ -56,6 +64,7 @@ class Worker:
     ) -> "ray.ObjectRef[Any]":
         assert key == self._image.manifest.key
         self.asked.append(index)
+        self._told()
         image, device = self._image, torch.device("cpu")
         out = writable(ray.get(ref), offset, size)
         segment = image.segment(index)
@@ -146,9 +155,32 @@ def test_two_workers_of_one_image_do_it_once(checkpoint: Path, plain: WeightImag
         loads = [load_of(holder, checkpoint, worker) for worker in workers]
         key = (await loads[0].obtain()).manifest.key
         done = await asyncio.gather(*(load.compress(key) for load in loads))
-        assert sorted(done) == [False, True]
+        assert done == [True, True]
         assert sorted(len(worker.asked) > 0 for worker in workers) == [False, True]
-        assert all([await load.compress(key) for load in loads])
+
+    run(scenario)
+
+
+def test_images_of_two_models_take_turns(
+    checkpoint: Path, plain: WeightImage, tmp_path: Path
+) -> None:
+    """Each takes room for two; nobody has to come again for it."""
+    other = write_checkpoint(tmp_path / "other", "demo", dtype="bfloat16", seed=1)
+    images = plain, load_from_disk(other, image_key(other, torch.bfloat16))
+
+    async def scenario() -> None:
+        holder = WeightHolder()
+        asked: list[int] = []  # by whose segment
+        loads = []
+        for number, (path, image) in enumerate(zip((checkpoint, other), images, strict=True)):
+            worker = Worker(image, told=partial(asked.append, number))
+            loads.append(load_of(holder, path, worker))
+            await loads[-1].obtain()
+        keys = [image.manifest.key for image in images]
+        done = [load.compress(key) for load, key in zip(loads, keys, strict=True)]
+        assert await asyncio.gather(*done) == [True, True]
+        assert set(asked) == {0, 1}
+        assert asked == sorted(asked)
 
     run(scenario)
 

@@ -70,7 +70,7 @@ Progress = Callable[[str, int, int], None]
 _START_LIMIT_S = 1200.0
 _ANSWER_LIMIT_S = 600.0
 _LOGGED_WITHIN_S = 30.0  # lines come through Ray
-# One image after the other, and a worker that finds another at it looks again after a minute.
+# One image after the other; where the store is short of room for a moment, a worker looks again after a minute.
 _COMPRESSED_WITHIN_S = 240.0
 _POLL_S = 0.5
 _START_DELAY_S = 0.1
