@@ -134,12 +134,15 @@ def load_reference(
 
 def _rotate_rows(model: PreTrainedModel, number: int) -> None:
     """The weights of a variant: in memory of this process, the files stay as they are."""
-    for parameter in model.parameters():
+
+    def rotate(parameter: nn.Parameter) -> None:
         stored = parameter.data
         if stored.dtype == torch.float8_e4m3fn:  # torch rolls bytes
             stored = stored.view(torch.uint8)
         rolled = stored.roll(steps(number, stored.shape[-1]), dims=-1)
         parameter.data = rolled.view(parameter.dtype)
+
+    on_threads(rotate, model.parameters())
 
 
 def plan(model: PreTrainedModel) -> Layout:
