@@ -47,6 +47,16 @@ def test_old_replicas_may_finish_the_longest_answer(applications: dict[str, Any]
         assert config.graceful_shutdown_timeout_s >= LONGEST_ANSWER_S, name
 
 
+@pytest.mark.parametrize(("device", "ingresses"), [("cpu", 1), ("cuda", 4)])
+def test_tokens_of_a_gpu_are_more_than_one_ingress_can_send(
+    project: Path, device: str, ingresses: int
+) -> None:
+    model = yaml.safe_load((project / "configs/demo.yaml").read_text())
+    model["engine"] = {**model.get("engine", {}), "device": device}
+    found = deployments(build_app(AppArgs.model_validate({"models": [model]})))
+    assert found["Ingress"]._deployment_config.num_replicas == ingresses
+
+
 @pytest.mark.parametrize("remembers", [True, False])
 def test_router_knows_whether_replicas_remember_prompts(project: Path, remembers: bool) -> None:
     model = yaml.safe_load((project / "configs/demo.yaml").read_text())
