@@ -16,7 +16,7 @@ models give back what they do not use.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
@@ -230,10 +230,7 @@ def _missing(card: Card, size: int, slots: int) -> tuple[int, float]:
 def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: float) -> Wait:
     """What ends the wait for so much more, when to look again, and who has to do something for it now."""
     if short <= 0 and short_slots <= 0:
-        leaving = ", ".join(t.model for t in card.tenants if t.coming)
-        if card.claimed or card.claimed_slots:
-            leaving = f"{leaving or 'others'}, and those who asked before"
-        return Wait(f"{leaving} on the way to make room", math.inf)
+        return Wait(_on_the_way(card), math.inf)
     for_model = card.tenant(ask.tenant).model
     what = f"{in_words(ask.size)} for {for_model}"
     others = [t for t in card.tenants if t.name != ask.tenant]
@@ -255,7 +252,7 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
         sleeping = {t.name for t in chosen}
         rest = [t for t in others if t.name not in sleeping]
         shrink = _shrinks(rest, short - sum(t.frees for t in chosen), what, now_s)
-        return Wait(f"{', '.join(t.model for t in chosen)} make room", math.inf, evict, shrink)
+        return Wait(_on_the_way(card, sleeping), math.inf, evict, shrink)
     later = [(max(from_s[t.name], now_s), t) for t in may]
     at_s, names = _when_enough(later, at_last)
     # Who gave less than it had said may have more by then.
@@ -264,6 +261,14 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
         who = ", ".join(t.model for t in others if t.awake)
         return Wait(f"{who or 'others'} must end first", again_s)
     return Wait(f"{names} may have to make room", min(at_s, again_s), turn_s=at_s)
+
+
+def _on_the_way(card: Card, chosen: Container[str] = ()) -> str:
+    """What ends a wait; the same before and after it is known that the `chosen` have been asked."""
+    leaving = ", ".join(t.model for t in card.tenants if t.coming or t.name in chosen)
+    if card.claimed or card.claimed_slots:
+        leaving = f"{leaving or 'others'}, and those who asked before"
+    return f"{leaving} on the way to make room"
 
 
 def _shrinks(tenants: Sequence[Tenant], short: int, what: str, now_s: float) -> tuple[Shrink, ...]:

@@ -245,6 +245,15 @@ def test_who_follows_an_order_of_the_keeper_before_is_on_its_way_until_it_has_an
     assert decide(book, 20.1) == [Granting("b", 1, at_once=False)]
 
 
+def test_wait_that_an_order_ends_is_told_once() -> None:
+    book = ledger("a", "b")
+    book.account("a", AWAKE, 20.0)
+    wants(book, "b")
+    assert decide(book)[1:] == [Waiting("b", 1, "a on the way to make room")]
+    book.account("a", AWAKE, 20.1)
+    assert decide(book, 20.1) == []
+
+
 def test_answer_to_an_order_of_the_keeper_before_is_none_to_a_later_one() -> None:
     book = ledger("b")
     book.join("a", "a", Terms(), BUSY, 20.0, order=7)
@@ -404,7 +413,7 @@ def test_status_tells_who_has_what_and_what_ends_each_wait() -> None:
     assert [type(each) for each in decide(book, 22.5)] == [Ordering, Waiting]
     told = book.status("card", 120, 22.5)
     assert told.tenants[0].moving
-    assert (told.waiting[0].reason, told.waiting[0].turn_in_s) == ("a make room", None)
+    assert (told.waiting[0].reason, told.waiting[0].turn_in_s) == ("a on the way to make room", None)
 
 
 def test_status_is_dated_by_when_it_became_so() -> None:
