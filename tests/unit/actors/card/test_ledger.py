@@ -413,7 +413,10 @@ def test_status_tells_who_has_what_and_what_ends_each_wait() -> None:
     assert [type(each) for each in decide(book, 22.5)] == [Ordering, Waiting]
     told = book.status("card", 120, 22.5)
     assert told.tenants[0].moving
-    assert (told.waiting[0].reason, told.waiting[0].turn_in_s) == ("a on the way to make room", None)
+    assert (told.waiting[0].reason, told.waiting[0].turn_in_s) == (
+        "a on the way to make room",
+        None,
+    )
 
 
 def test_status_is_dated_by_when_it_became_so() -> None:
