@@ -40,9 +40,7 @@ class Account(msgspec.Struct, frozen=True, array_like=True):
     grown: int = 0  # of `kv`, what it has beside what it woke with
     spare: int = 0  # of `grown`, what nobody uses now: it can go back while the model is awake
     swap_s: float = 0.0  # that its last sleep and its last wake took, together
-    resumes: bool = (
-        False  # what it asks to wake for has had its first token, before a sleep froze it
-    )
+    resumes: bool = False  # it asks for frozen requests alone that have had their first token
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
