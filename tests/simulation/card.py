@@ -321,13 +321,14 @@ class Node:
         before_s = costs.wake_s + model.deep * costs.deep_wake_s
         model.deep = False
         self._tell(model)
+        model.awake_since_s = self.clock.now_s + before_s  # mapped: bytes come behind that
         copy_s = costs.copied_bytes / costs.link_bytes_per_s
         self.clock.after(before_s, lambda: self.link.use(copy_s, lambda: self._woken(model)))
 
     def _woken(self, model: _Model) -> None:
         now_s = self.clock.now_s
         model.state, model.due = "awake", model.requests.copy()
-        model.awake_since_s = model.quiet_since_s = now_s
+        model.quiet_since_s = now_s
         self._tell(model)
         self._go_on(model)
 
