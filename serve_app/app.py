@@ -150,7 +150,7 @@ def build_weights(args: WeightsArgs) -> Application:
 def build_app(args: AppArgs) -> Application:
     """The application `llm`: the ingress and one deployment per model."""
     handles = {model.model_id: _model_deployment(model, args.card) for model in args.models}
-    is_beside_a_gpu = any(model.engine_of_replica.device != "cpu" for model in args.models)
+    is_beside_a_gpu = any(model.is_on_card for model in args.models)
     options = serve.deployment(
         name="Ingress",
         num_replicas=_INGRESSES_BESIDE_A_GPU if is_beside_a_gpu else 1,

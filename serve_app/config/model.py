@@ -164,8 +164,8 @@ class ModelConfig(BaseModel):
         """`max_ongoing_requests`, decided."""
         if self.max_ongoing_requests is not None:
             return self.max_ongoing_requests
-        on_card = self.engine_of_replica.device != "cpu"
-        computed = self.engine.max_requests_per_batch or (REQUESTS_ON_CARD if on_card else 0)
+        most = REQUESTS_ON_CARD if self.is_on_card else 0
+        computed = self.engine.max_requests_per_batch or most
         return max(_LEAST_ONGOING, computed)
 
     @property
@@ -179,6 +179,11 @@ class ModelConfig(BaseModel):
         if self.engine.device == "auto" and not self.num_gpus:
             return self.engine.model_copy(update={"device": "cpu"})
         return self.engine
+
+    @property
+    def is_on_card(self) -> bool:
+        """Whether it computes on a GPU."""
+        return self.engine_of_replica.device != "cpu"
 
     def unused_card(self, has_driver: bool) -> str | None:
         """A line about a card that nobody asked for, where there is one.

@@ -128,10 +128,10 @@ class ManyBench:
         self._models = [model.model_id for model in config.models]
         self._dtypes = {model.model_id: _dtype(model) for model in config.models}
         images = _image_bytes(config)
-        compressed = [images[_image(model)] for model in config.models if _is_compressed(model)]
-        self._to_be_compressed = len({_image(m) for m in config.models if _is_compressed(m)})
+        compressed = {_image(model) for model in config.models if _is_compressed(model)}
+        self._to_be_compressed = len(compressed)
         # Every image once, for one of them its compressed copy, and some room for alignment on top.
-        size = sum(images.values()) + max(compressed, default=0)
+        size = sum(images.values()) + max((images[image] for image in compressed), default=0)
         self._store_bytes = math.ceil(1.1 * size + _GIB / 2)
         self._plan = plan
         self._environment = environment()
@@ -421,4 +421,4 @@ def _image_bytes(config: ServeConfig) -> Mapping[tuple[Path, str], int]:
 def _is_compressed(model: ModelConfig) -> bool:
     """Sooner or later, if that pays."""
     how = model.image.compression
-    return how == "on" or (how == "auto" and model.engine_of_replica.device != "cpu")
+    return how == "on" or (how == "auto" and model.is_on_card)
