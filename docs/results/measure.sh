@@ -51,7 +51,12 @@ cd "$project" || exit 1
 page=$("${PY:-python3}" -c 'from actors.engine.config import DEFAULT_PAGE_SIZE; print(DEFAULT_PAGE_SIZE)') || exit 1
 blocks="num_blocks=$((${CACHE_TOKENS:-153600} / page))"
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+programs=$(mktemp -d)
+trap 'rm -rf "$work" "$programs"' EXIT
+# As where it is installed: HAProxy takes the requests.
+printf '#!%s\nfrom serve_app.process.haproxy import main\nmain()\n' "$(command -v "${PY:-python3}")" > "$programs/sleepserve-haproxy"
+chmod +x "$programs/sleepserve-haproxy"
+PATH=$PATH:$programs
 
 run() {  # NAME SECONDS ARGUMENT...: sleepserve, or $module, for no longer than the part has
     local name=$1 seconds=$2 began=$SECONDS
