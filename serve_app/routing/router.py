@@ -8,6 +8,7 @@ is in flight, asks a replica that seems full how full it is, queues, backs off a
 import asyncio
 import math
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +26,79 @@ from serve_app.routing.rank import CONTROL_ROOM, Candidate, PrefixMemory, prefix
 from serve_app.signals.news import newest_report
 
 if TYPE_CHECKING:
-    from ray.serve._private.common import RunningReplicaInfo
+    from ray.serve._private.common import RequestMetadata, RunningReplicaInfo
     from ray.serve._private.replica_result import ReplicaResult
 
 # News of a replica is due by then: whom we sent a request since is not asleep, whatever was told before.
 _NEWS_DUE_S = 1.0
-_SENT_WITHIN_S = 1.0  # a request, after a replica was chosen for it; milliseconds, as a rule
+_ARRIVES_WITHIN_S = 1.0  # a request, after a replica was chosen for it; milliseconds, as a rule
+
+
+class OnTheWay:
+    """Requests that a replica has not accepted or refused yet.
+
+    Serve counts a request when it is sent, and only then. Its loop chooses for all that wait before that, so all of them
+    would go to one free place; and an answer tells how many the replica has, without those that come behind it.
+    """
+
+    def __init__(self) -> None:
+        # Each of them when it got there.
+        self._preferred = deque[float]()  # it is asked first, and may be asked how full it is
+        self._chosen = deque[float]()
+        self._sent = deque[float]()
+
+    def prefer(self, now_s: float) -> None:
+        self._preferred.append(now_s)
+
+    def choose(self, now_s: float) -> None:
+        if self._preferred:
+            self._preferred.popleft()
+        self._chosen.append(now_s)
+
+    def send(self, now_s: float) -> bool:
+        """Whether it is one that was chosen for; the others are calls to all replicas."""
+        if not self._chosen:
+            return False
+        self._chosen.popleft()
+        self._sent.append(now_s)
+        return True
+
+    def answer(self) -> None:
+        if self._sent:
+            self._sent.popleft()
+
+    def preferred(self, now_s: float) -> int:
+        return _recent(self._preferred, now_s)
+
+    def chosen(self, now_s: float) -> int:
+        """Sent ones, too."""
+        return _recent(self._chosen, now_s) + _recent(self._sent, now_s)
+
+
+def _recent(times: deque[float], now_s: float) -> int:
+    while times and now_s - times[0] >= _ARRIVES_WITHIN_S:  # it was cancelled, or went elsewhere
+        times.popleft()
+    return len(times)
 
 
 class ReplicaWithRoom(RunningReplica):
-    """A replica that is full, to requests, while there still is room for what goes past the router."""
+    """A replica that is full, to requests, while there still is room for what goes past the router.
+
+    Args:
+        on_the_way: how many requests are, that it may not know of yet.
+    """
+
+    def __init__(self, replica_info: "RunningReplicaInfo", on_the_way: Callable[[], int]) -> None:
+        super().__init__(replica_info)
+        self._on_the_way = on_the_way
 
     @property
     def max_ongoing_requests(self) -> int:
         return super().max_ongoing_requests - CONTROL_ROOM
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        """Called by Serve, for one that seems full."""
+        return await super().get_queue_len(deadline_s=deadline_s) + self._on_the_way()
 
 
 class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
@@ -52,8 +112,7 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         self._prefix_caching = prefix_caching  # or nobody has computed a prompt's beginning before
         self._prefixes = PrefixMemory()
         self._sent_at_s: dict[ReplicaID, float] = {}
-        # When it was chosen for requests that are not sent yet, which Serve does not count.
-        self._chosen_at_s: dict[ReplicaID, deque[float]] = defaultdict(deque)
+        self._on_the_way = defaultdict[ReplicaID, OnTheWay](OnTheWay)
         self._room = asyncio.Semaphore(0)  # a request ended, and nobody has looked since
 
     async def choose_replicas(
@@ -73,18 +132,35 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         order = rank(candidates, self._packed_requests, favourite, avoid)
         with_room = {c.replica_id for c in candidates if c.has_room}
         if pending_request is not None and order and order[0][0] in with_room:
-            self._chosen_at_s[by_id[order[0][0]].replica_id].append(self._get_curr_time_s())
+            self._on_the_way[by_id[order[0][0]].replica_id].prefer(self._get_curr_time_s())
         return [[by_id[name] for name in names] for names in order]
 
     def create_replica_wrapper(self, replica_info: "RunningReplicaInfo") -> RunningReplica:
         """Called by Serve for each replica that it tells of for the first time."""
-        return ReplicaWithRoom(replica_info)
+        replica_id = replica_info.replica_id
+        return ReplicaWithRoom(replica_info, lambda: self._chosen(replica_id))
+
+    def _fulfill_next_pending_request(
+        self, replica: RunningReplica, request_metadata: "RequestMetadata | None" = None
+    ) -> None:
+        """Called by Serve when it has chosen a replica for a request; from now on that counts."""
+        super()._fulfill_next_pending_request(replica, request_metadata)
+        self._on_the_way[replica.replica_id].choose(self._get_curr_time_s())
+        super().on_send_request(replica.replica_id)
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Called by Serve, which counts it from now on."""
-        super().on_send_request(replica_id)
-        if chosen := self._chosen_at_s.get(replica_id):
-            chosen.popleft()
+        """Called by Serve when a request is sent, or a call that goes to all."""
+        if not self._on_the_way[replica_id].send(self._get_curr_time_s()):
+            super().on_send_request(replica_id)
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        """Called by Serve when a replica says whether it takes a request."""
+        self._on_the_way[replica_id].answer()
+        more = self._chosen(replica_id)
+        super().on_new_queue_len_info(replica_id, num_ongoing_requests + more)
+
+    def _chosen(self, replica_id: ReplicaID) -> int:
+        return self._on_the_way[replica_id].chosen(self._get_curr_time_s())
 
     def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
         """Called by Serve when a request has ended that this router sent."""
@@ -111,8 +187,8 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
         super().update_replicas(replicas)
         there = {replica.replica_id for replica in replicas}
         self._sent_at_s = {r: at_s for r, at_s in self._sent_at_s.items() if r in there}
-        for gone in self._chosen_at_s.keys() - there:
-            del self._chosen_at_s[gone]
+        for gone in self._on_the_way.keys() - there:
+            del self._on_the_way[gone]
 
     def _key_of(self, request: GenerateRequest | None) -> int | None:
         if request is None or not self._prefix_caching:
@@ -122,14 +198,12 @@ class AwakeFirstRouter(FIFOMixin, LocalityMixin, RequestRouter):
     def _candidate(self, replica: RunningReplica) -> Candidate:
         now_s = self._get_curr_time_s()
         sent_at_s = self._sent_at_s.get(replica.replica_id, -math.inf)
-        chosen = self._chosen_at_s[replica.replica_id]
-        while chosen and now_s - chosen[0] >= _SENT_WITHIN_S:  # it was cancelled, or went elsewhere
-            chosen.popleft()
         known = self.replica_queue_len_cache.get(replica.replica_id)
+        preferred = self._on_the_way[replica.replica_id].preferred(now_s)
         return Candidate(
             replica_id=replica.replica_id.unique_id,
             report=newest_report(replica.routing_stats, replica.multiplexed_model_ids),
-            in_flight=(known or 0) + len(chosen) if chosen else known,
+            in_flight=(known or 0) + preferred if preferred else known,
             limit=replica.max_ongoing_requests,
             local=self._self_node_id is not None and replica.node_id == self._self_node_id,
             just_sent=now_s - sent_at_s < _NEWS_DUE_S,

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ class FakeReplica:
         self.multiplexed_model_ids: set[str] = set()
         self.routing_stats: dict[str, Any] = {}
         self.queue_len = queue_len
+        self.on_the_way: Callable[[], int] = lambda: 0
         self.version = 0
         self.asked = 0
         self.tell(state)
@@ -44,7 +46,7 @@ class FakeReplica:
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         self.asked += 1
-        return self.queue_len
+        return self.queue_len + self.on_the_way()
 
 
 def pending(name: str, prompt: str = "Hello") -> PendingRequest:
@@ -77,6 +79,8 @@ class Bench:
         else:
             self.router.update_backoff_params(pause_s, 1, pause_s)
         self.router.update_replicas(list(replicas))  # type: ignore[arg-type]
+        for replica in replicas:
+            replica.on_the_way = partial(self.router._chosen, replica.replica_id)
 
     async def _wait(self, attempt: int) -> None:
         self.waits.append(attempt)
@@ -160,6 +164,63 @@ def test_choice_that_came_to_nothing_is_forgotten() -> None:
     run(scenario())
 
 
+def test_one_free_place_is_given_to_one_of_those_that_wait() -> None:
+    """Serve chooses for the next one before it sends the last one, and before the replica knows of it."""
+
+    async def scenario() -> None:
+        a = FakeReplica("a", AWAKE, 7)
+        a.max_ongoing_requests = 8
+        bench = Bench(a, pause_s=3600)
+        bench.router.on_new_queue_len_info(a.replica_id, 7)
+        waiting = [asyncio.create_task(bench.send()) for _ in range(5)]
+        await _settled(bench)
+        assert sum(each.done() for each in waiting) == 1
+        a.queue_len = 8
+        bench.router.on_new_queue_len_info(a.replica_id, 8)
+        await _settled(bench)
+        assert sum(each.done() for each in waiting) == 1
+        a.queue_len = 7
+        bench.router.decrement_queue_len_cache(a.replica_id)
+        await _settled(bench)
+        assert sum(each.done() for each in waiting) == 2
+        for each in waiting:
+            each.cancel()
+
+    run(scenario())
+
+
+def test_answer_of_a_replica_does_not_count_what_is_still_on_the_way() -> None:
+    async def scenario() -> None:
+        a = FakeReplica("a", AWAKE)
+        a.max_ongoing_requests = 8
+        bench = Bench(a)
+        known = bench.router.replica_queue_len_cache
+        for _ in range(3):
+            await bench.send()
+        assert known.get(a.replica_id) == 3
+        bench.router.on_new_queue_len_info(a.replica_id, 1)  # the first one has arrived
+        assert known.get(a.replica_id) == 3
+        bench.now_s += 2  # the others never will
+        bench.router.on_new_queue_len_info(a.replica_id, 1)
+        assert known.get(a.replica_id) == 1
+
+    run(scenario())
+
+
+def test_call_that_goes_to_all_replicas_counts_until_it_ends() -> None:
+    async def scenario() -> None:
+        a = FakeReplica("a", AWAKE)
+        bench = Bench(a)
+        bench.router.on_new_queue_len_info(a.replica_id, 0)
+        await bench.send()
+        bench.router.on_send_request(a.replica_id)
+        assert bench.router.replica_queue_len_cache.get(a.replica_id) == 2
+        bench.router.decrement_queue_len_cache(a.replica_id)
+        assert bench.router.replica_queue_len_cache.get(a.replica_id) == 1
+
+    run(scenario())
+
+
 def test_full_replicas_are_asked_again_with_pauses() -> None:
     """Without `should_backoff` Serve's loop would ask for ever without one."""
 
@@ -173,14 +234,19 @@ def test_full_replicas_are_asked_again_with_pauses() -> None:
     run(scenario())
 
 
-async def _waits_for_room(bench: Bench, requests: int) -> list[asyncio.Task[str]]:
-    """Requests that found all replicas full, in a pause."""
-    waiting = [asyncio.create_task(bench.send()) for _ in range(requests)]
+async def _settled(bench: Bench, pausing: int = 2) -> None:
+    """So many requests pause: as many as Serve has replicas asked for, of one replica, or fewer."""
     async with asyncio.timeout(5):
-        while bench.router.num_routing_tasks_in_backoff < requests:
+        while bench.router.num_routing_tasks_in_backoff < pausing:
             await asyncio.sleep(0)
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def _waits_for_room(bench: Bench, requests: int) -> list[asyncio.Task[str]]:
+    """Requests that found all replicas full, in a pause."""
+    waiting = [asyncio.create_task(bench.send()) for _ in range(requests)]
+    await _settled(bench, requests)
     return waiting
 
 
