@@ -61,6 +61,12 @@ prmt.b32 $3, $4, large, 0x7543;
 )
 _EIGHTS_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r")
 
+# Four bits of a word, where they stand, under the exponent of 1.0.
+_AS_MANTISSA = "lop3.b32 $0, $1, {mask:#x}, 0x3F800000, 0xEA;"
+_AS_MANTISSA_11 = tl.constexpr(_AS_MANTISSA.format(mask=15 << 11))
+_AS_MANTISSA_15 = tl.constexpr(_AS_MANTISSA.format(mask=15 << 15))
+_AS_MANTISSA_19 = tl.constexpr(_AS_MANTISSA.format(mask=15 << 19))
+
 _FROM_FP8 = tl.constexpr(2.0**120)  # between what exponents mean in e4m3 and in float32
 
 
@@ -117,3 +123,30 @@ def floats(values, scale, DTYPE: tl.constexpr, FP8_UNIT: tl.constexpr):
         found = moved.to(tl.float32, bitcast=True) * _FROM_FP8  # subnormal ones, too, are exact
         found = tl.where(size == 0x7F, float("nan"), found)
     return (found * scale).to(DTYPE)
+
+
+@triton.jit
+def as_mantissa(words, PLACE: tl.constexpr):
+    """1 + q * 2**(PLACE - 23) of the four bits q of each word from PLACE on: 11, 15 or 19. In one instruction."""
+    if _PTX:
+        PTX: tl.constexpr = (
+            _AS_MANTISSA_11 if PLACE == 11 else _AS_MANTISSA_15 if PLACE == 15 else _AS_MANTISSA_19
+        )
+        return tl.inline_asm_elementwise(
+            PTX, "=r,r", [words], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return ((words & (15 << PLACE)) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def halves(words, DTYPE: tl.constexpr):
+    """The two 16-bit floats of each word, the lower one first, in float32."""
+    if DTYPE == tl.bfloat16:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return low, high
+    else:
+        low = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+        return low, high

@@ -22,13 +22,13 @@ from rich.table import Table
 from torch import Tensor
 
 from actors.quantization import pairs, single_row
-from actors.quantization.kernels import TILES, Tile, dequantised, fused, has_fp8, is_single_row
-from actors.quantization.scheme import Scheme
+from actors.quantization.kernels import TILES, Tile, dequantised, fused, has_fp8
+from actors.quantization.scheme import Kind, Scheme
 
 LAYERS = 28
 # Output and input channels: queries, keys and values; output; gate and up; down.
 SHAPES = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944))
-SCHEMES = {
+SCHEMES: dict[Kind, Scheme] = {
     "int4": Scheme("int4", 128),
     "fp8": Scheme("fp8", 128, 128),
     "int8": Scheme("int8", 128),
@@ -37,7 +37,7 @@ ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _REPEAT_MS = 12
 
 
-def candidates(kind: str) -> list[Tile]:
+def candidates(kind: Kind) -> list[Tile]:
     """Those in use, and others near them."""
     channels = (128,) if kind == "int4" else (64, 128)
     made = [
@@ -65,6 +65,20 @@ def candidates(kind: str) -> list[Tile]:
     return list(dict.fromkeys([tile for _, tile in TILES[SCHEMES[kind].kind]] + made))
 
 
+def turns(kind: Kind) -> list[single_row.Turn]:
+    """Of `single_row`: the one in use, and of 4 bits others near it."""
+    in_use = single_row.TURNS[kind]
+    if kind != "int4":
+        return [in_use]
+    made = [
+        single_row.Turn(channels, blocks, warps, stages)
+        for channels, (blocks, warps), stages in itertools.product(
+            (4, 8), ((8, 1), (4, 1), (16, 2), (8, 2), (32, 4), (16, 4)), (2, 3, 4)
+        )
+    ]
+    return list(dict.fromkeys([in_use, *made]))
+
+
 def quantised(scheme: Scheme, K: int, N: int) -> tuple[Tensor, Tensor]:
     """Any weight and scales."""
     weight = torch.randint(0, 120, scheme.weight_shape(K, N), dtype=torch.uint8, device="cuda")
@@ -89,7 +103,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def measure(
-    kind: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int], end_s: float
+    kind: Kind, shapes: Sequence[tuple[int, int]], rows: Sequence[int], end_s: float
 ) -> list[dict[str, Any]]:
     """One row for each number of rows and shape, until `end_s` of the monotonic clock."""
     scheme = SCHEMES[kind]
@@ -115,11 +129,14 @@ def measure(
                     "pairs_ms": milliseconds(partial(pairs.product, x, weight, scales, scheme))
                     if pairs.fit(scheme, N, K, x.dtype)
                     else math.inf,
-                    "single_row_ms": milliseconds(
-                        partial(single_row.product, x, weight, scales, scheme, has_fp8(x.device))
-                    )
-                    if is_single_row(x, scheme)
-                    else math.inf,
+                    "single_row_ms": {
+                        json.dumps(vars_of(turn)): milliseconds(
+                            partial(single_row.product, *parts, has_fp8(x.device), turn)
+                        )
+                        for turn in (
+                            turns(scheme.kind) if M == 1 and single_row.fit(scheme, K) else ()
+                        )
+                    },
                     "fused_ms": {
                         json.dumps(vars_of(tile)): milliseconds(partial(fused, *parts, tile))
                         for tile in fitting
@@ -129,20 +146,25 @@ def measure(
     return found
 
 
-def vars_of(tile: Tile) -> dict[str, int]:
-    return {name: getattr(tile, name) for name in Tile.__slots__}
+def vars_of(way: Tile | single_row.Turn) -> dict[str, int]:
+    return {name: getattr(way, name) for name in way.__slots__}
+
+
+def best_of(ways: dict[str, float]) -> tuple[str, str]:
+    """The fastest one's microseconds, and its numbers; neither where there is none."""
+    best = min(ways, key=lambda way: ways[way], default=None)
+    if best is None:
+        return "", ""
+    return f"{1e3 * ways[best]:.1f}", " ".join(map(str, map(int, json.loads(best).values())))
 
 
 def show(found: Sequence[dict[str, Any]], console: Console) -> None:
     """The best way of each, and the sums over the projections of all layers."""
     table = Table(
-        *("kind", "rows", "projection", "bf16 us", "written us", "pairs us", "single us"),
-        *("best fused us", "tile"),
+        *("kind", "rows", "projection", "bf16 us", "written us", "pairs us"),
+        *("best single us", "turn", "best fused us", "tile"),
     )
     for row in found:
-        best = min(row["fused_ms"], key=row["fused_ms"].get, default=None)
-        tile = "" if best is None else " ".join(map(str, map(int, json.loads(best).values())))
-        fused_us = "" if best is None else f"{1e3 * row['fused_ms'][best]:.1f}"
         table.add_row(
             row["kind"],
             str(row["M"]),
@@ -150,9 +172,8 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
             f"{1e3 * row['bf16_ms']:.1f}",
             f"{1e3 * row['dequantised_ms']:.1f}",
             f"{1e3 * row['pairs_ms']:.1f}",
-            f"{1e3 * row['single_row_ms']:.1f}",
-            fused_us,
-            tile,
+            *best_of(row["single_row_ms"]),
+            *best_of(row["fused_ms"]),
         )
     console.print(table)
     sums = Table("kind", "rows", f"bf16 ms, {LAYERS} layers", "quantised ms", "times as fast")
@@ -163,7 +184,7 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
             min(
                 row["dequantised_ms"],
                 row["pairs_ms"],
-                row["single_row_ms"],
+                *row["single_row_ms"].values(),
                 *row["fused_ms"].values(),
             )
             for row in mine
