@@ -85,8 +85,8 @@ class SharingConfig(BaseModel):
     max_wait_s: float = Field(
         default=30.0,
         gt=0,
-        description="Seconds that a wake waits for room; then its requests get 503. After a twentieth of them "
-        "busy models that `preempt: freeze` have to make room, too, after a quarter all.",
+        description="Seconds that a wake waits for room; then its requests get 503. After a quarter of them "
+        "busy models have to make room, too, and those that `preempt: freeze` after 0.1 s.",
     )
     preempt: Preempt = Field(
         default=Preempt.DRAIN,

@@ -3,8 +3,8 @@
 Who asks gets what is free. Otherwise models that are awake give back what they do not use of their KV caches, idle
 ones first. Only where that is not enough, idle models sleep: of the lowest priority first, longest idle first,
 weighted by what their wake costs. Then sleepers sleep deep, which takes half a second each, and as long to wake from;
-seconds where their process ends for it, or several do it at once. Busy ones follow after a part of the time that the
-one who asks may wait: a twentieth where they are frozen, which recent sleepers are spared for, a quarter where not.
+seconds where their process ends for it, or several do it at once. Busy ones follow after a tenth of a second where
+they are frozen, which recent sleepers are spared for, and where not after a quarter of the time that who asks may wait.
 No pinned model sleeps for others, none before its `min_awake_s`, and none before each request that it was woken for
 has had a token. Nobody is asked for anything unless all that are asked make enough room.
 

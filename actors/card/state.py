@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from actors.card.config import Preempt, Terms
 
-# Of `max_wait_s`: from then on busy models make room, those that are frozen for a first token, and all others.
-FREEZE_AFTER = 0.05
+# From then on busy models make room: those that can be frozen, for a first token; and of `max_wait_s` all others. An
+# idle one that is about to settle, or an answer that is about to end, may make it cheaper.
+FREEZE_AFTER_S = 0.1
 BUSY_AFTER = 0.25
 FIRST_AFTER = 0.5  # of `max_wait_s`: from then on before all priorities
 
@@ -120,9 +121,10 @@ class Ask:
         Args:
             resumes: who asks was frozen in the middle itself.
         """
-        is_quick = preempt is Preempt.FREEZE and not resumes
-        after = FREEZE_AFTER if is_quick else BUSY_AFTER
-        return self.asked_s + after * self.patience_s
+        after_s = BUSY_AFTER * self.patience_s
+        if preempt is Preempt.FREEZE and not resumes:
+            after_s = min(after_s, FREEZE_AFTER_S)
+        return self.asked_s + after_s
 
     @property
     def first_from_s(self) -> float:

@@ -133,7 +133,7 @@ models() {  # NAME SHAPE COUNT: checkpoints with weights of their own, where the
 		source: {id: $base-$number}
 		engine: {device: ${DEVICE:-cuda}, max_model_len: 4096, num_blocks: 1024, max_requests_per_batch: 64, use_torch_compile: false}
 		sleep: {idle_timeout_s: null}
-		sharing: ${SHARING:-{min_awake_s: 0.3, max_wait_s: 8, preempt: freeze\}}
+		sharing: ${SHARING:-{min_awake_s: 0.5, preempt: freeze\}}
 		image: {compression: "${COMPRESSION:-off}"}
 		num_cpus: 0.1
 		YAML

@@ -127,7 +127,7 @@ def waits(replica: Replica) -> float:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy models make room after milliseconds, so that no answer has to take seconds."""
-    for share in ("FREEZE_AFTER", "BUSY_AFTER"):
+    for share in ("FREEZE_AFTER_S", "BUSY_AFTER"):
         monkeypatch.setattr(f"actors.card.state.{share}", 0.001)
 
 

@@ -21,7 +21,7 @@ from serve_app.bench.many.trace import SAMPLE, Arrival, cut, deal, read_trace
 from tests.simulation.card import GIB, LARGE, SMALL, Asked, Costs, Node
 
 # Of docs/results/measure.sh.
-_TERMS = Terms(min_awake_s=0.3, max_wait_s=8.0, preempt=Preempt.FREEZE)
+_TERMS = Terms(min_awake_s=0.5, preempt=Preempt.FREEZE)
 _LENGTH = 4096
 # Aegaeon's question: of models asked 0.1 times a second each, how many can one card serve so, 90 % of the requests?
 TTFT_S = 10.0

@@ -346,10 +346,15 @@ def test_busy_models_make_room_after_a_quarter_of_the_wait() -> None:
     assert (evict.tenant, evict.mode, evict.cause) == ("a", SleepMode.WAIT, Cause.BUSY)
 
 
-def test_models_that_are_frozen_make_room_after_a_twentieth_of_the_wait() -> None:
+@pytest.mark.parametrize(("patience_s", "after_s"), [(20.0, 0.1), (1e6, 0.1), (0.2, 0.05)])
+def test_models_that_can_be_frozen_make_room_at_once_but_for_a_moment(
+    patience_s: float, after_s: float
+) -> None:
     full = card(awake("a", 100, busy=True, terms=Terms(preempt=Preempt.FREEZE)))
-    assert evicted(plan(full, ask(waited_s=0.9), NOW_S)) == []
-    assert evicted(plan(full, ask(waited_s=1.0), NOW_S)) == ["a"]
+    for waited_s, asked in ((0.9 * after_s, []), (1.1 * after_s, ["a"])):
+        ends_s = NOW_S - waited_s + patience_s
+        outcome = plan(full, ask(waited_s=waited_s, limit_s=ends_s), NOW_S)
+        assert evicted(outcome) == asked
 
 
 @pytest.mark.parametrize(
