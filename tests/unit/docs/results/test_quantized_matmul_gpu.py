@@ -15,7 +15,7 @@ def test_small_shapes_are_measured_and_shown() -> None:
     for kind in SCHEMES:
         found = measure(kind, [(512, 512)], [1, 64], time.monotonic() + 60)
         assert [row["M"] for row in found] == [1, 64]
-        assert all(row["bf16_ms"] > 0 and row["dequantised_ms"] > 0 for row in found)
+        assert all(row["bf16_ms"] > 0 and min(row["dequantised_ms"].values()) > 0 for row in found)
         assert all(row["fused_ms"] for row in found)
     console = Console(width=140, record=True)
     show(found, console)
