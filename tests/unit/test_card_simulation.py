@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.card.config import Preempt, Terms
+from actors.card.state import FREEZE_AFTER_S
 from serve_app.bench.many.requests import Planned
 from tests.simulation import capacity
 from tests.simulation.card import SMALL, Clock, Node, Shared
@@ -89,7 +90,7 @@ def test_busy_model_freezes_for_who_has_waited_and_loses_no_request() -> None:
     long, short = found.asked
     assert found.frozen == 1
     assert found.wakes == 3
-    assert 0.05 * FREEZE.max_wait_s < short.ttft_s < 1.0
+    assert FREEZE_AFTER_S < short.ttft_s < 1.0
     assert long.tokens == 2000
     assert not long.refused
 
