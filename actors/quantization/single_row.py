@@ -82,8 +82,16 @@ def product(
     x = x.contiguous()
     K, N = x.size(1), len(weight)
     out = torch.empty((1, N), dtype=x.dtype, device=x.device)
-    one_scale, whole = scheme.group >= K, K % (turn.blocks * BLOCK) == 0
     grid = (cdiv(N, turn.channels),)
+    shape = {
+        "ONE_SCALE": scheme.group >= K,
+        "WHOLE": K % (turn.blocks * BLOCK) == 0,
+        "CHANNELS": turn.channels,
+        "BLOCKS": turn.blocks,
+        "BLOCK": BLOCK,
+        "STAGES": turn.stages,
+        "num_warps": turn.warps,
+    }
     if scheme.kind == "int4":
         _product_int4[grid](
             x,
@@ -96,32 +104,20 @@ def product(
             weight.size(1) // _WORD,
             max(1, scheme.group // BLOCK),
             ZEROS=zeros is not None,
-            ONE_SCALE=one_scale,
-            WHOLE=whole,
-            CHANNELS=turn.channels,
-            BLOCKS=turn.blocks,
-            BLOCK=BLOCK,
-            STAGES=turn.stages,
-            num_warps=turn.warps,
+            **shape,
         )
-        return out
-    _product[grid](
-        x,
-        weight.view(torch.uint8),
-        scales,
-        out,
-        N,
-        K,
-        scheme.rows,
-        ONE_SCALE=one_scale,
-        WHOLE=whole,
-        FP8_UNIT=converts_fp8,
-        CHANNELS=turn.channels,
-        BLOCKS=turn.blocks,
-        BLOCK=BLOCK,
-        STAGES=turn.stages,
-        num_warps=turn.warps,
-    )
+    else:
+        _product[grid](
+            x,
+            weight.view(torch.uint8),
+            scales,
+            out,
+            N,
+            K,
+            scheme.rows,
+            FP8_UNIT=converts_fp8,
+            **shape,
+        )
     return out
 
 
