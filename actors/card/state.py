@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from actors.card.config import Preempt, Terms
 
-# From then on busy models make room: those that can be frozen, for a first token; and of `max_wait_s` all others. An
-# idle one that is about to settle, or an answer that is about to end, may make it cheaper.
+# Who wants a first token has busy models frozen then: who was about to be idle need not be.
 FREEZE_AFTER_S = 0.1
-BUSY_AFTER = 0.25
+BUSY_AFTER = (
+    0.25  # of `max_wait_s`: from then on all busy models make room, also for what was frozen
+)
 FIRST_AFTER = 0.5  # of `max_wait_s`: from then on before all priorities
 
 

@@ -53,9 +53,9 @@ TURNS: dict[Kind, Turn] = {
 
 def fit(scheme: Scheme, K: int) -> bool:
     """Whether `product` takes such a weight: with a scale for whole blocks, or for all input channels."""
+    if scheme.kind == "int4":  # or the blocks of its layout are smaller
+        return K % BLOCK == 0 and scheme.group % BLOCK == 0
     one_scale = scheme.group >= K
-    if scheme.kind == "int4":
-        return K % BLOCK == 0 and (one_scale or scheme.group % BLOCK == 0)
     return (
         scheme.kind == "fp8"
         and (one_scale or (scheme.group == BLOCK and scheme.rows % TURNS["fp8"].channels == 0))

@@ -40,7 +40,7 @@ def test_products_with_weights_that_are_not_rounded(K: int, N: int, dtype: torch
         assert fit(scheme, K)
         case = make_case(scheme, K, N, torch.float32)
         x = inputs(1, K, dtype)
-        check(product(x, case.weight, case.scales, None, scheme, CONVERTS), x, case)
+        check(product(*case.of(x), CONVERTS), x, case)
 
 
 def int4_schemes_of(K: int) -> list[Scheme]:
@@ -73,7 +73,7 @@ def test_products_with_weights_of_4_bits(K: int, N: int, dtype: torch.dtype) -> 
         assert fit(scheme, K)
         case = make_case(scheme, K, N, torch.float32)
         x = inputs(1, K, dtype)
-        y = product(x, case.weight, case.scales, case.zeros, scheme, CONVERTS)
+        y = product(*case.of(x), CONVERTS)
         check(y, x, case, int4_slack(x, case))
 
 
@@ -88,7 +88,7 @@ def test_every_value_of_4_bits_at_every_place() -> None:
     for channel in range(K):
         x = torch.zeros((1, K), dtype=torch.float16, device=DEVICE)
         x[0, channel] = 1
-        y = product(x, case.weight, case.scales, None, scheme, CONVERTS)
+        y = product(*case.of(x), CONVERTS)
         assert y.tolist() == [[(n - 8) / 2 for n in range(16)]]
 
 
@@ -102,7 +102,7 @@ def test_every_code() -> None:
     case = on_device(Scheme("fp8", 16), weight, scales, None, weight.float() * scales.T)
     x = torch.zeros((1, 16), dtype=torch.float16, device=DEVICE)
     x[0, 5] = 1
-    y = product(x, case.weight, case.scales, None, case.scheme, CONVERTS)[0]
+    y = product(*case.of(x), CONVERTS)[0]
     assert torch.equal(y.isnan().nonzero().flatten().cpu(), torch.tensor([0x7F, 0xFF]))
     there = ~y.isnan()
     assert torch.equal(y[there], case.dequantised[:, 5].half()[there])
@@ -117,6 +117,7 @@ def test_what_does_not_fit() -> None:
     assert not fit(Scheme("int8", 256), 256)
     assert not fit(Scheme("int4", 64), 256)
     assert not fit(Scheme("int4", 192), 192)
+    assert not fit(Scheme("int4", 160), 128)  # its layout has blocks of 32
 
 
 def test_one_row_only_and_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +167,8 @@ def test_real_sizes_of_4_bits_also_in_a_graph(N: int, K: int) -> None:
         case = make_case(scheme, K, N, torch.float32)
         x = inputs(1, K, torch.bfloat16)
 
-        def work(place: torch.Tensor, case: Case = case, scheme: Scheme = scheme) -> torch.Tensor:
-            return product(place, case.weight, case.scales, case.zeros, scheme, CONVERTS)
+        def work(place: torch.Tensor, case: Case = case) -> torch.Tensor:
+            return product(*case.of(place), CONVERTS)
 
         y = work(x)
         check(y, x, case, int4_slack(x, case))
