@@ -1,11 +1,11 @@
-"""Products with quantised weights on a card: `matmul` chooses between four ways, by the rows.
+"""Products with quantised weights on a card: `matmul` chooses between five ways, by the rows.
 
 `fused` dequantises tiles of the weight on the way to the tensor cores: it reads the fewest bytes, and
 dequantises anew for each tile of rows. `dequantised` writes the weight out, some of its rows at a time, for torch's
 own product: more bytes, which many rows are worth. For numbers of rows between them, of FP8, there is `pairs`; for one
-row of FP8 there is `single_row`.
+row of FP8 there is `single_row`, for up to eight of 4 bits `few_rows`.
 
-Each weight is what the reference makes of it, to the bit; in the last two it is not even rounded. Sums are taken in an
+Each weight is what the reference makes of it, to the bit; in the last three it is not even rounded. Sums are taken in an
 order that depends on shapes alone: the same bits each time, whatever else is in the batch. A program adds up a share
 of the input channels; where there are several shares, a second kernel adds those.
 
@@ -27,18 +27,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.quantization import pairs, single_row
+from actors.quantization import few_rows, pairs, single_row
 from actors.quantization.operators import operator
 from actors.quantization.routing import most_tiles, tile_rows
 from actors.quantization.scheme import WRITTEN_BYTES, Kind, Scheme
+from actors.quantization.shares import joined, shares
 from actors.quantization.unpacking import eights, floats, fours
 from actors.rounding import cdiv, round_up
 
 _MAX_CHANNELS = 128
-_MAX_SHARES = 16
-_MIN_TURNS = 2  # of a share; fewer are not worth the sum
 _WRITTEN_TILE = 64 * 128  # weights
-_JOINED = 256  # outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +85,6 @@ TILES: dict[Kind, tuple[tuple[int, Tile], ...]] = {
 _TURNED = Tile(256, 128, 128, warps=8, stages=3, programs=1, turned=True)
 _TURNED_ABOVE = 128  # rows
 _TURNED_UP_TO: dict[Kind, int] = {"int4": 1024, "fp8": 320}
-# Of those that `single_row` takes; that of int4 was not measured on a card yet.
-_SINGLE_ROWS: tuple[Kind, ...] = ("fp8",)
 # Likewise. Few rows want the shares that `fused` makes of many input channels.
 PAIRS_FROM, _WIDE_PAIRS_FROM, PAIRS_UP_TO = 65, 64, 768
 
@@ -144,7 +140,9 @@ def _quantized_matmul(
 ) -> Tensor:
     scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
     if is_single_row(x, scheme):
-        return single_row.product(x, weight, scales, zeros, scheme, has_fp8(x.device))
+        return single_row.product(x, weight, scales, scheme, has_fp8(x.device))
+    if is_few_rows(x, scheme):
+        return few_rows.product(x, weight, scales, zeros, scheme)
     if in_pairs(x, weight, scheme):
         return pairs.product(x, weight, scales, scheme)
     tile = variant(x, scheme)
@@ -160,12 +158,18 @@ def is_single_row(x: Tensor, scheme: Scheme) -> bool:
 
 def takes_single_rows(scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether such a weight is multiplied without tensor cores there, by one row."""
-    return (
-        scheme.kind in _SINGLE_ROWS
-        and dtype != torch.float32
-        and single_row.fit(scheme, K)
-        and has_fp8(device)
-    )
+    return dtype != torch.float32 and single_row.fit(scheme, K) and has_fp8(device)
+
+
+def is_few_rows(x: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` computes rows `x` [M, K] by `few_rows`. On a card that is no H100 or H200, it is not known to pay."""
+    M, K = x.shape
+    return M <= few_rows.MOST_ROWS and takes_few_rows(scheme, K, x.dtype, x.device)
+
+
+def takes_few_rows(scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether such a weight is multiplied so there, by a few rows."""
+    return is_hopper(device) and dtype != torch.float32 and few_rows.fit(scheme, K)
 
 
 def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
@@ -198,20 +202,13 @@ def fused(
     x = x.contiguous()
     (M, K), N = x.shape, len(weight)
     BK = scheme.channels(K, tile.channels)
-    turns = K // BK
     places = cdiv(M, tile.rows) * cdiv(N, tile.columns)
-    wanted = tile.programs * _multiprocessors(x.device) // places
-    share = cdiv(turns, max(1, min(wanted, turns // _MIN_TURNS, _MAX_SHARES)))
-    S = cdiv(turns, share)
+    share, S = shares(K // BK, places, tile.programs, x.device)
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
     sums = out if S == 1 else torch.empty((S, M, N), dtype=torch.float32, device=x.device)
     grid = cdiv(M, tile.rows), cdiv(N, tile.columns), S
     _launch(grid, x, None, weight, scales, zeros, sums, share, scheme, tile)
-    if S > 1:
-        _join[(cdiv(M * N, _JOINED),)](
-            sums, out, M * N, S, MOST=_MAX_SHARES, BLOCK=_JOINED, num_warps=4
-        )
-    return out
+    return joined(sums, out)
 
 
 def matmul_of_experts(
@@ -375,13 +372,6 @@ def _written(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # Triton's interpreter
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@cache
 def is_hopper(device: torch.device) -> bool:
     """Whether the device has compute capability 9.0."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -503,17 +493,6 @@ def _parts(data, first, n, N, BITS: tl.constexpr):
         word = tl.load(words, mask=here, other=0)
         found |= (word >> (BITS * place)) & ((1 << BITS) - 1)
     return found
-
-
-@triton.jit(do_not_specialize=["S"])
-def _join(sums, out, size, S, MOST: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up the shares' sums [S, size], in a fixed order."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    share = tl.arange(0, MOST)
-    there = (share < S)[:, None] & (at < size)[None, :]
-    place = share.to(tl.int64)[:, None] * size + at[None, :]
-    found = tl.sum(tl.load(sums + place, mask=there, other=0.0), 0)
-    tl.store(out + at, found.to(out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit(do_not_specialize=["first", "end", "per_group", "rows"])

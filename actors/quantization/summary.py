@@ -19,7 +19,7 @@ def summary(model: nn.Module, device: torch.device) -> str | None:
     text = ", ".join(f"{count} of {kind}" for kind, count in told.most_common())
     if device.type == "cpu":
         return f"quantised weights: {text}; written out for each product"
-    from actors.quantization import kernels  # Triton is there where a GPU is
+    from actors.quantization import few_rows, kernels  # Triton is there where a GPU is
 
     kinds = sorted({each.scheme.kind for each in weights})
     most = {kind: kernels.tiles(kind, kernels.is_hopper(device))[-1][0] for kind in kinds}
@@ -32,14 +32,18 @@ def summary(model: nn.Module, device: torch.device) -> str | None:
         kernels.takes_single_rows(each.scheme, each.in_features, each.dtype, device)
         for each in linear
     ):
-        apart.append("one row without tensor cores")
+        apart.append("of fp8 one row without tensor cores")
     if any(
         kernels.takes_pairs(each.scheme, each.out_features, each.in_features, each.dtype, device)
         for each in linear
     ):
-        apart.append(f"pairs from {kernels.PAIRS_FROM} to {kernels.PAIRS_UP_TO}")
+        apart.append(f"of fp8 pairs from {kernels.PAIRS_FROM} to {kernels.PAIRS_UP_TO}")
+    if any(
+        kernels.takes_few_rows(each.scheme, each.in_features, each.dtype, device) for each in linear
+    ):
+        apart.append(f"of int4 up to {few_rows.MOST_ROWS} with weights that are not rounded")
     if apart:
-        ways += f", but of FP8 {' and '.join(apart)}"
+        ways += f", but {' and '.join(apart)}"
     return f"quantised weights: {text}; {ways}, written out for more"
 
 

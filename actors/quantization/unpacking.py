@@ -61,11 +61,18 @@ prmt.b32 $3, $4, large, 0x7543;
 )
 _EIGHTS_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r")
 
-# Four bits of a word, where they stand, under the exponent of 1.0.
-_AS_MANTISSA = "lop3.b32 $0, $1, {mask:#x}, 0x3F800000, 0xEA;"
-_AS_MANTISSA_11 = tl.constexpr(_AS_MANTISSA.format(mask=15 << 11))
-_AS_MANTISSA_15 = tl.constexpr(_AS_MANTISSA.format(mask=15 << 15))
-_AS_MANTISSA_19 = tl.constexpr(_AS_MANTISSA.format(mask=15 << 19))
+# The low halves of four bytes, or their high ones, as the last bits of two pairs of floats.
+_RAISED = """{{
+.reg .b32 a;
+shr.u32 a, $2, {place};
+and.b32 a, a, 0x0F0F0F0F;
+prmt.b32 $0, a, {large}, 0x4140;
+prmt.b32 $1, a, {large}, 0x4342;
+}}"""
+_RAISED_BFLOATS = tl.constexpr(_RAISED.format(place=0, large="0x43"))  # 128.0
+_RAISED_BFLOATS_HIGH = tl.constexpr(_RAISED.format(place=4, large="0x43"))
+_RAISED_HALFS = tl.constexpr(_RAISED.format(place=0, large="0x64"))  # 1024.0
+_RAISED_HALFS_HIGH = tl.constexpr(_RAISED.format(place=4, large="0x64"))
 
 _FROM_FP8 = tl.constexpr(2.0**120)  # between what exponents mean in e4m3 and in float32
 
@@ -126,27 +133,27 @@ def floats(values, scale, DTYPE: tl.constexpr, FP8_UNIT: tl.constexpr):
 
 
 @triton.jit
-def as_mantissa(words, PLACE: tl.constexpr):
-    """1 + q * 2**(PLACE - 23) of the four bits q of each word from PLACE on: 11, 15 or 19. In one instruction."""
-    if _PTX:
-        PTX: tl.constexpr = (
-            _AS_MANTISSA_11 if PLACE == 11 else _AS_MANTISSA_15 if PLACE == 15 else _AS_MANTISSA_19
-        )
+def raised(values, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """The low halves of the bytes, or their high ones, each plus `base`.
+
+    Of one operand and with one result, this can be done to bytes that lie as tensor cores want the floats.
+    """
+    if _PTX and DTYPE == tl.bfloat16:
+        OF_BFLOATS: tl.constexpr = _RAISED_BFLOATS_HIGH if HIGH else _RAISED_BFLOATS
         return tl.inline_asm_elementwise(
-            PTX, "=r,r", [words], dtype=tl.float32, is_pure=True, pack=1
+            OF_BFLOATS, "=&r,=&r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    elif _PTX:
+        OF_HALFS: tl.constexpr = _RAISED_HALFS_HIGH if HIGH else _RAISED_HALFS
+        return tl.inline_asm_elementwise(
+            OF_HALFS, "=&r,=&r,r", [values], dtype=tl.float16, is_pure=True, pack=4
         )
     else:
-        return ((words & (15 << PLACE)) | 0x3F800000).to(tl.float32, bitcast=True)
+        half = values >> 4 if HIGH else values & 15
+        return (half.to(tl.float32) + base(DTYPE)).to(DTYPE)
 
 
 @triton.jit
-def halves(words, DTYPE: tl.constexpr):
-    """The two 16-bit floats of each word, the lower one first, in float32."""
-    if DTYPE == tl.bfloat16:
-        low = (words << 16).to(tl.float32, bitcast=True)
-        high = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
-        return low, high
-    else:
-        low = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
-        return low, high
+def base(DTYPE: tl.constexpr):
+    """What `raised` adds: the float whose last bit is 1."""
+    return 128.0 if DTYPE == tl.bfloat16 else 1024.0

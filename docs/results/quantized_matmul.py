@@ -1,7 +1,8 @@
 """What products with quantised weights take beside bfloat16's, by rows: `python -m docs.results.quantized_matmul`.
 
 For each kind, and each projection of the 7B shape as it is merged there: torch's product of plain weights, `fused`
-with each of some tiles, `dequantised`, and of FP8 `pairs` and `single_row`. The last table says what `matmul` would
+with each of some tiles, `dequantised`, and of FP8 `pairs` and
+`single_row`, of 4 bits `few_rows`. The last table says what `matmul` would
 choose at best, and what the projections of all layers take then: what TILES in actors/quantization/kernels.py is made from.
 """
 
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from actors.quantization import kernels, pairs, single_row
+from actors.quantization import few_rows, kernels, pairs, single_row
 from actors.quantization.kernels import TILES, Tile, dequantised, fused, has_fp8
 from actors.quantization.scheme import WRITTEN_BYTES, Kind, Scheme
 
@@ -68,18 +69,15 @@ def candidates(kind: Kind) -> list[Tile]:
     return list(dict.fromkeys([tile for _, tile in TILES[SCHEMES[kind].kind]] + made))
 
 
-def turns(kind: Kind) -> list[single_row.Turn]:
-    """Of `single_row`: the one in use, and of 4 bits others near it."""
-    in_use = single_row.TURNS[kind]
-    if kind != "int4":
-        return [in_use]
+def turns() -> list[few_rows.Turn]:
+    """The one in use, and others near it."""
     made = [
-        single_row.Turn(channels, blocks, warps, stages)
-        for channels, (blocks, warps), stages in itertools.product(
-            (4, 8), ((8, 1), (4, 1), (16, 2), (8, 2), (32, 4), (16, 4)), (2, 3, 4)
+        few_rows.Turn(channels, warps, stages, programs)
+        for (channels, warps), stages, programs in itertools.product(
+            ((128, 4), (64, 2), (32, 1), (256, 8)), (3, 4, 5), (1, 2, 4, 8)
         )
     ]
-    return list(dict.fromkeys([in_use, *made]))
+    return list(dict.fromkeys([few_rows.TURN, *made]))
 
 
 def quantised(scheme: Scheme, K: int, N: int) -> tuple[Tensor, Tensor]:
@@ -143,13 +141,17 @@ def measure(
                     "pairs_ms": milliseconds(partial(pairs.product, x, weight, scales, scheme))
                     if pairs.fit(scheme, N, K, x.dtype)
                     else math.inf,
-                    "single_row_ms": {
+                    "single_row_ms": milliseconds(
+                        partial(single_row.product, x, weight, scales, scheme, has_fp8(x.device))
+                    )
+                    if M == 1 and single_row.fit(scheme, K)
+                    else math.inf,
+                    "few_rows_ms": {
                         json.dumps(vars_of(turn)): milliseconds(
-                            partial(single_row.product, *parts, has_fp8(x.device), turn)
+                            partial(few_rows.product, *parts, turn)
                         )
-                        for turn in (
-                            turns(scheme.kind) if M == 1 and single_row.fit(scheme, K) else ()
-                        )
+                        for turn in turns()
+                        if few_rows.MOST_ROWS >= M and few_rows.fit(scheme, K)
                     },
                     "fused_ms": {
                         json.dumps(vars_of(tile)): milliseconds(partial(fused, *parts, tile))
@@ -160,7 +162,7 @@ def measure(
     return found
 
 
-def vars_of(way: Tile | single_row.Turn) -> dict[str, int]:
+def vars_of(way: Tile | few_rows.Turn) -> dict[str, int]:
     return {name: getattr(way, name) for name in way.__slots__}
 
 
@@ -176,7 +178,7 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
     """The best way of each, and the sums over the projections of all layers."""
     table = Table(
         *("kind", "rows", "projection", "bf16 us", "best written us", "MiB", "pairs us"),
-        *("best single us", "turn", "best fused us", "tile"),
+        *("single us", "best few us", "turn", "best fused us", "tile"),
     )
     for row in found:
         table.add_row(
@@ -186,7 +188,8 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
             f"{1e3 * row['bf16_ms']:.1f}",
             *best_of(row["dequantised_ms"]),
             f"{1e3 * row['pairs_ms']:.1f}",
-            *best_of(row["single_row_ms"]),
+            f"{1e3 * row['single_row_ms']:.1f}",
+            *best_of(row["few_rows_ms"]),
             *best_of(row["fused_ms"]),
         )
     console.print(table)
@@ -198,7 +201,8 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
             min(
                 *row["dequantised_ms"].values(),
                 row["pairs_ms"],
-                *row["single_row_ms"].values(),
+                row["single_row_ms"],
+                *row["few_rows_ms"].values(),
                 *row["fused_ms"].values(),
             )
             for row in mine

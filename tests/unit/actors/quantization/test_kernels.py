@@ -29,12 +29,14 @@ ROWS = (1, 3, 16, 17, 33, 64, 65, 200)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", schemes(256), ids=str)
 def test_any_number_of_rows(scheme: Scheme, dtype: torch.dtype) -> None:
-    from actors.quantization.kernels import is_single_row, matmul
+    from actors.quantization.kernels import is_few_rows, is_single_row, matmul
 
     case = make_case(scheme, 256, 72, dtype)
     for M in ROWS:
         x = inputs(M, 256, dtype)
-        if not is_single_row(x, scheme):  # test_single_row.py compares those
+        if not (
+            is_single_row(x, scheme) or is_few_rows(x, scheme)
+        ):  # these have tests of their own
             check(matmul(*case.of(x)), x, case)
 
 
@@ -115,12 +117,12 @@ def test_a_weight_that_is_written_out_in_parts(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_shares_of_the_input_channels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some with fewer turns than others, on a device with room for all."""
-    from actors.quantization import kernels
+    from actors.quantization import kernels, shares
 
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 100)
+    monkeypatch.setattr(shares, "_multiprocessors", lambda device: 100)
     for K in (256, 9 * 128, 37 * 128):
         case = make_case(Scheme(kind, 128), K, 40, torch.float16)
-        x = inputs(3, K, torch.float16)
+        x = inputs(11, K, torch.float16)
         check(kernels.matmul(*case.of(x)), x, case)
 
 
@@ -128,10 +130,10 @@ def test_shares_of_the_input_channels(kind: str, monkeypatch: pytest.MonkeyPatch
 def test_a_row_is_the_same_whatever_is_beside_it(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actors.quantization import kernels
+    from actors.quantization import kernels, shares
 
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
-    case = make_case(Scheme(kind, 128), 512, 72, torch.float16)
+    monkeypatch.setattr(shares, "_multiprocessors", lambda device: 4)
+    case = make_case(Scheme(kind, 64), 512, 72, torch.float16)  # not one of `few_rows`
     many = inputs(16, 512, torch.float16)
     if not CARD:  # numpy adds in an order that depends on a row's place: its sums have to be exact
         many = (2 * many).round().clamp(-4, 4)

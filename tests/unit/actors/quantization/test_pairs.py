@@ -118,7 +118,7 @@ def test_pairs_are_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
     monkeypatch.setattr(kernels, "has_fp8", lambda device: False)
-    for dtype, told in ((torch.bfloat16, ", but of FP8 pairs from 65 to 768"), (torch.float16, "")):
+    for dtype, told in ((torch.bfloat16, ", but of fp8 pairs from 65 to 768"), (torch.float16, "")):
         with torch.device("meta"):
             model = QuantizedLinear(512, 384, False, BLOCKS, dtype)
         text = summary(model, torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""The product of one row with a weight of FP8 or 4 bits: on a card, or interpreted where Triton is installed (TRITON_INTERPRET=1)."""
+"""The product of one row with an FP8 weight: on a card, or interpreted where Triton is installed (TRITON_INTERPRET=1)."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from tests.unit.actors.quantization.cases import (
     DTYPES,
     OF_CARD,
     RUNS_KERNELS,
-    Case,
     check,
     inputs,
     make_case,
@@ -40,56 +39,7 @@ def test_products_with_weights_that_are_not_rounded(K: int, N: int, dtype: torch
         assert fit(scheme, K)
         case = make_case(scheme, K, N, torch.float32)
         x = inputs(1, K, dtype)
-        check(product(*case.of(x), CONVERTS), x, case)
-
-
-def int4_schemes_of(K: int) -> list[Scheme]:
-    """In groups of one block, of two, of all channels; with and without zero points."""
-    groups = [group for group in (128, 256, K) if K % group == 0]
-    return [Scheme("int4", group, zeros=zeros) for group in groups for zeros in (False, True)]
-
-
-def int4_slack(x: torch.Tensor, case: Case) -> torch.Tensor:
-    """What sums may be off by: one step of the weights for 2**8 inputs of the same size, by the places in a word.
-
-    Of eight inputs times 2**12, 2**8 or 2**4, three sizes of their sum are added up and taken away, in 25 roundings.
-    """
-    K = x.size(1)
-    factors = torch.tensor([4096, 256, 16, 4096, 256, 16, 256, 16], dtype=torch.float64)
-    # Byte b of a word has its low value at channel b, its high one 64 channels behind.
-    of_channel = torch.cat((factors[0::2].repeat(16), factors[1::2].repeat(16))).repeat(K // 128)
-    sizes = x.double().abs().cpu() * (of_channel + 16)
-    groups = case.scheme.groups(K)
-    of_group = sizes.view(groups, -1).sum(1)[None, :]
-    return (25 * 3 * 2.0**-24) * (of_group @ case.scales.double().abs().cpu()).to(x.device)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("K", "N"), [(256, 20), (2304, 9), (128, 1), (4096, 8)])
-def test_products_with_weights_of_4_bits(K: int, N: int, dtype: torch.dtype) -> None:
-    from actors.quantization.single_row import fit, product
-
-    for scheme in int4_schemes_of(K):
-        assert fit(scheme, K)
-        case = make_case(scheme, K, N, torch.float32)
-        x = inputs(1, K, dtype)
-        y = product(*case.of(x), CONVERTS)
-        check(y, x, case, int4_slack(x, case))
-
-
-def test_every_value_of_4_bits_at_every_place() -> None:
-    """One input is 1, the others are 0: nothing is lost."""
-    from actors.quantization.single_row import product
-
-    K, scheme = 128, Scheme("int4", 128)
-    case = make_case(scheme, K, 16, torch.float32)
-    case.weight.copy_(torch.arange(16, dtype=torch.uint8)[:, None] * 17)  # row n is all n
-    case.scales.fill_(0.5)
-    for channel in range(K):
-        x = torch.zeros((1, K), dtype=torch.float16, device=DEVICE)
-        x[0, channel] = 1
-        y = product(*case.of(x), CONVERTS)
-        assert y.tolist() == [[(n - 8) / 2 for n in range(16)]]
+        check(product(x, case.weight, case.scales, scheme, CONVERTS), x, case)
 
 
 def test_every_code() -> None:
@@ -102,7 +52,7 @@ def test_every_code() -> None:
     case = on_device(Scheme("fp8", 16), weight, scales, None, weight.float() * scales.T)
     x = torch.zeros((1, 16), dtype=torch.float16, device=DEVICE)
     x[0, 5] = 1
-    y = product(*case.of(x), CONVERTS)[0]
+    y = product(x, case.weight, case.scales, case.scheme, CONVERTS)[0]
     assert torch.equal(y.isnan().nonzero().flatten().cpu(), torch.tensor([0x7F, 0xFF]))
     there = ~y.isnan()
     assert torch.equal(y[there], case.dequantised[:, 5].half()[there])
@@ -115,9 +65,6 @@ def test_what_does_not_fit() -> None:
     assert not fit(Scheme("fp8", 64, 128), 256)
     assert not fit(BLOCKS, 200)
     assert not fit(Scheme("int8", 256), 256)
-    assert not fit(Scheme("int4", 64), 256)
-    assert not fit(Scheme("int4", 192), 192)
-    assert not fit(Scheme("int4", 160), 128)  # its layout has blocks of 32
 
 
 def test_one_row_only_and_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +82,7 @@ def test_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from actors.quantization import kernels
 
     monkeypatch.setattr(kernels, "is_hopper", lambda device: False)
-    for converts, told in ((False, ""), (True, ", but of FP8 one row without tensor cores")):
+    for converts, told in ((False, ""), (True, ", but of fp8 one row without tensor cores")):
         monkeypatch.setattr(kernels, "has_fp8", lambda device, converts=converts: converts)
         with torch.device("meta"):
             model = QuantizedLinear(512, 384, False, BLOCKS, torch.float16)
@@ -156,20 +103,3 @@ def test_real_sizes_also_in_a_graph(N: int, K: int) -> None:
         y = matmul(*case.of(x))
         check(y, x, case)
         assert torch.equal(replayed(lambda place, case=case: matmul(*case.of(place)), x), y)
-
-
-@pytest.mark.skipif(not CARD, reason="no card")
-@pytest.mark.parametrize(("N", "K"), [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)])
-def test_real_sizes_of_4_bits_also_in_a_graph(N: int, K: int) -> None:
-    from actors.quantization.single_row import product
-
-    for scheme in int4_schemes_of(K):
-        case = make_case(scheme, K, N, torch.float32)
-        x = inputs(1, K, torch.bfloat16)
-
-        def work(place: torch.Tensor, case: Case = case) -> torch.Tensor:
-            return product(*case.of(place), CONVERTS)
-
-        y = work(x)
-        check(y, x, case, int4_slack(x, case))
-        assert torch.equal(replayed(work, x), y)
