@@ -43,7 +43,7 @@ class Turn:
     programs: int
 
 
-TURN = Turn(channels=128, warps=4, stages=4, programs=4)
+TURN = Turn(channels=32, warps=1, stages=3, programs=24)
 
 
 def fit(scheme: Scheme, K: int) -> bool:
@@ -85,6 +85,7 @@ def product(
         ZEROS=zeros is not None,
         CHANNELS=turn.channels,
         ROWS=MOST_ROWS,
+        SINGLE=M == 1,
         BLOCK=BLOCK,
         STAGES=turn.stages,
         num_warps=turn.warps,
@@ -95,8 +96,8 @@ def product(
 @triton.jit(do_not_specialize=["M", "share"])
 def _product(
     x, weight, scales, zeros, out, M, N, K, row_bytes, share,
-    BLOCKS: tl.constexpr, ZEROS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCKS: tl.constexpr, ZEROS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some output channels of one share's sums: of the output, or of [S, M, N] in float32.
 
@@ -109,15 +110,22 @@ def _product(
     byte = tl.arange(0, BYTES)
     first = tl.program_id(1) * share
     in_m = (m < M)[None, :]
-    x += m[None, :] * K + byte[:, None]
+    if SINGLE:
+        x += byte
+    else:
+        x += m[None, :] * K + byte[:, None]
     # Channels past the end are read as the last one, and not stored: what is not masked is copied plainly.
     weight += tl.minimum(n, N - 1).to(tl.int64)[:, None] * row_bytes + byte[None, :]
     ones = tl.full([CHANNELS, BYTES], 1.0, DTYPE)
     total = tl.zeros([CHANNELS, ROWS], tl.float32)
     for turn in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
         values = tl.load(weight + turn * BYTES)
-        low = tl.load(x + turn * BLOCK, mask=in_m, other=0.0)
-        high = tl.load(x + (turn * BLOCK + BYTES), mask=in_m, other=0.0)
+        if SINGLE:  # the same in each column, from the cache to registers
+            low = tl.broadcast_to(tl.load(x + turn * BLOCK)[:, None], [BYTES, ROWS])
+            high = tl.broadcast_to(tl.load(x + (turn * BLOCK + BYTES))[:, None], [BYTES, ROWS])
+        else:
+            low = tl.load(x + turn * BLOCK, mask=in_m, other=0.0)
+            high = tl.load(x + (turn * BLOCK + BYTES), mask=in_m, other=0.0)
         at = turn // BLOCKS * N + n
         scale = tl.load(scales + at, mask=n < N, other=0.0).to(tl.float32)
         found = tl.dot(raised(values, False, DTYPE), low)
