@@ -38,7 +38,8 @@ SCHEMES: dict[Kind, Scheme] = {
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 WRITTEN_MIB = (16, 24, 32, 48, 64, 128)
 _MANY_ROWS = 1024  # from here on
-_REPEAT_MS = 12
+_REPEAT_MS = 4
+_BEYOND_CACHE = 200e6  # bytes; an H200's cache holds 50 MiB, and a model's weights come from memory
 
 
 def candidates(kind: Kind) -> list[Tile]:
@@ -74,7 +75,7 @@ def turns() -> list[few_rows.Turn]:
     made = [
         few_rows.Turn(channels, warps, stages, programs)
         for (channels, warps), stages, programs in itertools.product(
-            ((128, 4), (64, 2), (32, 1), (256, 8)), (3, 4, 5), (1, 2, 4, 8)
+            ((32, 1), (64, 2), (128, 4)), (3, 4), (8, 16, 24, 32)
         )
     ]
     return list(dict.fromkeys([few_rows.TURN, *made]))
@@ -89,24 +90,36 @@ def quantised(scheme: Scheme, K: int, N: int) -> tuple[Tensor, Tensor]:
     return (weight.view(torch.float8_e4m3fn) if is_fp8 else weight), scales
 
 
-def milliseconds(work: Callable[[], object]) -> float:
-    """The median, in a CUDA graph, as the engine runs it; small weights may stay in the card's cache.
+def copies(bytes_of_one: int) -> int:
+    """So many weights that none is in the card's cache when its turn comes."""
+    return max(2, math.ceil(_BEYOND_CACHE / bytes_of_one))
 
-    Infinite where a tile does not fit the card.
+
+def milliseconds(works: Sequence[Callable[[], object]]) -> float:
+    """The median of one, in a CUDA graph, as the engine runs them. Each has a weight of its own.
+
+    Infinite where a tile does not fit the card, and where there are no works.
     """
+
+    def all_of_them() -> None:
+        for work in works:
+            work()
+
+    if not works:
+        return math.inf
     try:
-        work()
+        all_of_them()
         torch.cuda.synchronize()
-        found = triton.testing.do_bench_cudagraph(work, rep=_REPEAT_MS, return_mode="median")
+        found = triton.testing.do_bench_cudagraph(all_of_them, rep=_REPEAT_MS, return_mode="median")
     except triton.runtime.errors.OutOfResources:
         return math.inf
-    return float(found)
+    return float(found) / len(works)
 
 
-def written_in_parts(mib: int, work: Callable[[], object]) -> float:
+def written_in_parts(mib: int, works: Sequence[Callable[[], object]]) -> float:
     """What it takes with as much of a weight written out at a time; a part that fits it may stay in the card's cache."""
     with patch.object(kernels, "WRITTEN_BYTES", mib << 20):
-        return milliseconds(work)
+        return milliseconds(works)
 
 
 def measure(
@@ -117,44 +130,58 @@ def measure(
     found: list[dict[str, Any]] = []
     tiles = candidates(kind)
     for N, K in shapes:
-        plain = torch.randn((N, K), dtype=torch.bfloat16, device="cuda")
-        weight, scales = quantised(scheme, K, N)
+        plain = [
+            torch.randn((N, K), dtype=torch.bfloat16, device="cuda")
+            for _ in range(copies(2 * N * K))
+        ]
+        weights = [quantised(scheme, K, N)]
+        weights += [quantised(scheme, K, N) for _ in range(copies(weights[0][0].nbytes) - 1)]
         for M in rows:
             if time.monotonic() > end_s:
                 return found
             x = torch.randn((M, K), dtype=torch.bfloat16, device="cuda")
+
+            def each(
+                way: Callable[..., object], *more: object, x: Tensor = x
+            ) -> list[Callable[[], object]]:
+                return [
+                    partial(way, x, weight, scales, None, scheme, *more)
+                    for weight, scales in weights
+                ]
+
+            in_parts = WRITTEN_MIB if M >= _MANY_ROWS else (WRITTEN_BYTES >> 20,)
             fitting = [t for t in tiles if t.rows <= max(16, 2 * M) and 8 * t.rows >= M]
-            parts = (x, weight, scales, None, scheme)
             found.append(
                 {
                     "kind": kind,
                     "N": N,
                     "K": K,
                     "M": M,
-                    "bf16_ms": milliseconds(partial(torch.mm, x, plain.T)),
+                    "bf16_ms": milliseconds([partial(torch.mm, x, w.T) for w in plain]),
                     "dequantised_ms": {
-                        json.dumps({"MiB": mib}): written_in_parts(
-                            mib, partial(dequantised, *parts)
-                        )
-                        for mib in (WRITTEN_MIB if M >= _MANY_ROWS else (WRITTEN_BYTES >> 20,))
+                        json.dumps({"MiB": mib}): written_in_parts(mib, each(dequantised))
+                        for mib in in_parts
                     },
-                    "pairs_ms": milliseconds(partial(pairs.product, x, weight, scales, scheme))
-                    if pairs.fit(scheme, N, K, x.dtype)
-                    else math.inf,
+                    "pairs_ms": milliseconds(
+                        [partial(pairs.product, x, *w, scheme) for w in weights]
+                        if pairs.fit(scheme, N, K, x.dtype)
+                        else ()
+                    ),
                     "single_row_ms": milliseconds(
-                        partial(single_row.product, x, weight, scales, scheme, has_fp8(x.device))
-                    )
-                    if M == 1 and single_row.fit(scheme, K)
-                    else math.inf,
+                        [
+                            partial(single_row.product, x, *w, scheme, has_fp8(x.device))
+                            for w in weights
+                        ]
+                        if M == 1 and single_row.fit(scheme, K)
+                        else ()
+                    ),
                     "few_rows_ms": {
-                        json.dumps(vars_of(turn)): milliseconds(
-                            partial(few_rows.product, *parts, turn)
-                        )
+                        json.dumps(vars_of(turn)): milliseconds(each(few_rows.product, turn))
                         for turn in turns()
                         if few_rows.MOST_ROWS >= M and few_rows.fit(scheme, K)
                     },
                     "fused_ms": {
-                        json.dumps(vars_of(tile)): milliseconds(partial(fused, *parts, tile))
+                        json.dumps(vars_of(tile)): milliseconds(each(fused, tile))
                         for tile in fitting
                     },
                 }
