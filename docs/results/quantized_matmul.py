@@ -122,6 +122,17 @@ def written_in_parts(mib: int, works: Sequence[Callable[[], object]]) -> float:
         return milliseconds(works)
 
 
+def with_each(
+    way: Callable[..., object],
+    x: Tensor,
+    weights: Sequence[tuple[Tensor, Tensor]],
+    scheme: Scheme,
+    *more: object,
+) -> list[Callable[[], object]]:
+    """The rows' products with these weights."""
+    return [partial(way, x, weight, scales, None, scheme, *more) for weight, scales in weights]
+
+
 def measure(
     kind: Kind, shapes: Sequence[tuple[int, int]], rows: Sequence[int], end_s: float
 ) -> list[dict[str, Any]]:
@@ -141,14 +152,7 @@ def measure(
                 return found
             x = torch.randn((M, K), dtype=torch.bfloat16, device="cuda")
 
-            def each(
-                way: Callable[..., object], *more: object, x: Tensor = x
-            ) -> list[Callable[[], object]]:
-                return [
-                    partial(way, x, weight, scales, None, scheme, *more)
-                    for weight, scales in weights
-                ]
-
+            parts = (x, weights, scheme)
             in_parts = WRITTEN_MIB if M >= _MANY_ROWS else (WRITTEN_BYTES >> 20,)
             fitting = [t for t in tiles if t.rows <= max(16, 2 * M) and 8 * t.rows >= M]
             found.append(
@@ -159,7 +163,9 @@ def measure(
                     "M": M,
                     "bf16_ms": milliseconds([partial(torch.mm, x, w.T) for w in plain]),
                     "dequantised_ms": {
-                        json.dumps({"MiB": mib}): written_in_parts(mib, each(dequantised))
+                        json.dumps({"MiB": mib}): written_in_parts(
+                            mib, with_each(dequantised, *parts)
+                        )
                         for mib in in_parts
                     },
                     "pairs_ms": milliseconds(
@@ -176,12 +182,14 @@ def measure(
                         else ()
                     ),
                     "few_rows_ms": {
-                        json.dumps(vars_of(turn)): milliseconds(each(few_rows.product, turn))
+                        json.dumps(vars_of(turn)): milliseconds(
+                            with_each(few_rows.product, *parts, turn)
+                        )
                         for turn in turns()
                         if few_rows.MOST_ROWS >= M and few_rows.fit(scheme, K)
                     },
                     "fused_ms": {
-                        json.dumps(vars_of(tile)): milliseconds(each(fused, tile))
+                        json.dumps(vars_of(tile)): milliseconds(with_each(fused, *parts, tile))
                         for tile in fitting
                     },
                 }
