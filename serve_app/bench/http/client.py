@@ -71,6 +71,13 @@ class RequestRecord:
         """Of the output: as the server counts them, else the events."""
         return len(self.event_s) if self.output_tokens is None else self.output_tokens
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Between later tokens; None where there are none."""
+        if self.first_s is None or self.tokens < 2:
+            return None
+        return (self.end_s - self.first_s) / (self.tokens - 1)
+
 
 def with_cold(records: Sequence[RequestRecord]) -> list[RequestRecord]:
     """The records of a segment that began asleep: who was sent before the first token is cold."""

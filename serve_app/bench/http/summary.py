@@ -68,11 +68,7 @@ class Times:
         return cls(
             requests=len(answers),
             ttft=Spread.of(r.first_s - r.start_s for r in answers if r.first_s is not None),
-            tpot=Spread.of(
-                (r.end_s - r.first_s) / (r.tokens - 1)
-                for r in answers
-                if r.first_s is not None and r.tokens > 1
-            ),
+            tpot=Spread.of(r.tpot_s for r in answers if r.tpot_s is not None),
             itl=Spread.of(gaps),
             latency=Spread.of(r.end_s - r.start_s for r in answers),
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 from actors.card.config import in_words
 from serve_app.bench.figures import Table, facts
-from serve_app.bench.many.score import WITHIN_S
+from serve_app.bench.many.score import IN_TIME_TPOT_S, IN_TIME_TTFT_S, WITHIN_S
 from serve_app.bench.many.variants import VARIANTS
 
 Result = dict[str, Any]
@@ -66,6 +66,10 @@ def _figures(result: Result) -> Table:
     for limit_s in WITHIN_S:
         shares = (each["first_token_within"][f"{limit_s:g}"] for each in found.values())
         row(f"first token within {limit_s:g} s", (f"{100 * share:.1f} %" for share in shares))
+    row(
+        f"within {IN_TIME_TTFT_S:g} s, and later tokens within {IN_TIME_TPOT_S:g} s",
+        number("in_time", ".1%"),
+    )
     for name, key in (("hot", "ttft_hot_s"), ("cold", "ttft_cold_s")):
         counts = (each[key] and each[key]["count"] for each in found.values())
         row(f"{name} answers", (str(count or 0) for count in counts))

@@ -83,6 +83,21 @@ def test_figures_of_a_variant() -> None:
     }
 
 
+def test_in_time_are_a_first_token_and_later_ones() -> None:
+    slow_later = answer(1, 0.0, 0.4, end_s=0.9)  # 0.25 s each
+    single = answer(1, 0.0, 0.4, end_s=0.9, output_tokens=1)
+    slow_first = answer(1, 0.0, 10.1)
+    broken = answer(1, 0.0, 0.4, error="broken")
+    for record, expected in (
+        (answer(1, 0.0, 9.9, end_s=10.05), 1),
+        (single, 1),
+        (slow_later, 0),
+        (slow_first, 0),
+        (broken, 0),
+    ):
+        assert figures(REQUESTS, Measured(records=[record]))["in_time"] == expected
+
+
 def test_another_answer_is_wrong_and_what_failed_is_not() -> None:
     wrong = Measured(records=[answer(0, 0.0, 0.4, text="no")])
     assert figures(REQUESTS, wrong)["wrong"] == 1
