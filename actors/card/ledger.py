@@ -140,6 +140,7 @@ class CardLedger:
             ask = None
         granted = 0 if ask is None else ask.size
         wakes = ask is not None and not ask.grows
+        has_reached = account.awake and account.reached and not wakes
         after = before
         order = self._orders.get(name)
         if order is not None and account.answered_order >= order:
@@ -160,6 +161,7 @@ class CardLedger:
             busy=account.busy,
             moving=account.moving or wakes,
             reached=account.reached and not wakes,
+            cut_short=0 if has_reached else before.cut_short,
             resumes=account.resumes,
             awake_since_s=now_s - account.awake_s,
             quiet_since_s=now_s - account.quiet_s,
@@ -313,17 +315,20 @@ class CardLedger:
         for evict in wait.evict:
             self._last_order += 1
             self._orders[evict.tenant] = self._last_order
+            before = self._tenants[evict.tenant]
             drains = evict.mode is SleepMode.WAIT
-            tenant = replace(self._tenants[evict.tenant], leaving=True, drains=drains)
-            self._tenants[evict.tenant] = tenant
+            cut_short = before.cut_short + (evict.mode is SleepMode.KEEP and not before.reached)
+            self._tenants[evict.tenant] = replace(
+                before, leaving=True, drains=drains, cut_short=cut_short
+            )
             yield Ordering(evict.tenant, self._last_order, evict)
         yield from self._shrink(wait.shrink)
         self.next_s = min(self.next_s, wait.until_s)
         if now_s < ask.first_from_s:
             self.next_s = min(self.next_s, ask.first_from_s)
         key = ask.tenant, ask.number
-        before, self._waits[key] = self._waits.get(key), wait
-        if before is None or before.reason != wait.reason:
+        told, self._waits[key] = self._waits.get(key), wait
+        if told is None or told.reason != wait.reason:
             turn = "" if wait.turn_s is None else f" in {max(0.0, wait.turn_s - now_s):.1f} s"
             yield Waiting(*key, wait.reason + turn)
 

@@ -22,11 +22,13 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from actors.card.config import Preempt, in_words
-from actors.card.state import Ask, Card, Tenant
+from actors.card.state import FIRST_AFTER, Ask, Card, Tenant
 from actors.protocol import SleepMode
 
-# A model that was woken for a request whose client has left since is not spared for ever.
+# A model whose turn has not given everybody a token is not spared for ever: it may be stuck. Where it was only slow, as
+# with a long prompt, its next turn is twice as long.
 UNREACHED_S = 5.0
+_MOST_DOUBLINGS = 8
 # For those that were frozen nobody sleeps who was quiet for less: another request often follows.
 QUIET_S = 0.25
 # Whose last request is not as old is woken again soon, and a deep sleep costs it seconds then.
@@ -306,7 +308,7 @@ def _slept_just_now(tenant: Tenant, now_s: float) -> bool:
 
 def _asked_from_s(tenant: Tenant, ask: Ask, resumes: bool) -> float:
     """When it may be asked for room; `resumes`: for who was frozen in the middle."""
-    spared_s = _spared_until_s(tenant)
+    spared_s = _spared_until_s(tenant, ask)
     if tenant.busy:
         return max(spared_s, ask.busy_from_s(tenant.terms.preempt, resumes))
     return max(spared_s, tenant.quiet_since_s + QUIET_S) if resumes and tenant.awake else spared_s
@@ -325,12 +327,14 @@ def _gives_way(tenant: Tenant, priority: int) -> bool:
     return tenant.terms.preempt is not Preempt.NEVER and tenant.terms.priority <= priority
 
 
-def _spared_until_s(tenant: Tenant) -> float:
+def _spared_until_s(tenant: Tenant, ask: Ask) -> float:
     if not tenant.awake:
         return tenant.spared_until_s
     least_s = tenant.terms.min_awake_s
     if not tenant.reached:
-        least_s = max(least_s, UNREACHED_S)
+        most_s = max(UNREACHED_S, FIRST_AFTER * ask.patience_s)
+        turn_s = UNREACHED_S * 2.0 ** min(tenant.cut_short, _MOST_DOUBLINGS)
+        least_s = max(least_s, min(turn_s, most_s))
     return max(tenant.awake_since_s + least_s, tenant.spared_until_s)
 
 

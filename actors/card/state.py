@@ -24,6 +24,7 @@ class Tenant:
         copies: what its wake copies.
         moving: between awake and asleep; it can make no room until it has settled.
         reached: each request that it was woken for has had a token since.
+        cut_short: turns in a row that ended before that, because others wanted the room.
         asks: it waits for room to wake.
         resumes: for requests alone that were frozen and have had their first token.
         leaving: it was asked to make room, and has not answered.
@@ -48,6 +49,7 @@ class Tenant:
     busy: bool = False
     moving: bool = False
     reached: bool = True
+    cut_short: int = 0
     awake_since_s: float = 0.0
     quiet_since_s: float = 0.0
     asks: bool = False

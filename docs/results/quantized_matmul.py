@@ -39,6 +39,7 @@ ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 WRITTEN_MIB = (16, 24, 32, 48, 64, 128)
 _MANY_ROWS = 1024  # from here on
 _REPEAT_MS = 4
+_MOST_COPIES = 64
 _BEYOND_CACHE = 200e6  # bytes; an H200's cache holds 50 MiB, and a model's weights come from memory
 
 
@@ -91,8 +92,8 @@ def quantised(scheme: Scheme, K: int, N: int) -> tuple[Tensor, Tensor]:
 
 
 def copies(bytes_of_one: int) -> int:
-    """So many weights that none is in the card's cache when its turn comes."""
-    return max(2, math.ceil(_BEYOND_CACHE / bytes_of_one))
+    """So many weights that none is in the card's cache when its turn comes; of tiny ones not as many."""
+    return max(2, min(_MOST_COPIES, math.ceil(_BEYOND_CACHE / bytes_of_one)))
 
 
 def milliseconds(works: Sequence[Callable[[], object]]) -> float:

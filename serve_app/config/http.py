@@ -93,8 +93,8 @@ class HttpSettings(BaseModel):
     max_concurrent_requests_per_key: int | None = Field(
         default=None,
         gt=0,
-        description="Requests with one key that are answered at once; a further one gets 429. No limit "
-        "when absent.",
+        description="Requests with one key that one ingress process answers at once; a further one gets 429. "
+        "Beside a GPU there are four such processes, unless `deployments` says otherwise. No limit when absent.",
     )
     cors_allow_origins: list[str] = Field(
         default_factory=list,

@@ -267,6 +267,32 @@ def test_answer_to_an_order_of_the_keeper_before_is_none_to_a_later_one() -> Non
     assert not book.card().tenant("a").leaving
 
 
+def test_turns_that_are_cut_short_count_until_everybody_has_had_a_token() -> None:
+    book = CardLedger(100, None)
+    for name in ("a", "b"):
+        book.join(name, name, Terms(preempt=Preempt.FREEZE), ASLEEP, 0.0)
+    busy = Account(process_id=1, held=60, awake=True, busy=True, reached=False, awake_s=6.0)
+
+    def freeze(number: int, at_s: float) -> None:
+        """A turn of `a`, which `b` ends."""
+        book.account("a", msgspec.structs.replace(busy, read_ask=number), at_s)
+        wants(book, "b", number=number, at_s=at_s)
+        orders = [each for each in decide(book, at_s + 9) if isinstance(each, Ordering)]
+        assert [order.tenant for order in orders] == ["a"]
+        left = msgspec.structs.replace(busy, held=0, awake=False, answered_order=orders[0].number)
+        book.account("a", left, at_s + 9)
+        book.withdraw("b", number)
+
+    for turn in range(1, 4):
+        freeze(turn, 100.0 * turn)
+        assert book.card().tenant("a").cut_short == turn
+    wants(book, "a", number=4, at_s=500.0)
+    decide(book, 500.0)  # granted, and on its way
+    assert book.card().tenant("a").cut_short == 3
+    book.account("a", msgspec.structs.replace(busy, read_ask=4, reached=True), 501.0)
+    assert book.card().tenant("a").cut_short == 0
+
+
 def test_idle_models_and_those_that_are_frozen_are_not_told_to_stay() -> None:
     """They sleep as soon as they are told to."""
     for account, preempt in ((AWAKE, Preempt.DRAIN), (BUSY, Preempt.FREEZE)):

@@ -224,6 +224,24 @@ def test_evicted_before_its_first_request() -> None:
     assert outcome.until_s == NOW_S - 2 + UNREACHED_S
 
 
+@pytest.mark.parametrize(
+    ("patience_s", "cut_short", "turn_s"),
+    [(30, 0, 5), (30, 1, 10), (30, 2, 15), (30, 9999, 15), (6, 3, 5), (200, 3, 40)],
+)
+def test_turn_that_gave_nobody_a_token_is_longer_the_next_time(
+    patience_s: float, cut_short: int, turn_s: float
+) -> None:
+    """A prompt that takes longer than that is computed some time; who asks waits for half of its limit at most."""
+    slow = awake("slow", 100, busy=True, terms=Terms(preempt=Preempt.FREEZE), cut_short=cut_short)
+    slow = replace(slow, awake_since_s=NOW_S, reached=False)
+    wants = ask(limit_s=NOW_S + patience_s)
+    outcome = plan(card(slow), wants, NOW_S + 1)
+    assert evicted(outcome) == []
+    assert isinstance(outcome, Wait)
+    assert outcome.until_s == NOW_S + turn_s
+    assert evicted(plan(card(slow), wants, NOW_S + turn_s)) == ["slow"]
+
+
 def test_who_was_frozen_in_the_middle_has_nobody_sleep_who_was_asked_a_moment_ago() -> None:
     """Its next request would have to wait for another swap, and that one's first token with it."""
     quiet, asked = awake("quiet", 50, idle_s=QUIET_S), awake("asked", 50, idle_s=QUIET_S / 2)
