@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from actors.checkpoints.plan import RemoteFile
 from actors.checkpoints.source import Hub
@@ -111,6 +112,17 @@ def unsupported_weights(directory: Path) -> str | None:
             format_of(directory, config)
     except Unserved as error:
         return str(error)
+    return None
+
+
+def damaged_weights(directory: Path) -> str | None:
+    """The first file of a checkpoint's weights that is cut short, or no such file; None: by their headers, all are whole."""
+    for path in filter(Path.is_file, weight_files(directory)):
+        try:
+            with safe_open(path, framework="np"):
+                pass
+        except SafetensorError as error:
+            return f"{path.name} is cut short or damaged ({error}); fetch it again"
     return None
 
 

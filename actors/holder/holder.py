@@ -362,6 +362,8 @@ class WeightHolder:
             self._load(request, None, False)
         except HostMemoryFull as exc:
             logger.info("%s is loaded when it is asked for: %s", request.model_id, exc)
+        except ValueError as exc:  # what is wrong with the checkpoint
+            logger.error("could not preload %s: %s", request.model_id, exc)
         except Exception:
             logger.exception("could not preload %s", request.model_id)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from actors.errors import (
     HolderLost,
@@ -156,8 +156,10 @@ class FastLoad:
         try:
             image = await self._from_store(self.holder, key)
         except Exception as exc:  # noqa: BLE001  # whatever it was, loading from disk is left
-            source, kind = classify_failure(exc), type(exc).__name__
-            logger.warning("Fallback to load from disk. error:%s: %s (%s)", kind, exc, source)
+            source, cause = classify_failure(exc), _cause(exc)
+            text = " ".join(str(cause).split())
+            kind = type(cause).__name__
+            logger.warning("Fallback to load from disk. error:%s: %s (%s)", kind, text, source)
             file = exc.file if isinstance(exc, HostMemoryFull) else None
             return None, source, None if file is None else Path(file)
         return image, ImageSource.IMAGE, None
@@ -207,6 +209,12 @@ class FastLoad:
             await holder.ping()
         async with _at_most(self.load_timeout_s, "no image within"):
             return await holder.acquire(self.request, key, self.lessee, self.worker)
+
+
+def _cause(failure: Exception) -> Exception:
+    """What the holder raised; Ray's own error is a traceback as a text."""
+    cause = failure.cause if isinstance(failure, RayTaskError) else None
+    return cause if isinstance(cause, Exception) else failure
 
 
 def load_from_file(file: Path, key: ImageKey) -> WeightImage | None:

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from actors.checkpoints.directory import (
     CONFIG_NAME,
     INDEX_NAME,
+    damaged_weights,
     quantization_of,
     quantized,
     unsupported_weights,
@@ -28,7 +29,7 @@ from actors.image.decoder_layers import decoder_layers
 from actors.image.image import digest
 from actors.image.layout import Checksum, ImageKey, Layout, Segment, TensorKind, TensorSlot, align
 from actors.quantization.checkpoint import OLDER_CONFIGS
-from actors.quantization.loading import load_quantized
+from actors.quantization.loading import load_quantized, require_all
 from actors.quantization.scheme import LAYOUT_VERSION
 from actors.threads import on_threads
 
@@ -105,22 +106,28 @@ def load_reference(
     Quantised weights are in memory of this process, in our layout.
 
     Raises:
-        ValueError: nothing here serves the weights.
+        ValueError: nothing here serves the weights, or the files do not have all of them.
     """
     require_servable_weights(checkpoint)
+    if (damage := damaged_weights(checkpoint)) is not None:
+        raise ValueError(f"{checkpoint}: {damage}")
     disable_progress_bar()  # it counts tensors that are only mapped; `pack` reports the bytes
     found = quantized(checkpoint)
     model: Any
     with BUILDING:
         if found is None:
-            model = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 checkpoint,
                 dtype=dtype,
                 device_map={"": device},
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # told below, in one line
+                output_loading_info=True,
             )
+            model, told = loaded
+            require_all(told, type(model).__name__)
         else:
             config = read_config(checkpoint)
             kind: Any = AutoModelForCausalLM._model_mapping[type(config)]

@@ -95,7 +95,7 @@ def headers(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], dict[str, P
                     tensors[name] = StoredTensor(part.get_dtype(), tuple(part.get_shape()))
                     where[name] = path
         except SafetensorError as exc:
-            raise Unserved(f"{path.name} is unreadable ({exc})") from exc
+            raise Unserved(f"{path.name} is cut short or damaged ({exc}); fetch it again") from exc
     return tensors, where
 
 

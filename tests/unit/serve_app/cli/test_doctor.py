@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from actors.checkpoints.making import write_checkpoint
@@ -298,13 +299,23 @@ def test_size_of_a_quantised_image_is_told_and_what_is_compressed_of_it(
     )
 
 
-def test_file_without_a_readable_header_is_a_finding(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_damaged_file_is_a_finding_for_each_of_its_models(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
     (checkpoint / "model.safetensors").write_bytes(b"no header")
     wanted = doctor._wanted(_two_of_one_checkpoint(checkpoint, tmp_path), False)
     assert wanted is not None
-    (problem,) = wanted.problems
-    assert problem.startswith("a: model.safetensors is unreadable")
+    assert len(wanted.problems) == 2
+    assert all("model.safetensors is cut short or damaged" in each for each in wanted.problems)
+
+
+def test_weights_of_an_unknown_type_are_a_finding(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    save_file({"w": torch.zeros(2, dtype=torch.complex64)}, checkpoint / "model.safetensors")
+    wanted = doctor._wanted(_two_of_one_checkpoint(checkpoint, tmp_path), False)
+    assert wanted is not None
+    assert wanted.problems == ("a: a tensor of type C64 is not supported",)
 
 
 def test_mistakes_of_the_configuration_are_findings(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 from serve_app.cli.main import app
@@ -33,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(variable, raising=False)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
-    (tmp_path / "mine" / "model.safetensors").touch()
+    save_file({}, tmp_path / "mine" / "model.safetensors")
     (tmp_path / "m.yaml").write_text(
         "model_id: m\nsource: {id: mine}\nengine: {num_blocks: 7, max_model_len: 99}\n"
     )

@@ -689,6 +689,19 @@ def test_check_refuses_quantised_weights_that_are_there(
     assert result.stderr.count("\n") == 1
 
 
+def test_check_refuses_weights_that_are_cut_short(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """As a download that was broken off leaves them."""
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    weights = checkpoint / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    file = tmp_path / "model.yaml"
+    file.write_text(json.dumps({"model_id": "a", "source": {"id": str(checkpoint)}}))
+    result = CliRunner().invoke(app, ["check", str(file)])
+    assert result.exit_code == 2
+    assert "source.id: model.safetensors is cut short or damaged" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_check_refuses_sequences_that_the_checkpoint_has_no_positions_for(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:

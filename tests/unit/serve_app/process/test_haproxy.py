@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from serve_app.process import haproxy
@@ -179,6 +180,38 @@ def test_it_starts_with_few_open_files(tmp_path: Path, open_files: int, connecti
             process.kill()
 
 
+PARENT = """
+import subprocess, sys, time
+program = "from serve_app.process.haproxy import main; main()"
+child = subprocess.Popen([sys.executable, "-c", program, "-db", "-f", sys.argv[1]])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
+    """Else it would hold the port, and send requests to replicas that are gone."""
+    (tmp_path / "it.cfg").write_text(CONFIGURATION.format(folder=tmp_path))
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "it.cfg")], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            process = psutil.Process(int(parent.stdout.readline()))
+            ends_s = time.monotonic() + 30
+            while not (tmp_path / "front").exists():
+                assert process.is_running(), "HAProxy has ended"
+                assert time.monotonic() < ends_s
+                time.sleep(0.01)
+            assert process.name() == "haproxy"
+        finally:
+            parent.kill()
+        _, left = psutil.wait_procs([process], timeout=30)
+        for each in left:
+            each.kill()
+        assert not left
+
+
 def test_it_becomes_haproxy_with_a_configuration_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,8 +221,10 @@ def test_it_becomes_haproxy_with_a_configuration_of_its_own(
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / PROGRAM))
     monkeypatch.setattr(sys, "argv", [PROGRAM, "-db", "-f", str(file), "-sf", "17"])
     monkeypatch.setattr(os, "execv", lambda *given: started.append(given))
+    monkeypatch.setattr(haproxy, "_end_with_parent", lambda: started.append(()))  # not the tests
     haproxy.main()
-    ((program, arguments),) = started
+    asked_to_end, (program, arguments) = started
+    assert asked_to_end == ()
     assert arguments == [program, "-dS", "-db", "-f", str(file), "-sf", "17"]
     assert Path(program).name == "haproxy"
     assert os.access(program, os.X_OK)
