@@ -25,6 +25,9 @@ CHEAP_STREAMS: Mapping[str, str] = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 
+# A proxy that is killed is started anew after three failed looks, 10 s apart by default: half a minute without HTTP.
+PROXY_LOOKS: Mapping[str, str] = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}
+
 # Ray starts workers, and so all of our processes but itself, at niceness 15, so that they do not starve its own
 # (worker_niceness in src/ray/common/ray_config_def.h, 2.60): whatever else computes on the machine would go first.
 OWN_PRIORITY: Mapping[str, str] = {"RAY_worker_niceness": "0"}
@@ -34,5 +37,5 @@ def serve_environment(given: Mapping[str, str]) -> dict[str, str]:
     """What `serve run` is started with on one machine; a variable of the user's own wins."""
     # As if the environment of this interpreter were activated: its programs are found by their names.
     path = os.pathsep.join([sysconfig.get_path("scripts"), *filter(None, [given.get("PATH")])])
-    ours = {**LOOPBACK, **CHEAP_STREAMS, **haproxy.environment(path), **OWN_PRIORITY}
+    ours = {**LOOPBACK, **CHEAP_STREAMS, **haproxy.environment(path), **PROXY_LOOKS, **OWN_PRIORITY}
     return {**ours, **given, "PATH": path}

@@ -242,3 +242,25 @@ def half_a_second_later(server: ServeProcess) -> str:
 def replicas_of(server: ServeProcess) -> list[dict[str, Any]]:
     replicas: list[dict[str, Any]] = server.get("/replicas")["models"]["tiny"]["replicas"]
     return replicas
+
+
+def test_http_is_back_soon_after_its_proxy_was_killed(site: Site) -> None:
+    """With HAProxy, which would go on with replicas that are gone beside the next one."""
+    server = site.server
+    right = text_of(server)
+    (manager,) = server.titled("ray::HAProxyManager")
+    before = {process.pid for process in server.named("haproxy")}
+    assert before
+    manager.kill()
+
+    def again() -> bool:
+        try:
+            answer = server.post("/v1/completions", **ASK)
+        except httpx.TransportError:
+            return False
+        # Until it knows the ingress, HAProxy asks Serve's own proxy, which may not know it either.
+        return answer.status_code == 200 and answer.json()["choices"][0]["text"] == right
+
+    wait_until(lambda: not before & {each.pid for each in server.named("haproxy")}, 10, "its end")
+    wait_until(again, 20, "an answer", pause_s=0.2)
+    assert server.titled("ray::HAProxyManager") != [manager]

@@ -19,6 +19,7 @@ from serve_app.process.environment import (
     CHEAP_STREAMS,
     LOOPBACK,
     OWN_PRIORITY,
+    PROXY_LOOKS,
     serve_environment,
 )
 
@@ -287,7 +288,9 @@ def test_serve_run_is_started_with_the_configuration_and_the_key(started: Starte
     assert started.config == printed("a/b")
     assert started.environment["SLEEPSERVE_API_KEYS"] == KEY
     assert started.tidied == [started.environment]
-    assert (LOOPBACK | CHEAP_STREAMS | OWN_PRIORITY).items() <= started.environment.items()
+    assert (
+        LOOPBACK | CHEAP_STREAMS | PROXY_LOOKS | OWN_PRIORITY
+    ).items() <= started.environment.items()
     assert "Bearer $KEY" in result.stderr
     assert KEY not in result.stderr
 
@@ -359,5 +362,6 @@ def test_variable_of_the_user_wins() -> None:
     environment = serve_environment({**own, "PATH": "/bin"})
     assert own.items() <= environment.items()
     assert environment["PATH"].endswith(f"{os.pathsep}/bin")
-    ours = {*LOOPBACK, *CHEAP_STREAMS, *haproxy.environment(environment["PATH"]), *OWN_PRIORITY}
+    of_haproxy = haproxy.environment(environment["PATH"])
+    ours = {*LOOPBACK, *CHEAP_STREAMS, *of_haproxy, *PROXY_LOOKS, *OWN_PRIORITY}
     assert environment.keys() == {*ours, "PATH"}
