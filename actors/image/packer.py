@@ -11,12 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from actors.checkpoints.directory import (
     CONFIG_NAME,
     INDEX_NAME,
+    config_of,
     damaged_weights,
     quantization_of,
     quantized,
@@ -55,7 +62,15 @@ def read_config(checkpoint: Path) -> PreTrainedConfig:
     """Its config.json. Nothing is fetched for it, and none of its own code is run.
 
     Without what it says of quantised weights: no quantiser of transformers is to see to them.
+
+    Raises:
+        ValueError: transformers does not know such a model.
     """
+    told = config_of(checkpoint)
+    kind = str(told.get("model_type"))[:80]
+    if kind not in CONFIG_MAPPING:  # transformers would say so on five lines, with advice
+        code = ", and the checkpoint's own code is never run" if "auto_map" in told else ""
+        raise ValueError(f"transformers has no model of type {kind}{code}: not supported")
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         checkpoint, local_files_only=True, trust_remote_code=False
     )

@@ -71,11 +71,12 @@ class TextCodec:
 
         End-of-sequence ids are those of the tokenizer, `generation_config.json` and `config.json`
         together: chat models often name the end of a turn in only one of them.
+
+        Raises:
+            ValueError: there is no tokenizer, or it is unreadable.
         """
         directory = Path(checkpoint_dir)
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = _read_tokenizer(directory)
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         ).get_text_config()
@@ -277,6 +278,20 @@ class TextCodec:
         )
         assert isinstance(text, str)
         return text
+
+
+def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """See `TextCodec.load`. Where no file has one, transformers makes one up that knows special tokens alone."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever the library for its kind raises
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the tokenizer in {directory} is unreadable ({told})") from error
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
+        raise ValueError(f"there is no tokenizer in {directory}; as a rule, tokenizer.json has it")
+    return tokenizer
 
 
 def _render_with_none(

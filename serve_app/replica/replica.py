@@ -49,6 +49,7 @@ from serve_app.process.logs import adopt_serve_handlers
 from serve_app.process.no_torch import leave_torch_out
 from serve_app.replica.card_keeper import connect_to_keeper, cpu_card_of
 from serve_app.replica.core import Replica, kept_running, sampling_defaults_of
+from serve_app.replica.start_errors import told_in_one_line
 from serve_app.replica.worker_actor import WorkerSettings
 from serve_app.replica.worker_process import WorkerProcess, bundles
 from serve_app.signals.hold import ClusterStore, Follower, Wanted
@@ -371,4 +372,5 @@ def _read_text(config: ModelConfig, checkpoint: Path) -> tuple["TextCodec", Reso
     with uncollected():
         from actors.text.codec import TextCodec
 
-    return TextCodec.load(checkpoint, config.chat), sampling_defaults_of(config, checkpoint)
+    with told_in_one_line():
+        return TextCodec.load(checkpoint, config.chat), sampling_defaults_of(config, checkpoint)

@@ -1,10 +1,8 @@
 """ModelWorker in a process of its own: a Ray actor in the replica's placement group."""
 
 import asyncio
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,7 @@ import ray
 from actors.card.config import budget_bytes
 from actors.checkpoints.source import ModelSource
 from actors.engine.config import EngineConfig
-from actors.errors import CannotStart, EngineDied, Unavailable
+from actors.errors import EngineDied, Unavailable
 from actors.holder.host_memory import ImageUse, Need
 from actors.image.config import Compression
 from actors.waits import at_most
@@ -25,15 +23,13 @@ from actors.worker.watchdog import WatchdogConfig
 from serve_app.process import spares
 from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import log_to
+from serve_app.replica.start_errors import told_in_one_line
 
 if TYPE_CHECKING:
     from actors.holder.obtain import FastLoad
     from actors.image.layout import CompressedSegment, ImageKey
     from actors.image.store import ByteArray
     from actors.worker.model_worker import ModelWorker
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,7 @@ class WorkerActor:
             CannotStart: the configuration cannot work for this model here.
             Exception: anything else that is wrong with image or device.
         """
-        with _told_in_one_line():
+        with told_in_one_line():
             await self._start(socket)
 
     async def _start(self, socket: str) -> None:
@@ -174,22 +170,6 @@ class WorkerActor:
     async def _set_compiled_aside(self, worker: "ModelWorker") -> None:
         await worker.compiled()
         set_aside()  # what compiling has left
-
-
-@contextmanager
-def _told_in_one_line() -> Iterator[None]:
-    """Of a ValueError of our own, which names what the configuration asks for, nobody needs a traceback."""
-    try:
-        yield
-    except ValueError as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        raised_in = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-        if not raised_in.startswith(("actors.", "serve_app.")):
-            raise
-        logger.debug("this model cannot start", exc_info=True)
-        raise CannotStart(" ".join(str(error).split())) from None
 
 
 def _within(limit_s: float, what: str) -> AbstractAsyncContextManager[None]:

@@ -215,6 +215,16 @@ def test_checkpoint_of_no_language_model_is_refused_in_a_line(tmp_path: Path) ->
     assert len(str(told.value)) < 100
 
 
+@pytest.mark.parametrize("kind", ["frobnicate", None])
+def test_checkpoint_of_an_unknown_architecture_is_refused_in_a_line(
+    qwen2: Path, kind: str | None
+) -> None:
+    config = json.loads((qwen2 / "config.json").read_text())
+    (qwen2 / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    with pytest.raises(ValueError, match=f"^transformers has no model of type {kind}: not supp"):
+        build_on_meta(qwen2, torch.float32)
+
+
 def test_key_changes_with_the_checkpoint_and_the_dtype(qwen2: Path) -> None:
     key = packer.image_key(qwen2, torch.float32)
     assert key == packer.image_key(qwen2, torch.float32)
@@ -334,7 +344,7 @@ def test_code_of_a_checkpoint_is_never_run(
     config = json.loads(config_file.read_text())
     config_file.write_text(json.dumps(config | {"model_type": "theirs", "auto_map": classes}))
     (tmp_path / "theirs.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises(ValueError, match="contains custom code"):
+    with pytest.raises(ValueError, match=r"contains custom code|own code is never run: not supp"):
         read(tmp_path, torch.float32)
     assert "Do you wish" not in capsys.readouterr().out
 

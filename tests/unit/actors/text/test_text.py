@@ -1,8 +1,10 @@
 import json
 import random
+import shutil
 import string
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -578,3 +580,18 @@ def test_stop_strings_wait_for_min_tokens(codec: TextCodec, min_tokens: int, tex
     events = push_each(assembler, ids)
     assert "".join(event.text for event in events) == text
     assert assembler.is_finished is (min_tokens < 9)
+
+
+def test_checkpoint_without_a_tokenizer_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """transformers makes one up that finds no token in any text."""
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^there is no tokenizer in .*tiny; as a rule"):
+        TextCodec.load(checkpoint)
+
+
+def test_unreadable_tokenizer_is_refused_in_a_line(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    (checkpoint / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ValueError, match=r"^the tokenizer in .*tiny is unreadable \(\w+: .*\)$"):
+        TextCodec.load(checkpoint)

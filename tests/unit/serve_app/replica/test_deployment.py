@@ -54,6 +54,7 @@ from serve_app.replica import core, device_reading, worker_actor, worker_process
 from serve_app.replica.core import Replica, kept_running
 from serve_app.replica.device_reading import DeviceReading
 from serve_app.replica.replica import ModelReplica
+from serve_app.replica.start_errors import told_in_one_line
 from serve_app.replica.worker_process import WorkerProcess, bundles
 from tests.unit.actors.engine.test_sizing import SEVEN_B, SEVEN_B_WEIGHTS
 
@@ -684,7 +685,7 @@ GIB = 2**30
 
 def test_model_that_does_not_fit_a_full_card_is_told_in_one_line_with_the_sizes() -> None:
     full = CardMemory(80 * GIB, 2 * GIB, GIB // 2, 0, "process 7 holds 77.50 GiB")
-    with pytest.raises(CannotStart) as caught, worker_actor._told_in_one_line():
+    with pytest.raises(CannotStart) as caught, told_in_one_line():
         plan_limits(EngineConfig(), SEVEN_B, full, SEVEN_B_WEIGHTS)
     told = str(caught.value)
     assert told.startswith(
@@ -697,7 +698,7 @@ def test_model_that_does_not_fit_a_full_card_is_told_in_one_line_with_the_sizes(
 
 
 def test_values_that_a_library_does_not_take_keep_their_traceback() -> None:
-    with pytest.raises(json.JSONDecodeError), worker_actor._told_in_one_line():
+    with pytest.raises(json.JSONDecodeError), told_in_one_line():
         json.loads("{")
 
 
