@@ -5,6 +5,7 @@ own making, anew for each change of the ingresses.
 """
 
 import ctypes
+import json
 import os
 import re
 import resource
@@ -40,6 +41,17 @@ _FILES_PER_CONNECTION = 2
 _OTHER_FILES = 128  # listeners, threads, sockets; 23 with Ray 2.60's configuration
 _DEFAULTS = re.compile(r"^defaults$", re.MULTILINE)
 _HEAD_TIMEOUT_S = 60  # a connection that has not told what it wants by then makes room for another
+# As long as no application is known to which requests could go; then what answers 404 is for other paths.
+_IS_ROUTED = re.compile(r"^\s*use_backend ", re.MULTILINE)
+_NO_ROUTE = re.compile(
+    r"^(backend default_backend\n\s*http-request return status) 404 .*$", re.MULTILINE
+)
+_STARTING = {
+    "message": "no model is served here yet; try again, and see the server's log if it stays so",
+    "type": "server_error",
+    "param": None,
+    "code": "unavailable",
+}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ASIDE = re.compile(r"^((?:frontend|listen) (prometheus|stats)\n\s*bind )\S+", re.MULTILINE)
 
@@ -112,11 +124,17 @@ def _is_listening(path: Path) -> bool:
 def harmless(configuration: str, folder: Path) -> str:
     """The same with metrics, statistics and control on sockets in `folder`, for this user alone, and no endless heads.
 
-    On ports, the same for each server, a second one on the machine would not start.
+    On ports, the same for each server, a second one on the machine would not start. Before there is an application,
+    clients are told to come again.
     """
     on_sockets = _ASIDE.sub(rf"\g<1>unix@{folder}/\g<2> mode 600", configuration)
     private = on_sockets.replace(" mode 666 level admin", " mode 600 level admin")
-    return _DEFAULTS.sub(rf"\g<0>\n    timeout http-request {_HEAD_TIMEOUT_S}s", private)
+    limited = _DEFAULTS.sub(rf"\g<0>\n    timeout http-request {_HEAD_TIMEOUT_S}s", private)
+    if _IS_ROUTED.search(limited):
+        return limited
+    body = json.dumps({"error": _STARTING}).replace('"', '\\"')
+    told = f'503 content-type application/json string "{body}" hdr Retry-After 1'
+    return _NO_ROUTE.sub(lambda found: f"{found[1]} {told}", limited)
 
 
 def fitting(configuration: str, open_files: int) -> str:

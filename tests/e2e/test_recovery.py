@@ -37,10 +37,10 @@ def serving(config: str, **environment: str) -> Iterator[ServeProcess]:
 @pytest.mark.parametrize(
     ("change", "message", "answer"),
     [
-        (  # no application could be built, so Serve's proxy has none to ask
+        (  # no application could be built, so HAProxy has none to ask
             {"sleep": {"idle_timeout": 3}},
             "sleep.idle_timeout: unknown key; did you mean",
-            (404, None),
+            (503, None),
         ),
         (  # the first replica was never ready, so neither is the server
             {"engine": {"max_model_len": 10**7}},
@@ -258,7 +258,7 @@ def test_http_is_back_soon_after_its_proxy_was_killed(site: Site) -> None:
             answer = server.post("/v1/completions", **ASK)
         except httpx.TransportError:
             return False
-        # Until it knows the ingress, HAProxy asks Serve's own proxy, which may not know it either.
+        # 503 as long as HAProxy knows of no application.
         return answer.status_code == 200 and answer.json()["choices"][0]["text"] == right
 
     wait_until(lambda: not before & {each.pid for each in server.named("haproxy")}, 10, "its end")

@@ -116,7 +116,7 @@ def beside(result: Mapping[str, Any], costs: Costs) -> list[str]:
 def _shown(figure: str, value: float | None) -> str:
     if value is None:
         return "-"
-    if "within" in figure or "computed" in figure:
+    if "within" in figure or figure in ("in time", "the card computed"):
         return f"{100 * value:.1f} %"
     if "p50" in figure or "p99" in figure:
         return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.2f} s"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -178,6 +179,58 @@ def test_it_starts_with_few_open_files(tmp_path: Path, open_files: int, connecti
                 time.sleep(0.01)
         finally:
             process.kill()
+
+
+NOWHERE = """global
+    maxconn 100
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 5s
+    timeout server 5s
+frontend here
+    bind unix@{folder}/front
+{routes}
+    default_backend default_backend
+{rest}
+"""
+
+
+def no_route_of_ray() -> str:
+    """Ray's own lines, so that a Ray that writes others is noticed."""
+    from ray.serve._private import haproxy_templates
+
+    lines = haproxy_templates.HAPROXY_CONFIG_TEMPLATE.splitlines()
+    at = lines.index("backend default_backend")
+    return "\n".join(lines[at : at + 2])
+
+
+@pytest.mark.parametrize(
+    ("routes", "status"),
+    [("", 503), ("    acl is_llm path_beg /llm/\n    use_backend default_backend if is_llm", 404)],
+)
+def test_clients_come_again_as_long_as_there_is_no_application(
+    tmp_path: Path, routes: str, status: int
+) -> None:
+    """A 404 says that there is nothing to come back for."""
+    rest = no_route_of_ray()
+    configuration = NOWHERE.format(folder=tmp_path, routes=routes, rest=rest)
+    (tmp_path / "it.cfg").write_text(harmless(configuration, tmp_path))
+    with subprocess.Popen([get_haproxy_binary(), "-db", "-f", "it.cfg"], cwd=tmp_path) as process:
+        try:
+            ends_s = time.monotonic() + 30
+            while not (tmp_path / "front").exists():
+                assert process.poll() is None, "HAProxy has ended"
+                assert time.monotonic() < ends_s
+                time.sleep(0.01)
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "front"))) as client:
+                answer = client.get("http://here/v1/models")
+        finally:
+            process.kill()
+    assert answer.status_code == status
+    if status == 503:
+        assert answer.json()["error"]["code"] == "unavailable"
+        assert answer.headers["Retry-After"] == "1"
 
 
 PARENT = """
