@@ -35,6 +35,7 @@ from serve_app.metrics.tally import Snapshot
 from serve_app.models.first_token import Patience
 from serve_app.models.model_client import ModelInfo, Scrape
 from serve_app.models.remote_errors import unwrap
+from serve_app.models.start_watch import StartWatch
 from serve_app.scaling.manual import Scaler
 from serve_app.signals.hold import WantedStore, hold, release
 
@@ -69,6 +70,7 @@ class HandleClient:
         self._scaler = scaler
         self._wanted = wanted
         self._patience = patience
+        self._start_watch = StartWatch(info.model_id, scaler, self.replica_states, patience)
         # Over gRPC an event takes a third of the time that it takes as an object of Ray's own.
         self._streams = handle.options(
             stream=True,
@@ -93,10 +95,11 @@ class HandleClient:
         Raises:
             InvalidRequest, Unavailable: the replica's refusal.
             QueueFull: as many requests wait as the configuration allows.
-            Unavailable: there is no replica, or none gave a token in time.
+            Unavailable: there is no replica and there will be none, or none gave a token in time.
             ReplicaFailed: the replica died or failed in mid-answer.
         """
         async with self._patience.waiting() as first, aclosing(self._events(request)) as events:
+            self._start_watch.begin()
             async for event in events:
                 first.over()
                 yield event

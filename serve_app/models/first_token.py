@@ -1,7 +1,7 @@
 """How long requests of one model wait for their first token, and how long a refused one should stay away."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -28,6 +28,18 @@ class Patience:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._mean_s: float | None = None
+        self._waits = set[_Wait]()
+
+    @property
+    def longest_s(self) -> float:
+        """For how long somebody waits already; 0 while nobody does."""
+        now_s = asyncio.get_running_loop().time()
+        return max((now_s - wait.began_s for wait in self._waits), default=0.0)
+
+    def end(self, failure: Callable[[], Exception]) -> None:
+        """End all waits: nobody will give a token. Each raises one of these from `waiting`."""
+        for wait in tuple(self._waits):
+            wait.end(failure())
 
     @property
     def retry_after_s(self) -> float:
@@ -43,19 +55,27 @@ class Patience:
         """
         limit = asyncio.timeout(self._limit_s)
         wait = _Wait(self, limit)
+        self._waits.add(wait)
         try:
             async with limit:
                 yield wait
         except TimeoutError:
             if not limit.expired():
                 raise
+            if wait.failure is not None:
+                raise wait.failure from None
             raise Unavailable(
                 f"no token within {self._limit_s:g} s (http.queue_timeout_s)", self.retry_after_s
             ) from None
         finally:
+            self._waits.discard(wait)
             # As in `at_most`: neither this frame nor the caller's leads back to the task.
-            wait.limit = None
+            wait.limit = wait.failure = None
             del limit
+
+    def _over(self, wait: "_Wait", seconds: float) -> None:
+        self._waits.discard(wait)
+        self._note(seconds)
 
     def _note(self, seconds: float) -> None:
         before_s = seconds if self._mean_s is None else self._mean_s
@@ -66,11 +86,17 @@ class _Wait:
     def __init__(self, patience: Patience, limit: asyncio.Timeout) -> None:
         self._patience = patience
         self.limit: asyncio.Timeout | None = limit  # None once it is over
-        self._began_s = asyncio.get_running_loop().time()
+        self.failure: Exception | None = None  # that ends it
+        self.began_s = asyncio.get_running_loop().time()
 
     def over(self) -> None:
         limit, self.limit = self.limit, None
         if limit is None:
             return
         limit.reschedule(None)
-        self._patience._note(asyncio.get_running_loop().time() - self._began_s)
+        self._patience._over(self, asyncio.get_running_loop().time() - self.began_s)
+
+    def end(self, failure: Exception) -> None:
+        if self.limit is not None:
+            self.failure = failure
+            self.limit.reschedule(asyncio.get_running_loop().time())

@@ -63,6 +63,20 @@ def test_configuration_that_cannot_work_is_told_in_the_log(
         wait_until(lambda: readiness(server) == answer, 60, "readiness", pause_s=0.2)
 
 
+def test_request_that_waits_for_a_model_that_cannot_start_is_told(
+    servers: Servers, tiny_checkpoint: Path
+) -> None:
+    """Serve tries three times, and leaves those who wait in the queue."""
+    servers.stop()
+    with running(config_with("tiny_cpu.yaml", engine={"max_model_len": 10**7})) as server:
+        wait_until(lambda: readiness(server) == (503, "starting"), 60, "an ingress", pause_s=0.2)
+        began_s = time.monotonic()
+        answer = server.post("/v1/completions", **ASK)
+        assert time.monotonic() - began_s < 90
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"].startswith("tiny could not be started")
+
+
 def readiness(server: ServeProcess) -> tuple[int, str | None]:
     """Of the server as a whole; without an ingress, the proxy answers in words of its own."""
     try:

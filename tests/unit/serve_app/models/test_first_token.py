@@ -71,3 +71,29 @@ def test_other_timeouts_stay_what_they_are() -> None:
                 raise TimeoutError("somebody else's")
 
     asyncio.run(scenario())
+
+
+def test_waits_that_somebody_ends_raise_what_he_says_and_answers_go_on() -> None:
+    async def scenario() -> None:
+        patience = Patience(60)
+        assert patience.longest_s == 0
+
+        async def ask(answered: bool) -> str:
+            async with patience.waiting() as first:
+                if answered:
+                    first.over()
+                await asyncio.sleep(0.02)
+            return "whole"
+
+        asked = [asyncio.create_task(ask(answered)) for answered in (False, True, False)]
+        await asyncio.sleep(0.005)
+        assert patience.longest_s > 0
+        patience.end(lambda: Unavailable("never", 30))
+        first, answered, second = await asyncio.gather(*asked, return_exceptions=True)
+        assert answered == "whole"
+        assert [str(each) for each in (first, second)] == ["never"] * 2
+        assert first is not second
+        assert patience.longest_s == 0
+        patience.end(lambda: Unavailable("nobody", 30))
+
+    asyncio.run(scenario())

@@ -157,6 +157,15 @@ backend there
 """
 
 
+def wait_for_front(folder: Path, process_id: int) -> None:
+    """Until HAProxy listens there."""
+    process, ends_s = psutil.Process(process_id), time.monotonic() + 30
+    while not (folder / "front").exists():
+        assert process.status() != psutil.STATUS_ZOMBIE, "HAProxy has ended"
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(("open_files", "connections"), [(1024, 448), (8320, 4096), (20_000, 4096)])
 def test_it_starts_with_few_open_files(tmp_path: Path, open_files: int, connections: int) -> None:
     """HAProxy ends at once where it may not open as many as its configuration wants."""
@@ -172,11 +181,7 @@ def test_it_starts_with_few_open_files(tmp_path: Path, open_files: int, connecti
         cwd=tmp_path,
     ) as process:
         try:
-            ends_s = time.monotonic() + 30
-            while not (tmp_path / "front").exists():
-                assert process.poll() is None, "HAProxy has ended"
-                assert time.monotonic() < ends_s
-                time.sleep(0.01)
+            wait_for_front(tmp_path, process.pid)
         finally:
             process.kill()
 
@@ -218,11 +223,7 @@ def test_clients_come_again_as_long_as_there_is_no_application(
     (tmp_path / "it.cfg").write_text(harmless(configuration, tmp_path))
     with subprocess.Popen([get_haproxy_binary(), "-db", "-f", "it.cfg"], cwd=tmp_path) as process:
         try:
-            ends_s = time.monotonic() + 30
-            while not (tmp_path / "front").exists():
-                assert process.poll() is None, "HAProxy has ended"
-                assert time.monotonic() < ends_s
-                time.sleep(0.01)
+            wait_for_front(tmp_path, process.pid)
             with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "front"))) as client:
                 answer = client.get("http://here/v1/models")
         finally:
@@ -251,11 +252,7 @@ def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
         try:
             assert parent.stdout is not None
             process = psutil.Process(int(parent.stdout.readline()))
-            ends_s = time.monotonic() + 30
-            while not (tmp_path / "front").exists():
-                assert process.is_running(), "HAProxy has ended"
-                assert time.monotonic() < ends_s
-                time.sleep(0.01)
+            wait_for_front(tmp_path, process.pid)
             assert process.name() == "haproxy"
         finally:
             parent.kill()
