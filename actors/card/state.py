@@ -7,9 +7,8 @@ from actors.card.config import Preempt, Terms
 
 # Who wants a first token has busy models frozen then: who was about to be idle need not be.
 FREEZE_AFTER_S = 0.1
-BUSY_AFTER = (
-    0.25  # of `max_wait_s`: from then on all busy models make room, also for what was frozen
-)
+# Of `max_wait_s`: from then on all busy models make room, also for what was frozen.
+BUSY_AFTER = 0.25
 FIRST_AFTER = 0.5  # of `max_wait_s`: from then on before all priorities
 
 

@@ -12,13 +12,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError, safe_open
 
 from actors.checkpoints.plan import RemoteFile
 from actors.checkpoints.source import Hub
 from actors.quantization.checkpoint import (
     QuantizedCheckpoint,
     format_of,
+    opened,
     quantized_checkpoint,
 )
 from actors.quantization.formats import Format, Unserved
@@ -116,13 +116,13 @@ def unsupported_weights(directory: Path) -> str | None:
 
 
 def damaged_weights(directory: Path) -> str | None:
-    """The first file of a checkpoint's weights that is cut short, or no such file; None: by their headers, all are whole."""
+    """What is wrong with the first file of a checkpoint's weights that is not whole; None: by their headers, all are."""
     for path in filter(Path.is_file, weight_files(directory)):
         try:
-            with safe_open(path, framework="np"):
+            with opened(path):
                 pass
-        except SafetensorError as error:
-            return f"{path.name} is cut short or damaged ({error}); fetch it again"
+        except Unserved as error:
+            return str(error)
     return None
 
 

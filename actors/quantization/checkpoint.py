@@ -1,8 +1,8 @@
 """What of a checkpoint's files is quantised, and how. No torch."""
 
 import json
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,15 +88,26 @@ def headers(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], dict[str, P
     tensors: dict[str, StoredTensor] = {}
     where: dict[str, Path] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118  # it is no dictionary
-                    part = file.get_slice(name)
-                    tensors[name] = StoredTensor(part.get_dtype(), tuple(part.get_shape()))
-                    where[name] = path
-        except SafetensorError as exc:
-            raise Unserved(f"{path.name} is cut short or damaged ({exc}); fetch it again") from exc
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  # it is no dictionary
+                part = file.get_slice(name)
+                tensors[name] = StoredTensor(part.get_dtype(), tuple(part.get_shape()))
+                where[name] = path
     return tensors, where
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, by whose header it is whole.
+
+    Raises:
+        Unserved: it is not.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file
+    except SafetensorError as exc:
+        raise Unserved(f"{path.name} is cut short or damaged ({exc}); fetch it again") from exc
 
 
 def _read(found: object, file: str, method: str | None = None) -> Format:

@@ -1,12 +1,15 @@
 """Requests for a model that Serve has given up are told so: nobody starts a replica for them any more."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from actors.errors import Unavailable
 from actors.protocol import ReplicaState
 from serve_app.models.first_token import Patience
 from serve_app.scaling.manual import Scaler
+
+logger = logging.getLogger(__name__)
 
 _LOOKS_EVERY_S = 5.0  # while somebody waits for as long: a look takes the controller milliseconds
 _RETRY_AFTER_S = 30.0  # somebody has to deploy it anew
@@ -55,7 +58,8 @@ class StartWatch:
         try:
             scale = await self._scaler.read()
             return scale.gave_up and not await self._replica_states()
-        except Exception:  # noqa: BLE001  # it cannot be told now; the wait has its own limit
+        except Exception as error:  # noqa: BLE001  # it is not known now; the wait has its own limit
+            logger.info("whether %s will start is not known: %s", self._model_id, error)
             return False
 
     def _failure(self) -> Unavailable:

@@ -186,19 +186,8 @@ def test_it_starts_with_few_open_files(tmp_path: Path, open_files: int, connecti
             process.kill()
 
 
-NOWHERE = """global
-    maxconn 100
-defaults
-    mode http
-    timeout connect 5s
-    timeout client 5s
-    timeout server 5s
-frontend here
-    bind unix@{folder}/front
-{routes}
-    default_backend default_backend
-{rest}
-"""
+FRONT, _, _ = CONFIGURATION.replace("maxconn 4096", "maxconn 100").partition("    default_backend")
+NOWHERE = FRONT + "{routes}\n    default_backend default_backend\n{rest}\n"
 
 
 def no_route_of_ray() -> str:
