@@ -33,6 +33,7 @@ from actors.image.decoder_layers import decoder_layers
 from actors.memory import whole_device, workspaces
 from actors.memory.arena import DeviceArena
 from actors.memory.driver import AllocatorPool
+from actors.quantization.linear import quantise_activations
 from actors.quantization.summary import summary
 
 logger = logging.getLogger(__name__)
@@ -189,6 +190,8 @@ class TransformersEngine:
         choose_attention(model)
         merged = merge_projections(model)
         logger.info("%d groups of projections are computed as one", merged)
+        if config.quantize_activations:
+            quantise_activations(model)
         if (quantised := summary(model, next(model.parameters()).device)) is not None:
             logger.info("%s", quantised)
         shape = cache_shape(model, config.page_size)

@@ -61,6 +61,7 @@ class Projection:
     Attributes:
         name: that all its tensors' names begin with.
         tensors: the last parts of their names.
+        quantised_inputs: it was made for inputs that are quantised to FP8, too.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Projection:
     scheme: Scheme
     packing: Packing
     tensors: tuple[str, ...]
+    quantised_inputs: bool = False
 
     @property
     def bits(self) -> int:
@@ -256,6 +258,7 @@ class _CtGroup:
     symmetric: bool
     form: str
     targets: tuple[str, ...]
+    quantised_inputs: bool  # to FP8
 
     def fits(self, name: str) -> bool:
         return any(
@@ -326,6 +329,7 @@ def _ct_group(config: Mapping[str, Any], group: Mapping[str, Any]) -> _CtGroup:
     if kind == "fp8" and not symmetric:
         raise Unserved("not supported: FP8 with zero points")
     rows, columns = weights.get("block_structure") or (1, 1)
+    inputs = group.get("input_activations") or {}
     return _CtGroup(
         kind,
         strategy,
@@ -335,6 +339,7 @@ def _ct_group(config: Mapping[str, Any], group: Mapping[str, Any]) -> _CtGroup:
         symmetric,
         form,
         tuple(group["targets"]),
+        kind == "fp8" and (inputs.get("num_bits"), inputs.get("type")) == (8, "float"),
     )
 
 
@@ -367,7 +372,8 @@ def _ct_plain(name: str, parts: Mapping[str, StoredTensor], group: _CtGroup) -> 
     if "weight_g_idx" in parts:
         raise Unserved(f"not supported: {name} has its channels in another order (actorder)")
     if group.strategy == "block":
-        return _blocks(name, parts, "weight_scale", (group.rows, group.columns))
+        blocks = group.rows, group.columns
+        return _blocks(name, parts, "weight_scale", blocks, group.quantised_inputs)
     if group.strategy == "tensor":
         _part(name, parts, "weight_scale", _SCALE_TYPES, ((), (1,), (1, 1)))
         scheme = Scheme(group.kind, K, zeros=not group.symmetric)
@@ -378,7 +384,7 @@ def _ct_plain(name: str, parts: Mapping[str, StoredTensor], group: _CtGroup) -> 
     if not group.symmetric:
         _part(name, parts, "weight_zero_point", ("I8",), parts["weight_scale"].shape)
         tensors.append("weight_zero_point")
-    return Projection(name, K, N, scheme, "plain", tuple(tensors))
+    return Projection(name, K, N, scheme, "plain", tuple(tensors), group.quantised_inputs)
 
 
 # --- FP8 ---
@@ -391,29 +397,36 @@ def _fp8(config: dict[str, Any]) -> Format:
         # gptqmodel divides by what others multiply with, under the same name.
         raise Unserved(f"not supported: scales that divide (weight_scale_semantics {meaning})")
     block = config.get("weight_block_size")
+    # Of checkpoints in blocks, older ones do not say so.
+    quantised = config.get("activation_scheme", "dynamic") in ("dynamic", "static")
 
     def describe(name: str, parts: Mapping[str, StoredTensor]) -> Projection:
         scale = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
         if block is not None:
-            return _blocks(name, parts, scale, (int(block[0]), int(block[1])))
+            return _blocks(name, parts, scale, (int(block[0]), int(block[1])), quantised)
         weight = _part(name, parts, "weight", "F8_E4M3", 2)
         N, K = weight.shape
         _part(name, parts, scale, _SCALE_TYPES, ((), (1,), (1, 1), (N,), (N, 1)))
-        return Projection(name, K, N, Scheme("fp8", K), "plain", ("weight", scale))
+        return Projection(name, K, N, Scheme("fp8", K), "plain", ("weight", scale), quantised)
 
     text = "tensor" if block is None else f"block-{block[0]}x{block[1]}"
     return Format("fp8", f"fp8-{text}", ("weight",), describe)
 
 
 def _blocks(
-    name: str, parts: Mapping[str, StoredTensor], scale: str, block: tuple[int, int]
+    name: str,
+    parts: Mapping[str, StoredTensor],
+    scale: str,
+    block: tuple[int, int],
+    quantised_inputs: bool,
 ) -> Projection:
     N, K = _part(name, parts, "weight", "F8_E4M3", 2).shape
     rows, columns = block
     if rows < 1 or columns < _LEAST_GROUP or columns % _LEAST_GROUP:
         raise Unserved(f"not supported: blocks of {rows} x {columns}")
     _part(name, parts, scale, _SCALE_TYPES, (cdiv(N, rows), cdiv(K, columns)))
-    return Projection(name, K, N, Scheme("fp8", columns, rows), "plain", ("weight", scale))
+    scheme = Scheme("fp8", columns, rows)
+    return Projection(name, K, N, scheme, "plain", ("weight", scale), quantised_inputs)
 
 
 # --- parts ---

@@ -5,7 +5,8 @@ dequantises anew for each tile of rows. `dequantised` writes the weight out, som
 own product: more bytes, which many rows are worth. For numbers of rows between them, of FP8, there is `pairs`; for one
 row of FP8 there is `single_row`, for up to eight of 4 bits `few_rows`.
 
-Each weight is what the reference makes of it, to the bit; in the last three it is not even rounded. Sums are taken in an
+Each weight is what the reference makes of it, to the bit; in the last three it is not even rounded. Rows are
+quantised where the caller asks for that, and only if there are many. Sums are taken in an
 order that depends on shapes alone: the same bits each time, whatever else is in the batch. A program adds up a share
 of the input channels; where there are several shares, a second kernel adds those.
 
@@ -87,6 +88,7 @@ _TURNED_ABOVE = 128  # rows
 _TURNED_UP_TO: dict[Kind, int] = {"int4": 1024, "fp8": 320}
 # Likewise. Few rows want the shares that `fused` makes of many input channels.
 PAIRS_FROM, _WIDE_PAIRS_FROM, PAIRS_UP_TO = 65, 64, 768
+QUANTISED_FROM = 65
 
 
 @cache
@@ -99,7 +101,12 @@ def tiles(kind: Kind, on_hopper: bool) -> tuple[tuple[int, Tile], ...]:
 
 
 def matmul(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    scheme: Scheme,
+    quantise_rows: bool = False,
 ) -> Tensor:
     """The rows `x` [M, K] times the quantised weight: [M, N], in the dtype of `x`.
 
@@ -109,9 +116,10 @@ def matmul(
             float8_e4m3fn [N, K].
         scales: [K/group, N] in the dtype of `x`; of fp8 float32 [ceil(K/group), ceil(N/rows)].
         zeros: uint8 [K/group, N]. Without: 8 of int4, 128 of int8.
+        quantise_rows: many bfloat16 rows become FP8 numbers, too, where that is faster.
     """
     product: Tensor = torch.ops.sleepserve.quantized_matmul(
-        x, weight, scales, zeros, scheme.kind, scheme.group, scheme.rows
+        x, weight, scales, zeros, scheme.kind, scheme.group, scheme.rows, quantise_rows
     )
     return product
 
@@ -124,6 +132,7 @@ def _product_like(
     kind: str,
     group: int,
     rows: int,
+    quantise_rows: bool,
 ) -> Tensor:
     return x.new_empty((x.size(0), weight.size(0)))
 
@@ -137,8 +146,11 @@ def _quantized_matmul(
     kind: str,
     group: int,
     rows: int,
+    quantise_rows: bool,
 ) -> Tensor:
     scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
+    if quantise_rows and is_quantised(x, weight, scheme):
+        return pairs.product_of_quantised(x, weight, scales, scheme)
     if is_single_row(x, scheme):
         return single_row.product(x, weight, scales, scheme, has_fp8(x.device))
     if is_few_rows(x, scheme):
@@ -170,6 +182,12 @@ def is_few_rows(x: Tensor, scheme: Scheme) -> bool:
 def takes_few_rows(scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether such a weight is multiplied so there, by a few rows."""
     return is_hopper(device) and dtype != torch.float32 and few_rows.fit(scheme, K)
+
+
+def is_quantised(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` quantises rows `x` [M, K], if asked to."""
+    M, (N, K) = len(x), weight.shape
+    return M >= QUANTISED_FROM and takes_pairs(scheme, N, K, x.dtype, x.device)
 
 
 def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:

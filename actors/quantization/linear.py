@@ -55,13 +55,20 @@ class QuantizedWeight(nn.Module):
 
 
 class QuantizedLinear(QuantizedWeight):
-    """Computes what `nn.Linear` would with the weights that its values stand for."""
+    """Computes what `nn.Linear` would with the weights that its values stand for.
+
+    Attributes:
+        made_for_quantised: the checkpoint's makers quantise its inputs, too.
+        quantises: it does so as well, with many rows on a card.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype
     ) -> None:
         """Make one; its tensors are empty, on torch's default device."""
         super().__init__(in_features, out_features, scheme, dtype)
+        self.made_for_quantised = False
+        self.quantises = False
         self.bias = _empty((out_features,), dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,10 +79,17 @@ class QuantizedLinear(QuantizedWeight):
         rows = x.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        out = matmul(rows, self.weight, self.scales, self.zeros, self.scheme)
+        out = matmul(rows, self.weight, self.scales, self.zeros, self.scheme, self.quantises)
         if self.bias is not None:
             out = out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
+
+
+def quantise_activations(model: nn.Module) -> None:
+    """Have linear modules quantise their inputs whose checkpoint was made for that, where there are many rows."""
+    for each in model.modules():
+        if isinstance(each, QuantizedLinear):
+            each.quantises = each.made_for_quantised
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

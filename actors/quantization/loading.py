@@ -279,6 +279,7 @@ def _quantised(
     with _device_of(owns[0]):
         N = sum(each.N for each in group)
         module = QuantizedLinear(group[0].K, N, False, group[0].scheme, dtype)
+    module.made_for_quantised = all(each.quantised_inputs for each in group)
     biases = [own.bias for own in owns if isinstance(own.bias, Tensor)]
     if len(biases) == 1:
         module.bias = nn.Parameter(biases[0].data, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Products of bfloat16 rows with FP8 weights on FP8's tensor cores, without quantising the rows.
+"""Products of bfloat16 rows with FP8 weights on FP8's tensor cores, without quantising the rows, or with.
 
 A bfloat16 has 8 significant bits, an e4m3 has 4: each row is the sum of two rows of e4m3 numbers, times a power of 2
 for each block of its channels. The product of twice as many rows in FP8 takes the tensor cores as long as one in bfloat16,
@@ -6,6 +6,9 @@ and reads half the weights. It is torch's, with scales for blocks; ours are the 
 
 Of a block whose largest number is A, numbers of A * 2**-9 and more are what the pairs stand for, exactly, and smaller
 ones are off by A * 2**-17 at most. Weights are not rounded, as those of the other ways are.
+
+Rows that are to be quantised are the first of such a pair alone: numbers of A * 2**-13 and more are off by a sixteenth of
+themselves at most, smaller ones by A * 2**-17.
 """
 
 # Kernels have no types that mypy knows.
@@ -16,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.quantization.scheme import Scheme
+from actors.quantization.scheme import WRITTEN_BYTES, Scheme
 from actors.rounding import cdiv, next_power_of_2, round_up
 
 BLOCK = 128  # channels, of both operands
 # The product wants each block's factors, and each column's scales, to begin at multiples of 16 bytes.
-_ROWS_ALIGNED = 2
+_ROWS_ALIGNED = 4
 _CHANNELS_ALIGNED = 4 * BLOCK
 _SPLIT_ROWS = 8
 _ADDED = 1024
@@ -46,43 +49,68 @@ def bytes_taken(M: int, N: int, K: int) -> int:
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     """The rows `x` [M, K] times the weight [N, K]: [M, N]; see `kernels.matmul`, and `fit`."""
-    x = x.contiguous()
     (M, K), N = x.shape, len(weight)
-    blocks = scheme.group == BLOCK
-    parts, factors, of_weight = split(x, scales if blocks else None, N)
+    of_blocks = scales if scheme.group == BLOCK else None
+    parts, factors, of_weight = split(x, of_blocks, N)
     both = torch._scaled_mm(
         parts.view(-1, K), weight.T, factors.T, of_weight.T, out_dtype=torch.bfloat16
     )
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    _add[(cdiv(M * N, _ADDED),)](
-        both,
-        len(both) // 2 * N,
-        scales,
-        out,
-        M * N,
-        N,
-        scheme.rows,
-        SCALED=not blocks,
-        BLOCK=_ADDED,
-        num_warps=4,
-    )
+    _join(both.view(2, -1), scales if of_blocks is None else None, out, scheme)
     return out
 
 
-def split(x: Tensor, scales: Tensor | None, N: int) -> tuple[Tensor, Tensor, Tensor]:
+def product_of_quantised(x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """Like `product`, but of rows that are quantised. Takes up to 64 MiB meanwhile, for some of the rows at a time."""
+    (M, K), N = x.shape, len(weight)
+    of_blocks = scales if scheme.group == BLOCK else None
+    out = torch.empty((round_up(M, _ROWS_ALIGNED), N), dtype=x.dtype, device=x.device)
+    count = round_up(cdiv(M, cdiv(M * K, WRITTEN_BYTES)), _ROWS_ALIGNED)
+    for rows, place in zip(torch.split(x, count), torch.split(out, count), strict=True):
+        (quantised,), factors, of_weight = split(rows, of_blocks, N, quantised=True)
+        torch._scaled_mm(quantised, weight.T, factors.T, of_weight.T, out_dtype=x.dtype, out=place)
+    out = out[:M]
+    if of_blocks is None:
+        _join(out.view(1, -1), scales, out, scheme)
+    return out
+
+
+def _join(parts: Tensor, scales: Tensor | None, out: Tensor, scheme: Scheme) -> None:
+    """Write the sums of the parts [2, m] or [1, m], times the columns' scales, to `out` [M, N], which may be the first."""
+    _add[(cdiv(out.numel(), _ADDED),)](
+        parts,
+        parts.size(1),
+        out if scales is None else scales,
+        out,
+        out.numel(),
+        out.size(1),
+        scheme.rows,
+        PAIRS=len(parts) == 2,
+        SCALED=scales is not None,
+        BLOCK=_ADDED,
+        num_warps=4,
+    )
+
+
+def split(
+    x: Tensor, scales: Tensor | None, N: int, quantised: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs of `x` [M, K], as the product takes them.
 
     Args:
         scales: [K/128, N/128], of blocks. None: the weight counts as it is.
+        quantised: the first of each pair alone, also of the smallest numbers.
 
     Returns:
-        e4m3 [2, R, K], where R is M or one more; what they are to be multiplied by, float32 [K/128, 2 * R]; the weight's
-        scales, [N/128, K/128].
+        e4m3 [2, R, K], or [1, R, K], where R is M or up to three more; what they are to be multiplied by, float32
+        [K/128, 2 * R] or [K/128, R]; the weight's scales, [N/128, K/128].
     """
+    x = x.contiguous()
     (M, K), device = x.shape, x.device
-    R = round_up(M, _ROWS_ALIGNED)
-    parts = torch.empty((2, R, K), dtype=torch.float8_e4m3fn, device=device)
-    factors = torch.empty((K // BLOCK, 2 * R), dtype=torch.float32, device=device)
+    count = 1 if quantised else 2
+    R = round_up(M, _ROWS_ALIGNED // count)
+    parts = torch.empty((count, R, K), dtype=torch.float8_e4m3fn, device=device)
+    factors = torch.empty((K // BLOCK, count * R), dtype=torch.float32, device=device)
     of_weight = torch.empty((N // BLOCK, K // BLOCK), dtype=torch.float32, device=device)
     _split[(cdiv(R, _SPLIT_ROWS), K // BLOCK)](
         x,
@@ -94,6 +122,7 @@ def split(x: Tensor, scales: Tensor | None, N: int) -> tuple[Tensor, Tensor, Ten
         R,
         K,
         N // BLOCK,
+        PAIRS=not quantised,
         ONES=scales is None,
         ROWS=_SPLIT_ROWS,
         BLOCK=BLOCK,
@@ -106,7 +135,7 @@ def split(x: Tensor, scales: Tensor | None, N: int) -> tuple[Tensor, Tensor, Ten
 @triton.jit(do_not_specialize=["M", "R", "columns"])
 def _split(
     x, scales, parts, factors, of_weight, M, R, K, columns,
-    ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A block of some rows. The first programs also write the weight's scales, each in its own place."""
     block = tl.program_id(1)
@@ -121,18 +150,24 @@ def _split(
     inverse = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     values = values * inverse[:, None]
     # Rounded to four significant bits here, to even: what conversions do with others than e4m3 numbers depends on who
-    # does them. Below the least normal number the second of the pair is as good.
+    # does them.
     bits = values.to(tl.int32, bitcast=True)
     first = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    first = tl.where(tl.abs(values) < 0.015625, 0.0, first)
+    is_small = tl.abs(values) < 0.015625  # the least normal number
+    if PAIRS:
+        first = tl.where(is_small, 0.0, first)  # the second is as good
+        second = parts + R.to(tl.int64) * K
+        tl.store(second + at, (values - first).to(tl.float8e4nv), mask=inside)
+    else:
+        # Floats from 16384 on are 2**-9 apart, as the smallest e4m3 numbers are.
+        first = tl.where(is_small, (values + 24576.0) - 24576.0, first)
     tl.store(parts + at, first.to(tl.float8e4nv), mask=inside)
-    second = parts + R.to(tl.int64) * K
-    tl.store(second + at, (values - first).to(tl.float8e4nv), mask=inside)
     # NaN, if one of them is, or is infinite: e4m3 has no number for that.
     factor += tl.sum(values * 0.0, 1)
-    factors += block * 2 * R
+    factors += block * (2 * R if PAIRS else R)
     tl.store(factors + m, factor, mask=m < R)
-    tl.store(factors + R + m, factor, mask=m < R)
+    if PAIRS:
+        tl.store(factors + R + m, factor, mask=m < R)
     if tl.program_id(0) == 0:
         column = tl.arange(0, COLUMNS)
         there = column < columns
@@ -144,13 +179,17 @@ def _split(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _add(both, half, scales, out, size, N, rows, SCALED: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of both halves' first `size` numbers, times the columns' scales."""
+def _add(
+    sums, half, scales, out, size, N, rows,
+    PAIRS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of both halves' first `size` numbers, or the numbers that are there, times the columns' scales."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    first = tl.load(both + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(both + half.to(tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
-    found = first + second
+    found = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)
+    if PAIRS:
+        second = tl.load(sums + half.to(tl.int64) + at, mask=inside, other=0.0)
+        found += second.to(tl.float32)
     if SCALED:
         found *= tl.load(scales + at % N // rows, mask=inside, other=0.0)
     tl.store(out + at, found.to(out.dtype.element_ty), mask=inside)

@@ -33,10 +33,14 @@ def summary(model: nn.Module, device: torch.device) -> str | None:
         for each in linear
     ):
         apart.append("of fp8 one row without tensor cores")
-    if any(
-        kernels.takes_pairs(each.scheme, each.out_features, each.in_features, each.dtype, device)
+    of_cores = [
+        each
         for each in linear
-    ):
+        if kernels.takes_pairs(each.scheme, each.out_features, each.in_features, each.dtype, device)
+    ]
+    if any(each.quantises for each in of_cores):
+        apart.append(f"of fp8 quantised inputs from {kernels.QUANTISED_FROM} rows")
+    if not all(each.quantises for each in of_cores):
         apart.append(f"of fp8 pairs from {kernels.PAIRS_FROM} to {kernels.PAIRS_UP_TO}")
     if any(
         kernels.takes_few_rows(each.scheme, each.in_features, each.dtype, device) for each in linear

@@ -1,9 +1,10 @@
 """What products with quantised weights take beside bfloat16's, by rows: `python -m docs.results.quantized_matmul`.
 
 For each kind, and each projection of the 7B shape as it is merged there: torch's product of plain weights, `fused`
-with each of some tiles, `dequantised`, and of FP8 `pairs` and
+with each of some tiles, `dequantised`, and of FP8 `pairs`, with quantised rows and
 `single_row`, of 4 bits `few_rows`. The last table says what `matmul` would
-choose at best, and what the projections of all layers take then: what TILES in actors/quantization/kernels.py is made from.
+choose at best, without and with quantised rows, and what the projections of all layers take then: what TILES in
+actors/quantization/kernels.py is made from.
 """
 
 import argparse
@@ -174,6 +175,11 @@ def measure(
                         if pairs.fit(scheme, N, K, x.dtype)
                         else ()
                     ),
+                    "quantised_rows_ms": milliseconds(
+                        [partial(pairs.product_of_quantised, x, *w, scheme) for w in weights]
+                        if pairs.fit(scheme, N, K, x.dtype)
+                        else ()
+                    ),
                     "single_row_ms": milliseconds(
                         [
                             partial(single_row.product, x, *w, scheme, has_fp8(x.device))
@@ -214,7 +220,7 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
     """The best way of each, and the sums over the projections of all layers."""
     table = Table(
         *("kind", "rows", "projection", "bf16 us", "best written us", "MiB", "pairs us"),
-        *("single us", "best few us", "turn", "best fused us", "tile"),
+        *("quantised rows us", "single us", "best few us", "turn", "best fused us", "tile"),
     )
     for row in found:
         table.add_row(
@@ -224,16 +230,20 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
             f"{1e3 * row['bf16_ms']:.1f}",
             *best_of(row["dequantised_ms"]),
             f"{1e3 * row['pairs_ms']:.1f}",
+            f"{1e3 * row['quantised_rows_ms']:.1f}",
             f"{1e3 * row['single_row_ms']:.1f}",
             *best_of(row["few_rows_ms"]),
             *best_of(row["fused_ms"]),
         )
     console.print(table)
-    sums = Table("kind", "rows", f"bf16 ms, {LAYERS} layers", "quantised ms", "times as fast")
+    sums = Table(
+        *("kind", "rows", f"bf16 ms, {LAYERS} layers", "quantised ms", "times as fast"),
+        *("with quantised rows ms", "times as fast"),
+    )
     for kind, M in sorted({(row["kind"], row["M"]) for row in found}):
         mine = [row for row in found if (row["kind"], row["M"]) == (kind, M)]
         plain = LAYERS * sum(row["bf16_ms"] for row in mine)
-        best = LAYERS * sum(
+        best = [
             min(
                 *row["dequantised_ms"].values(),
                 row["pairs_ms"],
@@ -242,8 +252,11 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
                 *row["fused_ms"].values(),
             )
             for row in mine
-        )
-        sums.add_row(kind, str(M), f"{plain:.2f}", f"{best:.2f}", f"{plain / best:.2f}")
+        ]
+        exact = LAYERS * sum(best)
+        with_rows = LAYERS * sum(map(min, best, (row["quantised_rows_ms"] for row in mine)))
+        cells = (exact, plain / exact, with_rows, plain / with_rows)
+        sums.add_row(kind, str(M), f"{plain:.2f}", *(f"{each:.2f}" for each in cells))
     console.print(sums)
 
 

@@ -22,6 +22,7 @@ from actors.image.attach import build_on_meta
 from actors.image.image import WeightImage, private_buffers
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.quantization.experts import QuantizedExperts
+from actors.quantization.linear import QuantizedLinear
 from actors.quantization.making import QUANTIZE_NAMES, QuantizeName
 from actors.quantization.summary import summary
 from actors.worker.model_memory import ModelMemory
@@ -238,6 +239,8 @@ def test_experts_are_quantised_too(
     assert len(experts) == SIZES["num_hidden_layers"]
     stacks = 2 if recipe.endswith("order") else 1  # each of gate and up has an order of its own
     assert {len(each.gate_up_proj) for each in experts} == {stacks}
+    linear = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    assert {each.made_for_quantised for each in linear} == {recipe.startswith("fp8")}
 
 
 def test_the_log_tells_how_weights_are_multiplied(

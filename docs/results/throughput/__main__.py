@@ -39,7 +39,9 @@ def throughput(
     profiles: Annotated[
         Path | None,
         typer.Option(
-            "--profile", metavar="DIR", help="Write there what the device does in 20 decode steps."
+            "--profile",
+            metavar="DIR",
+            help="Write there what the device does in 20 decode steps, and while prompts are computed.",
         ),
     ] = None,
     engine: Engine = None,

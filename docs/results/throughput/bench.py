@@ -123,10 +123,12 @@ class ThroughputBench(LocalBench[Plan]):
         found = {name: spread([r[name] for r in rounds]) for name in rounds[0]}
         self._found["concurrency"][str(concurrency)] = found
         if self._plan.profiles is not None:
-            text = f"{source_of(self._environment)}\n"
-            text += await load.profile(concurrency, found["tpot_p50_s"]["median"])
-            file = self._plan.profiles / f"profile_{concurrency}.txt"
-            await asyncio.to_thread(file.write_text, text, encoding="utf-8")
+            steps = await load.profile(concurrency, found["tpot_p50_s"]["median"])
+            prompts = await load.profile_prompts(concurrency)
+            for name, text in (("profile", steps), ("prompts", prompts)):
+                file = self._plan.profiles / f"{name}_{concurrency}.txt"
+                text = f"{source_of(self._environment)}\n{text}"
+                await asyncio.to_thread(file.write_text, text, encoding="utf-8")
 
     async def _compare_sampling(self, load: "Load", concurrency: int, progress: Progress) -> None:
         """Settings take turns, so that what drifts drifts for all of them."""
@@ -187,6 +189,14 @@ class Load:
         assert not work.done(), "it was over before the profile was"
         work.cancel()
         await asyncio.wait([work])
+        return profile_text(profiler, concurrency)
+
+    async def profile_prompts(self, concurrency: int) -> str:
+        """Likewise from so many prompts that come at once until each has its first token."""
+        if not torch.cuda.is_available():
+            return "no device to profile\n"
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            await self._answers(concurrency, 1)
         return profile_text(profiler, concurrency)
 
     async def _answers(

@@ -166,7 +166,7 @@ def test_the_operator_has_a_shape_without_data() -> None:
         y = matmul(*fakes, mode.from_tensor(case.scales), None, scheme)
     assert (y.shape, y.dtype) == ((7, 72), torch.float16)
     samples = (inputs(7, 256, torch.float16), case.weight, case.scales, None, "int4", 128, 1)
-    torch.library.opcheck(torch.ops.sleepserve.quantized_matmul.default, samples)
+    torch.library.opcheck(torch.ops.sleepserve.quantized_matmul.default, (*samples, False))
 
 
 def test_compiled_without_a_break_and_for_any_number_of_rows() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.quantization.linear import QuantizedLinear
+from actors.quantization.linear import QuantizedLinear, quantise_activations
 from actors.quantization.scheme import Scheme
 from actors.quantization.summary import summary
 from tests.unit.actors.quantization.cases import (
@@ -35,6 +35,15 @@ def pairs_of(x: Tensor) -> Tensor:
     assert torch.equal(*factors.chunk(2, 1))
     both = (parts[0].float() + parts[1].float())[: len(x)]
     return (both.view(-1, K // 128, 128) * factors.T[: len(x), :, None]).view(-1, K)
+
+
+def quantised(x: Tensor) -> Tensor:
+    """What its numbers become, float32."""
+    from actors.quantization.pairs import split
+
+    (numbers,), factors, _ = split(x, None, 128, quantised=True)
+    blocks = numbers.float()[: len(x)].view(-1, K // 128, 128)
+    return (blocks * factors.T[: len(x), :, None]).view(-1, K)
 
 
 def largest(x: Tensor) -> Tensor:
@@ -66,6 +75,24 @@ def test_every_significant_bit_of_both_signs() -> None:
         assert torch.equal(pairs_of(x), x.float()), smaller
 
 
+def test_quantised_rows_are_the_nearest_numbers_of_eight_bits() -> None:
+    """torch rounds likewise, on any device."""
+    random = torch.Generator().manual_seed(3)
+    sizes = torch.randint(-60, 60, (M, 1), generator=random).float()
+    spread = torch.exp2(torch.randint(-18, 1, (M, K), generator=random).float())
+    x = (torch.randn((M, K), generator=random) * spread * torch.exp2(sizes)).bfloat16().to(DEVICE)
+    x[3] = 0
+    x[4] = x[4, 0]
+    found = quantised(x)
+    exponent = torch.frexp(largest(x)).exponent.clamp(-118, 127)
+    factor = torch.exp2(exponent.float() - 8)
+    factor[x == 0] = 1
+    assert torch.equal(found, (x.float() / factor).to(torch.float8_e4m3fn).float() * factor)
+    off, size = (found - x.float()).abs(), x.float().abs()
+    assert bool((off <= torch.maximum(size / 16, largest(x) * 2.0**-17)).all())
+    assert not torch.equal(found, x.float())
+
+
 # The interpreter warns of a difference of infinities.
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -76,6 +103,8 @@ def test_what_is_not_finite_spoils_its_row_only(bad: float) -> None:
     x[5, 130] = bad
     _, factors, _ = split(x, None, 128)
     assert factors.isnan().nonzero().tolist() == [[1, 5], [1, M + 1 + 5]]
+    _, factors, _ = split(x, None, 128, quantised=True)
+    assert factors.isnan().nonzero().tolist() == [[1, 5]]
 
 
 def test_scales_of_the_weight_in_their_places() -> None:
@@ -124,6 +153,53 @@ def test_pairs_are_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         text = summary(model, torch.device("cuda"))
         assert text is not None
         assert text.endswith(f"fused products up to 320 rows (fp8){told}, written out for more")
+
+
+def test_quantised_rows_where_the_checkpoint_is_made_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from actors.quantization import kernels
+
+    monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
+    monkeypatch.setattr(kernels, "has_fp8", lambda device: False)
+    with torch.device("meta"):
+        model = QuantizedLinear(512, 384, False, BLOCKS, torch.bfloat16)
+    quantise_activations(model)
+    assert not model.quantises
+    model.made_for_quantised = True
+    quantise_activations(model)
+    assert model.quantises
+    text = summary(model, torch.device("cuda"))
+    assert text is not None
+    assert ", but of fp8 quantised inputs from 65 rows, written" in text
+    for dtype, rows in ((torch.bfloat16, {65, 4096}), (torch.float16, set())):
+        x = {M: torch.empty((M, 512), device="meta", dtype=dtype) for M in (1, 64, 65, 4096)}
+        assert {M for M in x if kernels.is_quantised(x[M], model.weight, BLOCKS)} == rows
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(("N", "K"), [(4608, 3584), (3584, 18944), (128, 512)])
+@pytest.mark.parametrize("group", ["blocks", "columns", "one"])
+def test_products_of_quantised_rows(group: str, N: int, K: int) -> None:
+    """Those of the rounded numbers, but for the sums' order and two roundings of the output; many rows in parts."""
+    from actors.quantization.kernels import matmul
+    from actors.quantization.pairs import split
+
+    scheme = {"blocks": BLOCKS, "columns": Scheme("fp8", K), "one": Scheme("fp8", K, 1 << 20)}
+    case = make_case(scheme[group], K, N, torch.float32)
+    for rows in (65, 256, 4099):
+        x = inputs(rows, K, torch.bfloat16)
+        (numbers,), factors, _ = split(x, None, N, quantised=True)
+        blocks = numbers[:rows].double().view(rows, K // 128, 128) * factors.T[:rows, :, None]
+        exact = blocks.view(rows, K) @ case.dequantised.double().T
+        y = matmul(*case.of(x), quantise_rows=True)
+        plain = exact.bfloat16()
+        off, plain_off = ((e.double() - exact).square().mean().sqrt() for e in (y, plain))
+        assert off < 2 * plain_off
+        assert torch.equal(y, matmul(*case.of(x), quantise_rows=True))
+        assert y.shape == (rows, N)
+    few = inputs(8, K, torch.bfloat16)
+    assert torch.equal(matmul(*case.of(few), quantise_rows=True), matmul(*case.of(few)))
 
 
 @ON_HOPPER
