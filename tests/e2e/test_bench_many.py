@@ -63,6 +63,8 @@ def test_ways_to_share_a_card_are_measured_beside_each_other(
     assert result["complete"]
     sent = result["sent"]
     assert sent["fit"] == 2
+    assert set(sent["takes"]) == set(sent["of_models"])
+    assert all(each["awake"] > each["residue"] >= 0 for each in sent["takes"].values())
     assert list(sent["of_models"]) == ["one", "two", "three", "four"]
     assert sent["capped"]["prompts"] > 0
 

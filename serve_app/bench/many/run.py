@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ class _Known:
     """What the first server has told; the others are asked the same, and must answer the same."""
 
     requests: TraceRequests
+    needs: Mapping[str, Needs]
     fit: Fits
     card: SharedCard
 
@@ -310,7 +311,7 @@ class ManyBench:
             needs[model], card = await _needs(client, model)
         requests = TraceRequests(plan(self._plan.dealt, caps), workloads, questions)
         fit = fits(card.budget, [needs[model] for model in self._models])
-        return _Known(requests, fit, card)
+        return _Known(requests, needs, fit, card)
 
     def _sent(self, known: _Known) -> dict[str, Any]:
         planned, dealt = known.requests.planned, self._plan.dealt
@@ -333,6 +334,7 @@ class ManyBench:
             },
             "budget_bytes": known.card.budget,
             "fit": known.fit.beside_sleepers,
+            "takes": {model: asdict(each) for model, each in known.needs.items()},
         }
 
     # --- the trace ---

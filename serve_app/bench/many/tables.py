@@ -84,6 +84,7 @@ def _figures(result: Result) -> Table:
     row("swaps per minute", number("swaps_per_min", ".1f"))
     row("bytes moved, GiB", number("moved_bytes", ".2f", 2**30))
     row("KV cache given back, GiB", number("kv_given_back_bytes", ".2f", 2**30))
+    row("no room for more KV cache, times", number("kv_refused"))
     for name, key in (("host memory", "host_bytes"), ("card memory", "card_bytes")):
         row(f"{name} at last, GiB", grown(key, "last", 2**30, ".2f"))
         row(f"{name} grows, MiB an hour", grown(key, "per_hour", 2**20, "+.0f"))

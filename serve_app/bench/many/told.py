@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.bench.many.variants import Needs
 from serve_app.bench.serve_process import logged_at
 from serve_app.metrics.catalogue import (
+    GROWTH,
     KV_PARTS_BYTES,
     RESTORED_BYTES,
     SLEEPS,
@@ -23,6 +24,7 @@ _COUNTERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "preempted": (SLEEPS.name, {"cause": "preempted"}),
     "moved_bytes": (RESTORED_BYTES.name, {}),
     "kv_given_back_bytes": (KV_PARTS_BYTES.name, {"change": "given_back"}),
+    "kv_refused": (GROWTH.name, {"outcome": "refused"}),
     "waited_for_a_wake": (f"{WAKE_WAIT_SECONDS.name}_count", {}),
 }
 _COMPRESSED = re.compile(r"image (\S+)(?:: compressed from | is kept as it is: compressed )")

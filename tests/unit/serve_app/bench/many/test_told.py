@@ -32,6 +32,11 @@ sleepserve_restored_bytes_total{model_name="b"} 24.0
 sleepserve_kv_parts_bytes_total{model_name="a",change="mapped"} 500.0
 sleepserve_kv_parts_bytes_total{model_name="a",change="given_back"} 300.0
 sleepserve_kv_parts_bytes_total{model_name="b",change="given_back"} 12.0
+# HELP sleepserve_card_growth_total Asks.
+# TYPE sleepserve_card_growth_total counter
+sleepserve_card_growth_total{model_name="a",outcome="granted"} 90.0
+sleepserve_card_growth_total{model_name="a",outcome="refused"} 40.0
+sleepserve_card_growth_total{model_name="b",outcome="refused"} 2.0
 # HELP sleepserve_wake_wait_seconds Waits.
 # TYPE sleepserve_wake_wait_seconds histogram
 sleepserve_wake_wait_seconds_bucket{model_name="a",le="+Inf"} 7.0
@@ -52,6 +57,7 @@ def test_counters_are_summed_over_models() -> None:
         "preempted": 1,
         "moved_bytes": 1024,
         "kv_given_back_bytes": 312,
+        "kv_refused": 42,
         "waited_for_a_wake": 7,
     }
     assert set(counters("").values()) == {0}
