@@ -285,6 +285,7 @@ class CardLedger:
             elif isinstance(outcome, Refuse):
                 self.withdraw(*key)
                 yield Refusing(*key, outcome, self._retry_after_s(now_s))
+                yield from self._evict(outcome.evict)
                 yield from self._shrink(outcome.shrink)
             else:
                 claimed += ask.size
@@ -312,16 +313,7 @@ class CardLedger:
     def _wait(self, ask: Ask, wait: Wait, now_s: float) -> Iterator[Decision]:
         if wait.evict:
             self._evicted_for.add((ask.tenant, ask.number))
-        for evict in wait.evict:
-            self._last_order += 1
-            self._orders[evict.tenant] = self._last_order
-            before = self._tenants[evict.tenant]
-            drains = evict.mode is SleepMode.WAIT
-            cut_short = before.cut_short + (evict.mode is SleepMode.KEEP and not before.reached)
-            self._tenants[evict.tenant] = replace(
-                before, leaving=True, drains=drains, cut_short=cut_short
-            )
-            yield Ordering(evict.tenant, self._last_order, evict)
+        yield from self._evict(wait.evict)
         yield from self._shrink(wait.shrink)
         self.next_s = min(self.next_s, wait.until_s)
         if now_s < ask.first_from_s:
@@ -339,6 +331,18 @@ class CardLedger:
             before = self._tenants[stay.tenant]
             self._tenants[stay.tenant] = replace(before, leaving=False, drains=False)
             yield Staying(stay.tenant, self._orders[stay.tenant], stay)
+
+    def _evict(self, evicts: Iterable[Evict]) -> Iterator[Decision]:
+        for evict in evicts:
+            self._last_order += 1
+            self._orders[evict.tenant] = self._last_order
+            before = self._tenants[evict.tenant]
+            drains = evict.mode is SleepMode.WAIT
+            cut_short = before.cut_short + (evict.mode is SleepMode.KEEP and not before.reached)
+            self._tenants[evict.tenant] = replace(
+                before, leaving=True, drains=drains, cut_short=cut_short
+            )
+            yield Ordering(evict.tenant, self._last_order, evict)
 
     def _shrink(self, shrinks: Iterable[Shrink]) -> Iterator[Decision]:
         for shrink in shrinks:

@@ -11,8 +11,9 @@ has had a token. Nobody is asked for anything unless all that are asked make eno
 Who waits for a first token comes before who was frozen in the middle: that one waits for a quarter, too, and models
 that had something to do a moment ago do not sleep for it.
 
-Who is awake and wants more KV cache gets what is free, at once or not at all. For that nobody sleeps, and only idle
-models give back what they do not use.
+Who is awake and wants more KV cache gets what is free, at once or not at all, and asks again. Idle models give back what
+they do not use for that. Where that is not enough those sleep, or sleep deep, that nobody has asked for a while; sooner
+where who wants more can be frozen, as they have the room back at once then. No busy model does anything for it.
 """
 
 import math
@@ -33,6 +34,9 @@ _MOST_DOUBLINGS = 8
 QUIET_S = 0.25
 # Whose last request is not as old is woken again soon, and a deep sleep costs it seconds then.
 RECENT_S = 30.0
+# For more KV cache of who can be frozen, models sleep that were quiet for so long. Each second of theirs may cost the
+# other half of its tokens, and their next wake costs it some tenths.
+GROWTH_QUIET_S = 2.0
 
 
 class Cause(StrEnum):
@@ -90,12 +94,13 @@ class Refuse:
     Attributes:
         ever: it might at another time.
         grows: it was an ask for more KV cache.
-        shrink: who gives back KV cache, for when it asks again.
+        evict, shrink: who makes room, for when it asks again.
     """
 
     reason: str
     ever: bool
     grows: bool = False
+    evict: tuple[Evict, ...] = ()
     shrink: tuple[Shrink, ...] = ()
 
 
@@ -215,11 +220,32 @@ def _grow(card: Card, ask: Ask, who: Tenant, now_s: float) -> Plan:
     free = card.free - card.claimed
     if ask.size <= free:
         return Grant()
-    idle = [t for t in card.tenants if t.name != who.name and not t.busy]
     what = f"{in_words(ask.size)} of KV cache for {who.model}"
+    refuse = Refuse(f"{what} are not free", ever=True, grows=True)
     short = ask.size - free - sum(t.coming for t in card.tenants)
-    shrink = _shrinks(idle, short, what, now_s)
-    return Refuse(f"{what} are not free", ever=True, grows=True, shrink=shrink)
+    idle = [t for t in card.tenants if t.name != who.name and not t.busy]
+    if short <= 0:
+        return refuse
+    if shrink := _shrinks(idle, short, what, now_s):
+        return replace(refuse, shrink=shrink)
+    need = _Need(short, 0, {t.name: t.gives(now_s) for t in idle})
+    may = [t for t in idle if _may_sleep(t) and _quiet_for_growth_s(t, ask, who) <= now_s]
+    chosen = _enough(_idle_first(may, now_s), need)
+    rest = [t for t in idle if t not in chosen]
+    return replace(
+        refuse,
+        evict=tuple(_evict(t, what, who.model, now_s) for t in chosen),
+        shrink=_shrinks(rest, short - sum(t.frees for t in chosen), what, now_s),
+    )
+
+
+def _quiet_for_growth_s(tenant: Tenant, ask: Ask, who: Tenant) -> float:
+    """When it has been idle for so long that it sleeps for more KV cache of `who`."""
+    if tenant.awake and tenant.terms.priority > who.terms.priority:
+        return math.inf
+    soon = tenant.awake and who.terms.preempt is Preempt.FREEZE
+    quiet_s = tenant.quiet_since_s + (GROWTH_QUIET_S if soon else RECENT_S)
+    return max(quiet_s, _spared_until_s(tenant, ask))
 
 
 def _missing(card: Card, size: int, slots: int) -> tuple[int, float]:
@@ -245,7 +271,7 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
     resumes = card.tenant(ask.tenant).resumes
     from_s = {t.name: _asked_from_s(t, ask, resumes) for t in may}
     ready = [t for t in may if from_s[t.name] <= now_s]
-    order = sorted((t for t in ready if not t.busy), key=lambda t: (not t.awake, _worth(t, now_s)))
+    order = _idle_first([t for t in ready if not t.busy], now_s)
     order += sorted(
         (t for t in ready if t.busy), key=lambda t: (t.terms.priority, t.awake_since_s, t.name)
     )
@@ -342,6 +368,11 @@ def _worth(tenant: Tenant, now_s: float) -> tuple[int, float, str]:
     """Who is worth least comes first."""
     idle_s = now_s - tenant.quiet_since_s
     return tenant.terms.priority, -idle_s / max(1, tenant.copies), tenant.name
+
+
+def _idle_first(tenants: Sequence[Tenant], now_s: float) -> list[Tenant]:
+    """In the order in which they are asked: sleepers, who would sleep deep, behind those that are awake."""
+    return sorted(tenants, key=lambda t: (not t.awake, _worth(t, now_s)))
 
 
 @dataclass(frozen=True, slots=True)

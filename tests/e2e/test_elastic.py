@@ -1,5 +1,6 @@
 """Two models on a card that holds the weights of both, and one large KV cache: served, with a keeper of its own."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.e2e.test_many import answer, awake, counted, replicas
 pytestmark = pytest.mark.slow
 
 START_DEADLINE_S = 400.0
+FILLED_WITHIN_S = 60.0
 STREAMS = 16
 TOKENS = 100  # of an answer; of all of them together 4 MiB of KV cache at least
 Asked = list[tuple[str, Path, Puzzle]]
@@ -44,6 +46,8 @@ def two(asked: Asked, servers: Any) -> Iterator[ServeProcess]:
         model | {"model_id": name, "source": {"id": str(checkpoint)}, "engine": engine}
         for name, checkpoint, _ in asked
     ]
+    # So that its neighbour's room is soon its own.
+    llm["models"][1]["sharing"] = model["sharing"] | {"preempt": "freeze"}
     llm["card"]["memory_budget"] = "13 MiB"  # 3.3 of weights each, 2 of KV cache in a part
     with running(yaml.safe_dump(config)) as server:
         server.wait_until_ready(START_DEADLINE_S)
@@ -86,3 +90,23 @@ def test_cache_grows_and_goes_to_who_wakes_while_both_stay_awake(
     assert answer(server, one, first) == first.answer
     assert fill(server, one, first) == {first.answer}
     assert sorted(awake(server)) == sorted([one, other])
+
+
+def test_idle_neighbour_sleeps_for_one_that_is_short_of_cache_for_long(
+    two: ServeProcess, asked: Asked
+) -> None:
+    (one, _, first), (other, _, second) = asked
+    server = two
+    assert answer(server, one, first) == first.answer
+    assert answer(server, other, second) == second.answer
+    assert sorted(awake(server)) == sorted([one, other])
+    small, _ = kv(server, other)
+    until_s = time.monotonic() + FILLED_WITHIN_S
+    while awake(server) != [other]:
+        assert time.monotonic() < until_s, "its neighbour stays awake"
+        assert fill(server, other, second) == {second.answer}
+    assert counted(server, "sleepserve_sleeps_total", cause="room", model_name=one) == 1
+    assert fill(server, other, second) == {second.answer}
+    large, _ = kv(server, other)
+    assert large > small
+    assert answer(server, one, first) == first.answer

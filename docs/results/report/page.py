@@ -29,6 +29,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "load": ("instances", "ratios"),
     "soak": ("cycles", "compared", "wrong"),
     "http": ("rounds", "workload"),
+    "packing": ("rounds", "checkpoint"),
     "turns": ("chats", "second"),
     "long_prompt": ("streams", "worst_by_median"),
     "serve": ("start", "left_processes"),
@@ -44,6 +45,7 @@ _NAMES = {
     "load": "New instances",
     "soak": "Many sleeps and wakes",
     "http": "Over HTTP",
+    "packing": "Images made and compressed",
     "turns": "A chat's second turn",
     "long_prompt": "A long prompt beside streams",
     "serve": "Behind serve run",
@@ -224,6 +226,8 @@ def _tables(kind: str, result: Result) -> list[Table]:
         from docs.results.turns import tables
     elif kind == "long_prompt":
         from docs.results.long_prompt import tables
+    elif kind == "packing":
+        from docs.results.packing import tables
     elif kind == "serve":
         from docs.results.serve.tables import tables
     elif kind == "eval":

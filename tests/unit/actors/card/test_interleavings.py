@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from actors.card.ledger import Staying
+from actors.card.plan import GROWTH_QUIET_S
 from tests.unit.actors.card.world import (
     BUDGET,
     MAX_AWAKE,
@@ -209,6 +210,36 @@ def test_models_alone_have_all_of_the_card_and_give_it_back() -> None:
     assert world.given_back > 0
     assert not world.short
     assert [world.models[i].state for i in (0, 2)] == ["awake", "awake"], "nobody had to sleep"
+    everything_settles(world)
+
+
+def test_idle_neighbour_sleeps_for_a_busy_model_that_is_short_of_cache() -> None:
+    world = World()
+    for index in (4, 1):
+        world.request(index)
+        _read_all(world)
+        world.woken(index)
+    world.finish(4)
+    idle, busy = world.models[4], world.models[1]
+
+    def grow(until_s: float) -> None:
+        while world.now_s < until_s:
+            world.grow(1)
+            _read_all(world)
+            world.tick(0.1)
+
+    grow(GROWTH_QUIET_S - 0.2)
+    assert (idle.state, busy.grown) == ("awake", PART)
+    grow(GROWTH_QUIET_S + 2.0)
+    assert (idle.state, busy.state) == ("asleep", "awake")
+    assert world.ledger.card().free < PART
+    world.request(4)  # it has its room back
+    for _ in range(20):
+        world.tick(0.1)
+        _read_all(world)
+        world.woken(4)
+    assert idle.state == "awake"
+    assert not world.refused
     everything_settles(world)
 
 

@@ -17,6 +17,7 @@ from actors.card.ledger import (
     Waiting,
 )
 from actors.card.messages import Account, Sight
+from actors.card.plan import RECENT_S
 from actors.protocol import CardTenant, CardWait
 
 ASLEEP = Account(process_id=1)
@@ -118,6 +119,26 @@ def test_growth_that_is_not_free_is_refused_at_once_and_idle_caches_shrink() -> 
     book.account("a", less, 20.1)
     book.ask("b", 3, 10, False, 20.2, 1.0, grows=True)
     assert decide(book, 20.2) == [Granting("b", 3, at_once=True)]
+
+
+def test_who_was_quiet_for_long_sleeps_for_growth_once() -> None:
+    book = ledger("a", "b")
+    book.account("a", msgspec.structs.replace(AWAKE, held=60), 10.0)
+    book.account("b", msgspec.structs.replace(AWAKE, held=40, busy=True), 10.0)
+    late_s = 20.0 + RECENT_S
+    book.ask("b", 2, 10, False, late_s, 1.0, grows=True)
+    refused, order = decide(book, late_s)
+    assert isinstance(refused, Refusing)
+    assert isinstance(order, Ordering)
+    assert (order.tenant, order.evict.mode) == ("a", None)
+    book.ask("b", 3, 10, False, late_s, 1.0, grows=True)
+    (refused,) = decide(book, late_s)
+    assert isinstance(refused, Refusing)
+    asleep = Account(process_id=1, answered_order=order.number)
+    book.account("a", asleep, late_s + 0.1)
+    book.ask("b", 4, 10, False, late_s + 0.1, 1.0, grows=True)
+    assert decide(book, late_s + 0.1) == [Granting("b", 4, at_once=True)]
+    assert book.sight("b").swaps == 0
 
 
 def test_who_gave_nothing_is_not_asked_without_end() -> None:

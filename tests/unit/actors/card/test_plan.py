@@ -7,6 +7,7 @@ import pytest
 
 from actors.card.config import Preempt, Terms
 from actors.card.plan import (
+    GROWTH_QUIET_S,
     QUIET_S,
     RECENT_S,
     UNREACHED_S,
@@ -137,13 +138,85 @@ def test_pinned_cache_that_grew_is_no_reason_why_another_never_fits() -> None:
     assert not outcome.ever
 
 
-def test_growth_gets_what_is_free_and_has_nobody_sleep() -> None:
-    more = ask(10, "a", grows=True, waits=False)
-    assert plan(card(awake("a", 80), awake("b", 10)), more, NOW_S) == Grant()
-    full = card(awake("a", 80), awake("b", 20, idle_s=1000))
-    outcome = plan(full, more, NOW_S)
+MORE = ask(10, "a", grows=True, waits=False)
+
+
+def full_beside(neighbour: Tenant, **terms: object) -> Card:
+    """`a` has the rest of the card, and wants more."""
+    taken = 100 - (neighbour.held + neighbour.residue) // GIB
+    return card(awake("a", taken, busy=True, terms=Terms(**terms)), neighbour)  # type: ignore[arg-type]
+
+
+def slept_for_growth(outcome: object) -> list[Evict]:
+    assert isinstance(outcome, Refuse), outcome
+    assert (outcome.ever, outcome.grows, outcome.shrink) == (True, True, ())
+    return list(outcome.evict)
+
+
+def test_growth_gets_what_is_free() -> None:
+    assert plan(card(awake("a", 80), awake("b", 10)), MORE, NOW_S) == Grant()
+
+
+@pytest.mark.parametrize(
+    ("preempt", "idle_s"),
+    [(Preempt.FREEZE, GROWTH_QUIET_S), (Preempt.DRAIN, RECENT_S), (Preempt.NEVER, RECENT_S)],
+)
+def test_growth_has_those_sleep_who_were_quiet_for_long(preempt: Preempt, idle_s: float) -> None:
+    """Who wakes next has its room back sooner where the other can be frozen."""
+    brief = full_beside(awake("b", 20, idle_s=idle_s - 0.1), preempt=preempt)
+    assert slept_for_growth(plan(brief, MORE, NOW_S)) == []
+    long = full_beside(awake("b", 20, idle_s=idle_s), preempt=preempt)
+    (evict,) = slept_for_growth(plan(long, MORE, NOW_S))
+    assert (evict.tenant, evict.mode, evict.cause, evict.deep) == ("b", None, Cause.IDLE, False)
+    assert evict.reason == f"10.00 GiB of KV cache for a; idle {idle_s:.1f} s"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"busy": True},
+        {"moving": True},
+        {"leaving": True},
+        {"terms": Terms(pin=True)},
+        {"terms": Terms(priority=1)},
+        {"terms": Terms(min_awake_s=51)},
+        {"spared_until_s": NOW_S + 1},
+    ],
+)
+def test_growth_has_nobody_else_sleep(changes: dict[str, object]) -> None:
+    neighbour = awake("b", 20, idle_s=1000, **changes)
+    full = full_beside(neighbour, preempt=Preempt.FREEZE)
+    assert slept_for_growth(plan(full, MORE, NOW_S)) == []
+
+
+def test_growth_has_no_more_sleep_than_it_takes() -> None:
+    idle = (awake("b", 20, idle_s=50), awake("c", 20, idle_s=40), cached("d", 20, 4))
+    full = card(awake("a", 40, busy=True), *idle)
+    assert [e.tenant for e in slept_for_growth(plan(full, MORE, NOW_S))] == ["b"]
+    outcome = plan(full, replace(MORE, size=23 * GIB), NOW_S)
     assert isinstance(outcome, Refuse)
-    assert (outcome.ever, outcome.shrink) == (True, ())
+    assert [evict.tenant for evict in outcome.evict] == ["b"]
+    assert shrunk(outcome) == {"d": 3}
+    pair = card(awake("a", 50, busy=True), awake("b", 25, idle_s=50), awake("c", 25, idle_s=40))
+    everybody = slept_for_growth(plan(pair, replace(MORE, size=40 * GIB), NOW_S))
+    assert [evict.tenant for evict in everybody] == ["b", "c"]
+    assert slept_for_growth(plan(pair, replace(MORE, size=51 * GIB), NOW_S)) == []
+
+
+@pytest.mark.parametrize(("quiet_s", "expected"), [(RECENT_S - 0.1, []), (RECENT_S, ["b"])])
+def test_growth_has_sleepers_sleep_deep_that_nobody_asks(
+    quiet_s: float, expected: list[str]
+) -> None:
+    asleep = replace(sleeper("b"), residue=20 * GIB, quiet_since_s=NOW_S - quiet_s)
+    found = slept_for_growth(plan(full_beside(asleep, preempt=Preempt.FREEZE), MORE, NOW_S))
+    assert [evict.tenant for evict in found] == expected
+    assert all(evict.deep and evict.cause is Cause.ASLEEP for evict in found)
+
+
+def test_growth_waits_for_what_is_on_its_way() -> None:
+    idle = awake("b", 20, idle_s=1000), awake("c", 20, idle_s=1000, leaving=True)
+    full = card(awake("a", 60, busy=True), *idle)
+    assert slept_for_growth(plan(full, MORE, NOW_S)) == []
 
 
 def test_growth_has_idle_ones_give_back_and_no_busy_ones() -> None:
