@@ -63,7 +63,7 @@ def product(
     scheme: Scheme,
     turn: Turn = TURN,
 ) -> Tensor:
-    """The rows `x` [M, K], of 16 bits each, times the weight: [M, N]; see `kernels.matmul`, and `fit`."""
+    """The rows `x` [M, K], of 16 bits each, times the weight: [M, N]; see `products.matmul`, and `fit`."""
     x = x.contiguous()
     (M, K), N = x.shape, len(weight)
     places = cdiv(N, turn.channels)

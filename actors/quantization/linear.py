@@ -74,7 +74,7 @@ class QuantizedLinear(QuantizedWeight):
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
             return linear(x, self.dequantized(), self.bias)
-        from actors.quantization.kernels import matmul  # Triton is there where a GPU is
+        from actors.quantization.products import matmul  # Triton is there where a GPU is
 
         rows = x.reshape(-1, self.in_features)
         if self.order is not None:

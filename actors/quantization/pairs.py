@@ -48,7 +48,7 @@ def bytes_taken(M: int, N: int, K: int) -> int:
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """The rows `x` [M, K] times the weight [N, K]: [M, N]; see `kernels.matmul`, and `fit`."""
+    """The rows `x` [M, K] times the weight [N, K]: [M, N]; see `products.matmul`, and `fit`."""
     (M, K), N = x.shape, len(weight)
     of_blocks = scales if scheme.group == BLOCK else None
     parts, factors, of_weight = split(x, of_blocks, N)

@@ -37,7 +37,7 @@ def fit(scheme: Scheme, K: int) -> bool:
 def product(
     x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme, converts_fp8: bool
 ) -> Tensor:
-    """The row `x` [1, K] times the weight [N, K]: [1, N]; see `kernels.matmul`, and `fit`.
+    """The row `x` [1, K] times the weight [N, K]: [1, N]; see `products.matmul`, and `fit`.
 
     Args:
         converts_fp8: whether the device has an instruction for it.

@@ -19,7 +19,7 @@ def summary(model: nn.Module, device: torch.device) -> str | None:
     text = ", ".join(f"{count} of {kind}" for kind, count in told.most_common())
     if device.type == "cpu":
         return f"quantised weights: {text}; written out for each product"
-    from actors.quantization import few_rows, kernels  # Triton is there where a GPU is
+    from actors.quantization import few_rows, kernels, products  # Triton is there where a GPU is
 
     kinds = sorted({each.scheme.kind for each in weights})
     most = {kind: kernels.tiles(kind, kernels.is_hopper(device))[-1][0] for kind in kinds}
@@ -29,21 +29,24 @@ def summary(model: nn.Module, device: torch.device) -> str | None:
     apart = []
     linear = [each for each in weights if isinstance(each, QuantizedLinear)]
     if any(
-        kernels.takes_single_rows(each.scheme, each.in_features, each.dtype, device)
+        products.takes_single_rows(each.scheme, each.in_features, each.dtype, device)
         for each in linear
     ):
         apart.append("of fp8 one row without tensor cores")
     of_cores = [
         each
         for each in linear
-        if kernels.takes_pairs(each.scheme, each.out_features, each.in_features, each.dtype, device)
+        if products.takes_pairs(
+            each.scheme, each.out_features, each.in_features, each.dtype, device
+        )
     ]
     if any(each.quantises for each in of_cores):
-        apart.append(f"of fp8 quantised inputs from {kernels.QUANTISED_FROM} rows")
+        apart.append(f"of fp8 quantised inputs from {products.QUANTISED_FROM} rows")
     if not all(each.quantises for each in of_cores):
-        apart.append(f"of fp8 pairs from {kernels.PAIRS_FROM} to {kernels.PAIRS_UP_TO}")
+        apart.append(f"of fp8 pairs from {products.PAIRS_FROM} to {products.PAIRS_UP_TO}")
     if any(
-        kernels.takes_few_rows(each.scheme, each.in_features, each.dtype, device) for each in linear
+        products.takes_few_rows(each.scheme, each.in_features, each.dtype, device)
+        for each in linear
     ):
         apart.append(f"of int4 up to {few_rows.MOST_ROWS} with weights that are not rounded")
     if apart:

@@ -91,15 +91,15 @@ def test_what_does_not_fit() -> None:
 
 
 def test_few_rows_only_of_16_bits_and_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actors.quantization import kernels
+    from actors.quantization import kernels, products
 
     rows = inputs(9, 256, torch.float16)
     for hopper in (False, True):
         monkeypatch.setattr(kernels, "is_hopper", lambda device, hopper=hopper: hopper)
-        assert kernels.is_few_rows(rows[:1], GROUPS) == hopper
-        assert kernels.is_few_rows(rows[:8], GROUPS) == hopper
-        assert not kernels.is_few_rows(rows, GROUPS)
-        assert not kernels.is_few_rows(rows[:1].float(), GROUPS)
+        assert products.is_few_rows(rows[:1], GROUPS) == hopper
+        assert products.is_few_rows(rows[:8], GROUPS) == hopper
+        assert not products.is_few_rows(rows, GROUPS)
+        assert not products.is_few_rows(rows[:1].float(), GROUPS)
 
 
 def test_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("M", [1, 7])
 @pytest.mark.parametrize(("N", "K"), [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)])
 def test_real_sizes_also_in_a_graph(N: int, K: int, M: int) -> None:
-    from actors.quantization.kernels import is_few_rows, matmul
+    from actors.quantization.products import is_few_rows, matmul
 
     for scheme in schemes_of(K):
         case = make_case(scheme, K, N, torch.float32)

@@ -29,7 +29,7 @@ ROWS = (1, 3, 16, 17, 33, 64, 65, 200)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", schemes(256), ids=str)
 def test_any_number_of_rows(scheme: Scheme, dtype: torch.dtype) -> None:
-    from actors.quantization.kernels import is_few_rows, is_single_row, matmul
+    from actors.quantization.products import is_few_rows, is_single_row, matmul
 
     case = make_case(scheme, 256, 72, dtype)
     for M in ROWS:
@@ -43,7 +43,7 @@ def test_any_number_of_rows(scheme: Scheme, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("N", [128, 130, 131])
 @pytest.mark.parametrize("scheme", [Scheme("int4", 32, zeros=True), Scheme("int8", 64, zeros=True)])
 def test_any_number_of_output_channels(scheme: Scheme, N: int) -> None:
-    from actors.quantization.kernels import matmul
+    from actors.quantization.products import matmul
 
     case = make_case(scheme, 192, N, torch.float16)
     x = inputs(5, 192, torch.float16)
@@ -97,7 +97,7 @@ def test_every_code_of_fp8(way: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("K", [64, 96, 1000])
 def test_fp8_blocks_that_channels_do_not_fill(K: int) -> None:
     """1000 channels have no turns that tensor cores would take: their weights are written out."""
-    from actors.quantization.kernels import matmul, variant
+    from actors.quantization.products import matmul, variant
 
     case = make_case(Scheme("fp8", 128, 128), K, 72, torch.float16)
     x = inputs(3, K, torch.float16)
@@ -117,20 +117,20 @@ def test_a_weight_that_is_written_out_in_parts(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_shares_of_the_input_channels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some with fewer turns than others, on a device with room for all."""
-    from actors.quantization import kernels, shares
+    from actors.quantization import products, shares
 
     monkeypatch.setattr(shares, "_multiprocessors", lambda device: 100)
     for K in (256, 9 * 128, 37 * 128):
         case = make_case(Scheme(kind, 128), K, 40, torch.float16)
         x = inputs(11, K, torch.float16)
-        check(kernels.matmul(*case.of(x)), x, case)
+        check(products.matmul(*case.of(x)), x, case)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_a_row_is_the_same_whatever_is_beside_it(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actors.quantization import kernels, shares
+    from actors.quantization import products, shares
 
     monkeypatch.setattr(shares, "_multiprocessors", lambda device: 4)
     case = make_case(Scheme(kind, 64), 512, 72, torch.float16)  # not one of `few_rows`
@@ -141,15 +141,15 @@ def test_a_row_is_the_same_whatever_is_beside_it(
         if kind == "fp8":
             random = torch.Generator().manual_seed(2)
             case.weight.copy_(torch.randint(-8, 9, case.weight.shape, generator=random))
-    together = kernels.matmul(*case.of(many))
-    assert torch.equal(together, kernels.matmul(*case.of(many)))
+    together = products.matmul(*case.of(many))
+    assert torch.equal(together, products.matmul(*case.of(many)))
     for M, first in ((1, 0), (1, 15), (3, 7), (15, 1)):
-        alone = kernels.matmul(*case.of(many[first : first + M]))
+        alone = products.matmul(*case.of(many[first : first + M]))
         assert torch.equal(alone, together[first : first + M])
 
 
 def test_inputs_of_any_strides() -> None:
-    from actors.quantization.kernels import matmul
+    from actors.quantization.products import matmul
 
     case = make_case(Scheme("int4", 64), 256, 72, torch.float16)
     x = inputs(4, 512, torch.float16)[:, 128:384]
@@ -157,7 +157,7 @@ def test_inputs_of_any_strides() -> None:
 
 
 def test_the_operator_has_a_shape_without_data() -> None:
-    from actors.quantization.kernels import matmul
+    from actors.quantization.products import matmul
 
     scheme = Scheme("int4", 128)
     case = make_case(scheme, 256, 72, torch.float16)
@@ -170,7 +170,7 @@ def test_the_operator_has_a_shape_without_data() -> None:
 
 
 def test_compiled_without_a_break_and_for_any_number_of_rows() -> None:
-    from actors.quantization.kernels import matmul
+    from actors.quantization.products import matmul
 
     case = make_case(Scheme("int8", 64), 256, 72, torch.float16)
     backend = "inductor" if CARD else "aot_eager"
@@ -277,7 +277,8 @@ SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)]
     ids=str,
 )
 def test_real_sizes(scheme: Scheme, N: int, K: int) -> None:
-    from actors.quantization.kernels import fused, in_pairs, is_single_row, matmul, variant
+    from actors.quantization.kernels import fused
+    from actors.quantization.products import in_pairs, is_single_row, matmul, variant
 
     case = make_case(scheme, K, N, torch.bfloat16)
     for M in (1, 16, 64, 256, 1000, 2000):
@@ -295,7 +296,7 @@ def test_real_sizes(scheme: Scheme, N: int, K: int) -> None:
 
 @pytest.mark.skipif(not CARD, reason="no card")
 def test_replayed_in_a_graph() -> None:
-    from actors.quantization.kernels import matmul
+    from actors.quantization.products import matmul
 
     case = make_case(Scheme("int4", 128, zeros=True), 3584, 3584, torch.bfloat16)
     for M in (1, 48, 200, 700):

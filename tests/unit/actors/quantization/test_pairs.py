@@ -132,14 +132,14 @@ def test_what_does_not_fit() -> None:
 
 def test_rows_that_are_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many of a wide weight would take more memory than a weight that is written out."""
-    from actors.quantization import kernels
+    from actors.quantization import kernels, products
 
     monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
     for N, K, rows in ((37888, 3584, {64, 65, 256}), (3584, 18944, {65, 256, 512, 768})):
         weight = torch.empty((N, K), device="meta", dtype=torch.float8_e4m3fn)
         tried = (1, 63, 64, 65, 256, 512, 768, 769, 2048)
         x = {M: torch.empty((M, K), device="meta", dtype=torch.bfloat16) for M in tried}
-        assert {M for M in tried if kernels.in_pairs(x[M], weight, BLOCKS)} == rows
+        assert {M for M in tried if products.in_pairs(x[M], weight, BLOCKS)} == rows
 
 
 def test_pairs_are_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_pairs_are_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quantised_rows_where_the_checkpoint_is_made_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from actors.quantization import kernels
+    from actors.quantization import kernels, products
 
     monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
     monkeypatch.setattr(kernels, "has_fp8", lambda device: False)
@@ -174,7 +174,7 @@ def test_quantised_rows_where_the_checkpoint_is_made_for_it(
     assert ", but of fp8 quantised inputs from 65 rows, written" in text
     for dtype, rows in ((torch.bfloat16, {65, 4096}), (torch.float16, set())):
         x = {M: torch.empty((M, 512), device="meta", dtype=dtype) for M in (1, 64, 65, 4096)}
-        assert {M for M in x if kernels.is_quantised(x[M], model.weight, BLOCKS)} == rows
+        assert {M for M in x if products.is_quantised(x[M], model.weight, BLOCKS)} == rows
 
 
 @ON_HOPPER
@@ -182,8 +182,8 @@ def test_quantised_rows_where_the_checkpoint_is_made_for_it(
 @pytest.mark.parametrize("group", ["blocks", "columns", "one"])
 def test_products_of_quantised_rows(group: str, N: int, K: int) -> None:
     """Those of the rounded numbers, but for the sums' order and two roundings of the output; many rows in parts."""
-    from actors.quantization.kernels import matmul
     from actors.quantization.pairs import split
+    from actors.quantization.products import matmul
 
     scheme = {"blocks": BLOCKS, "columns": Scheme("fp8", K), "one": Scheme("fp8", K, 1 << 20)}
     case = make_case(scheme[group], K, N, torch.float32)
@@ -207,7 +207,7 @@ def test_products_of_quantised_rows(group: str, N: int, K: int) -> None:
 @pytest.mark.parametrize("group", ["blocks", "columns", "one"])
 def test_products_are_off_by_two_roundings(group: str, N: int, K: int) -> None:
     """A plain product of rounded weights is off by one at least: of the output."""
-    from actors.quantization.kernels import in_pairs, matmul
+    from actors.quantization.products import in_pairs, matmul
 
     scheme = {"blocks": BLOCKS, "columns": Scheme("fp8", K), "one": Scheme("fp8", K, 1 << 20)}
     case = make_case(scheme[group], K, N, torch.float32)
@@ -236,7 +236,7 @@ def test_a_row_is_the_same_whatever_is_beside_it() -> None:
 
 @ON_HOPPER
 def test_replayed_in_a_graph() -> None:
-    from actors.quantization.kernels import matmul
+    from actors.quantization.products import matmul
 
     case = make_case(BLOCKS, 3584, 3584, torch.bfloat16)
     x = inputs(200, 3584, torch.bfloat16)

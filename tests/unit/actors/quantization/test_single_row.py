@@ -68,14 +68,14 @@ def test_what_does_not_fit() -> None:
 
 
 def test_one_row_only_and_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actors.quantization import kernels
+    from actors.quantization import kernels, products
 
     rows = inputs(2, 256, torch.float16)
     for converts in (False, True):
         monkeypatch.setattr(kernels, "has_fp8", lambda device, converts=converts: converts)
-        assert kernels.is_single_row(rows[:1], BLOCKS) == converts
-        assert not kernels.is_single_row(rows, BLOCKS)
-        assert not kernels.is_single_row(rows[:1].float(), BLOCKS)
+        assert products.is_single_row(rows[:1], BLOCKS) == converts
+        assert not products.is_single_row(rows, BLOCKS)
+        assert not products.is_single_row(rows[:1].float(), BLOCKS)
 
 
 def test_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @ON_A_CARD_WITH_FP8
 @pytest.mark.parametrize(("N", "K"), [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)])
 def test_real_sizes_also_in_a_graph(N: int, K: int) -> None:
-    from actors.quantization.kernels import is_single_row, matmul
+    from actors.quantization.products import is_single_row, matmul
 
     for scheme in schemes_of(K):
         case = make_case(scheme, K, N, torch.float32)

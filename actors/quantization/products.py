@@ -1,0 +1,141 @@
+"""Products with quantised weights on a card: `matmul` chooses between six ways, by the rows.
+
+`fused` and `dequantised` fit any number of rows (kernels.py). For numbers between theirs, of FP8, there is `pairs`; for
+one row of FP8 there is `single_row`, for up to eight of 4 bits `few_rows`: in these three the weights are not even
+rounded. Rows are quantised where the caller asks for that, and only if there are many.
+
+Nothing synchronises with the host, so a launch may be captured in a CUDA graph.
+"""
+
+# M rows, N output channels, K input channels
+
+import torch
+from torch import Tensor
+
+from actors.quantization import few_rows, kernels, pairs, single_row
+from actors.quantization.operators import operator
+from actors.quantization.scheme import WRITTEN_BYTES, Scheme
+
+# On compute capability 9.0, where it was measured. Few rows want the shares that `fused` makes of many input channels.
+PAIRS_FROM, _WIDE_PAIRS_FROM, PAIRS_UP_TO = 65, 64, 768
+QUANTISED_FROM = 65
+
+
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    scheme: Scheme,
+    quantise_rows: bool = False,
+) -> Tensor:
+    """The rows `x` [M, K] times the quantised weight: [M, N], in the dtype of `x`.
+
+    Args:
+        x: channels in the order of the weight's, which a `permuted` scheme leaves to the caller.
+        weight: as `Scheme` says, contiguous as the others are: int4 uint8 [N, K/2], int8 uint8 [N, K], fp8
+            float8_e4m3fn [N, K].
+        scales: [K/group, N] in the dtype of `x`; of fp8 float32 [ceil(K/group), ceil(N/rows)].
+        zeros: uint8 [K/group, N]. Without: 8 of int4, 128 of int8.
+        quantise_rows: many bfloat16 rows become FP8 numbers, too, where that is faster.
+    """
+    product: Tensor = torch.ops.sleepserve.quantized_matmul(
+        x, weight, scales, zeros, scheme.kind, scheme.group, scheme.rows, quantise_rows
+    )
+    return product
+
+
+def _product_like(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    kind: str,
+    group: int,
+    rows: int,
+    quantise_rows: bool,
+) -> Tensor:
+    return x.new_empty((x.size(0), weight.size(0)))
+
+
+@operator("quantized_matmul", _product_like)
+def _quantized_matmul(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    kind: str,
+    group: int,
+    rows: int,
+    quantise_rows: bool,
+) -> Tensor:
+    scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
+    if quantise_rows and is_quantised(x, weight, scheme):
+        return pairs.product_of_quantised(x, weight, scales, scheme)
+    if is_single_row(x, scheme):
+        return single_row.product(x, weight, scales, scheme, kernels.has_fp8(x.device))
+    if is_few_rows(x, scheme):
+        return few_rows.product(x, weight, scales, zeros, scheme)
+    if in_pairs(x, weight, scheme):
+        return pairs.product(x, weight, scales, scheme)
+    tile = variant(x, scheme)
+    if tile is None:
+        return kernels.dequantised(x, weight, scales, zeros, scheme)
+    return kernels.fused(x, weight, scales, zeros, scheme, tile)
+
+
+def is_single_row(x: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` computes rows `x` [M, K] without tensor cores. Where FP8 is not converted by the card, it is not known to pay."""
+    return len(x) == 1 and takes_single_rows(scheme, x.size(1), x.dtype, x.device)
+
+
+def takes_single_rows(scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether such a weight is multiplied without tensor cores there, by one row."""
+    return dtype != torch.float32 and single_row.fit(scheme, K) and kernels.has_fp8(device)
+
+
+def is_few_rows(x: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` computes rows `x` [M, K] by `few_rows`. On a card that is no H100 or H200, it is not known to pay."""
+    M, K = x.shape
+    return M <= few_rows.MOST_ROWS and takes_few_rows(scheme, K, x.dtype, x.device)
+
+
+def takes_few_rows(scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether such a weight is multiplied so there, by a few rows."""
+    return kernels.is_hopper(device) and dtype != torch.float32 and few_rows.fit(scheme, K)
+
+
+def is_quantised(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` quantises rows `x` [M, K], if asked to."""
+    M, (N, K) = len(x), weight.shape
+    return M >= QUANTISED_FROM and takes_pairs(scheme, N, K, x.dtype, x.device)
+
+
+def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` computes rows `x` [M, K] in `pairs`. On a card that is no H100 or H200, it is not known to pay."""
+    M, (N, K) = len(x), weight.shape
+    return (
+        (_WIDE_PAIRS_FROM if N > K else PAIRS_FROM) <= M <= PAIRS_UP_TO
+        and pairs.bytes_taken(M, N, K) <= WRITTEN_BYTES
+        and takes_pairs(scheme, N, K, x.dtype, x.device)
+    )
+
+
+def takes_pairs(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether such a weight is multiplied in `pairs` there, by some numbers of rows."""
+    return kernels.is_hopper(device) and pairs.fit(scheme, N, K, dtype)
+
+
+def variant(x: Tensor, scheme: Scheme) -> kernels.Tile | None:
+    """How `matmul` computes rows `x` [M, K] otherwise: `fused` with a tile, or, when None, `dequantised`."""
+    M, K = x.shape
+    if x.dtype == torch.float32 or not scheme.fits_tensor_cores(K):
+        return None
+    return next(
+        (
+            tile
+            for most, tile in kernels.tiles(scheme.kind, kernels.is_hopper(x.device))
+            if most >= M
+        ),
+        None,
+    )
