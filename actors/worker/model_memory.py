@@ -301,8 +301,10 @@ class ModelMemory:
         assert self._kv is not None, "there is no KV cache"
         return self._kv.unmap(parts)
 
-    def settle(self) -> None:
-        """After a wake, beside the first forward: check each segment as it arrives, take the gates out.
+    def check(self) -> None:
+        """After a wake, beside the first forward: check each segment as it arrives; `last_wake` tells.
+
+        First tokens wait for it, so nothing else is done before it ends. `end_wake` comes next.
 
         Raises:
             DeviceMemoryError: a copy failed.
@@ -311,11 +313,21 @@ class ModelMemory:
         if self._arrival is None:
             return  # asleep again before it came to that
         arrival, self._arrival = self._arrival, None
-        report, corrupted = self._check(arrival.transfer, arrival.manifest)
+        self.last_wake, corrupted = self._check(arrival.transfer, arrival.manifest)
+        if corrupted is not None:
+            raise WeightsCorrupted(f"segment {corrupted} is not what was packed, after a wake")
+
+    def end_wake(self) -> None:
+        """Behind `check`: give back what only a wake needs, and read what the device has now.
+
+        Raises:
+            DeviceMemoryError: the driver refused.
+        """
         if self.host.landing is not None:
             self.host.landing.unmap()
         self.residue.read_awake()
-        self.last_wake = report
+        report = self.last_wake
+        assert report is not None
         logger.info(
             "restored %d bytes in %.1f ms, %.1f GB/s; checked %d segments, %d bytes, in %.1f ms: %s",
             report.copied_bytes,
@@ -324,10 +336,8 @@ class ModelMemory:
             report.checked_segments,
             report.checked_bytes,
             1e3 * report.check_s,
-            "intact" if report.intact else f"segment {corrupted} differs",
+            "intact" if report.intact else "not what was packed",
         )
-        if corrupted is not None:
-            raise WeightsCorrupted(f"segment {corrupted} is not what was packed, after a wake")
 
     def unmap(self, level: int, *, has_new_graphs: bool = False) -> MemoryChange:
         """Give memory back: all of it, but for the kept layers at level 1. The device must be idle.
@@ -445,11 +455,11 @@ class ModelMemory:
         # the link from them (H200), in some processes.
         for copy in transfer.arrived():
             self._checksums.begin(self._weights.bytes_of(copy.segment, copy.size))
-        stats = self.last_transfer = transfer.finish()
         arrived_s = time.perf_counter()
-        self._gates.remove()
         found = self._checksums.read()
         checked_s = time.perf_counter()
+        stats = self.last_transfer = transfer.finish()
+        self._gates.remove()
         corrupted = next(
             (
                 manifest.layout.segments[copied.segment].name

@@ -110,17 +110,26 @@ class Residency:
             self._growth.begin()
 
     def settle(self) -> None:
-        """Have a wake that went wrong fail the replica, instead of serving rubbish."""
+        """Have a wake that went wrong fail the replica, instead of serving rubbish.
+
+        First tokens wait to be told that the bytes are right. What else ends a wake comes behind that.
+        """
         before = self._memory.last_wake
         try:
             with self._watchdog.copy:
-                self._memory.settle()
-            self._engine.end_gates()
+                self._memory.check()
         except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
             self._fail(exc, "a wake")
         report = self._memory.last_wake
-        if report is not None and report is not before:
-            self._restored(report)
+        if report is None or report is before:
+            return  # none to be settled, or its bytes have not arrived
+        self._restored(report)
+        self._engine.end_gates()
+        try:
+            with self._watchdog.unmap:
+                self._memory.end_wake()
+        except Exception as exc:  # noqa: BLE001  # likewise
+            self._fail(exc, "a wake")
 
     def resume_process(self) -> bool:
         """Before a wake; whether the process was suspended.

@@ -304,7 +304,7 @@ def woken(checkpoint: Path, image: WeightImage) -> list[bytes]:
         memory.map()
         memory.unmap(1)
         memory.begin_wake()
-        memory.settle()
+        memory.check()
         sizes = [segment.size for segment in image.layout.segments]
         return [bytes(memory._weights.bytes_of(i, n).numpy()) for i, n in enumerate(sizes)]
     finally:

@@ -18,6 +18,7 @@ from actors.protocol import ChatPrompt, FinishReason, MessageForm
 from actors.replica.sleep_config import SleepConfig
 from actors.worker import cleared, model_memory
 from actors.worker.messages import Outputs
+from actors.worker.model_memory import ModelMemory
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
 
 
@@ -476,6 +477,34 @@ def test_wake_reports_its_transfer_and_the_check_in_one_line(
         assert record.getMessage().endswith("ms: intact")
 
     run(tiny_checkpoint, image, scenario)
+
+
+def test_first_token_waits_for_the_check_of_its_wake_and_for_nothing_behind_it(
+    tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, may_end = threading.Event(), threading.Event()
+    end_wake = ModelMemory.end_wake
+
+    def end_late(memory: ModelMemory) -> None:
+        ends.set()
+        assert may_end.wait(20)
+        end_wake(memory)
+
+    async def scenario(h: Harness) -> None:
+        expected = await h.tokens(PROMPTS[0])
+        await h.runtime.sleep(1)
+        monkeypatch.setattr(ModelMemory, "end_wake", end_late)
+        await h.runtime.wake()
+        assert await h.tokens(PROMPTS[0]) == expected
+        assert ends.is_set()
+        may_end.set()
+        await h.runtime.settled()
+        h.runtime.check_health()
+
+    try:
+        run(tiny_checkpoint, image, scenario)
+    finally:
+        may_end.set()
 
 
 def test_what_a_sleep_gave_back_is_collected_before_the_next_wake_and_only_then(

@@ -76,6 +76,11 @@ def memory_of(checkpoint: Path, device: str) -> Iterator[MakeMemory]:
         memory.host.close_link()
 
 
+def settle(memory: ModelMemory) -> None:
+    memory.check()
+    memory.end_wake()
+
+
 def held(memory: ModelMemory, image: WeightImage) -> list[bytes]:
     sizes = [segment.size for segment in image.layout.segments]
     return [bytes(memory._weights.bytes_of(i, n).cpu().numpy()) for i, n in enumerate(sizes)]
@@ -84,7 +89,7 @@ def held(memory: ModelMemory, image: WeightImage) -> list[bytes]:
 def assert_wakes(memory: ModelMemory, image: WeightImage, copied_bytes: int) -> None:
     """With so many bytes over the link, to the weights of an image."""
     woke = memory.begin_wake()
-    memory.settle()
+    settle(memory)
     assert woke.copied_bytes == copied_bytes
     assert held(memory, image) == [bytes(segment) for segment in image.segments]
 
@@ -99,7 +104,7 @@ def test_bytes_are_the_same_and_fewer_crossed_the_link(
     for _ in range(2):
         woke = memory.begin_wake()
         assert memory.mapped_bytes == asleep  # where compressed bytes land as well
-        memory.settle()
+        settle(memory)
         assert woke.copied_bytes == compressed.manifest.stored_bytes
         assert woke.copied_bytes < SHARE[dtype] * image.layout.total_bytes
         assert held(memory, image) == [bytes(segment) for segment in image.segments]
@@ -117,10 +122,10 @@ def test_bytes_are_the_same_and_fewer_crossed_the_link(
 def test_kept_layers_are_not_moved(memory_of: MakeMemory, compressed: WeightImage) -> None:
     memory = memory_of(compressed)
     memory.begin_wake()
-    memory.settle()
+    settle(memory)
     memory.unmap(1)
     woke = memory.begin_wake()
-    memory.settle()
+    settle(memory)
     kept = sum(compressed.manifest.stored_sizes[i] for i in memory.kept)
     assert woke.copied_bytes == compressed.manifest.stored_bytes - kept
 
@@ -142,7 +147,7 @@ def test_a_changed_byte_fails_the_wake(
     memory = memory_of(spoilt)
     memory.begin_wake()
     with pytest.raises(WeightsCorrupted):
-        memory.settle()
+        settle(memory)
 
 
 def test_a_plain_image_may_take_its_place(
@@ -164,7 +169,7 @@ def test_a_compressed_image_takes_the_place_of_the_plain_one(
     memory.begin_wake()
     assert memory.exchange(prepared) is prepared.link  # not while anything travels
     assert memory.image is image
-    memory.settle()
+    settle(memory)
     before = memory.exchange(prepared)  # awake as well
     assert before is not None
     assert before is not prepared.link
@@ -205,5 +210,5 @@ def test_a_pinned_image_is_compressed_and_both_are_pinned_at_once(
     assert before is not None
     before.close()
     memory.begin_wake()
-    memory.settle()
+    settle(memory)
     assert held(memory, image) == [bytes(segment) for segment in image.segments]

@@ -160,7 +160,11 @@ class Bench:
 
     def wake(self) -> None:
         self.memory.begin_wake()
-        self.memory.settle()
+        self.settle()
+
+    def settle(self) -> None:
+        self.memory.check()
+        self.memory.end_wake()
 
 
 @pytest.fixture
@@ -298,7 +302,7 @@ def test_a_wake_maps_the_first_segment_begins_its_copy_and_maps_the_others_meanw
     first, *others = (span.size for span in spans)
     assert happened[: 2 * len(spans)] == [first, "copy", *others, *["copy"] * len(others)]
     assert woke.copied_bytes == sum(segment.nbytes for segment in bench.image.segments)
-    bench.memory.settle()
+    bench.settle()
 
 
 def test_a_wake_whose_other_segments_do_not_fit_leaves_nothing_mapped(bench: Bench) -> None:
@@ -333,7 +337,7 @@ def test_wake_that_does_not_fit_changes_nothing_and_can_be_tried_again(bench: Be
     assert bench.memory.residue.left == left
     bench.driver.room = 10**12
     woke = bench.memory.begin_wake()
-    bench.memory.settle()
+    bench.settle()
     assert woke.copied_bytes == bench.memory.weights_bytes - kept_payload(bench)
     assert bench.memory.last_wake is not None
     assert bench.memory.last_wake.intact
@@ -347,7 +351,7 @@ def test_wake_that_the_engine_cannot_use_is_undone(bench: Bench) -> None:
     bench.memory.abandon_wake()
     assert bench.memory.mapped_bytes == bench.driver.mapped == kept
     assert bench.memory.residue.left == left
-    bench.memory.settle()  # of a wake that is no more
+    bench.memory.check()  # of a wake that is no more
     bench.wake()
     assert bench.memory.last_wake is not None
     assert bench.memory.last_wake.intact
@@ -363,7 +367,7 @@ def test_kept_layers_can_be_chosen_anew_while_awake(bench: Bench) -> None:
         bench.memory.kept = kept_segments(bench.image.layout, 1, place)
         bench.memory.unmap(1)
         woke = bench.memory.begin_wake()
-        bench.memory.settle()
+        bench.settle()
         assert woke.copied_bytes == bench.memory.weights_bytes - kept_payload(bench)
         bench.memory.unmap(1)
         bench.memory.unmap(2)
@@ -372,7 +376,7 @@ def test_kept_layers_can_be_chosen_anew_while_awake(bench: Bench) -> None:
 def test_sleep_before_the_wake_was_settled_leaves_nothing_behind(bench: Bench) -> None:
     bench.memory.begin_wake()
     bench.memory.unmap(2)
-    bench.memory.settle()  # of a wake that is no more
+    bench.memory.check()  # of a wake that is no more
     assert bench.memory.last_wake is None
     bench.wake()
     assert bench.memory.last_wake is not None
@@ -386,7 +390,7 @@ def test_byte_that_differs_from_the_manifest_is_reported_with_what_was_checked(
     bench.image.manifest = replace(manifest, checksums=wrong)
     bench.memory.begin_wake()
     with pytest.raises(WeightsCorrupted, match=r"segment layer\.1 is not what was packed"):
-        bench.memory.settle()
+        bench.memory.check()
     report = bench.memory.last_wake
     assert report is not None
     assert not report.intact
