@@ -85,11 +85,12 @@ class QuantizedLinear(QuantizedWeight):
         return out.view(*x.shape[:-1], self.out_features)
 
 
-def quantise_activations(model: nn.Module) -> None:
-    """Have linear modules quantise their inputs whose checkpoint was made for that, where there are many rows."""
-    for each in model.modules():
-        if isinstance(each, QuantizedLinear):
-            each.quantises = each.made_for_quantised
+def quantise_activations(model: nn.Module) -> int:
+    """Have linear modules quantise their inputs whose checkpoint was made for that, where there are many rows; how many."""
+    linear = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    for each in linear:
+        each.quantises = each.made_for_quantised
+    return sum(each.quantises for each in linear)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -262,6 +262,23 @@ def test_the_log_tells_how_weights_are_multiplied(
         assert on_a_card.endswith(end)
 
 
+@pytest.mark.parametrize(("recipe", "is_made_for_it"), [("fp8-block", True), ("ct-int8", False)])
+def test_quantised_activations_change_nothing_on_a_cpu_and_are_told_to_be_of_no_effect(
+    recipe: QuantizeName,
+    is_made_for_it: bool,
+    checkpoint_of: Callable[[QuantizeName], Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoint = checkpoint_of(recipe)
+    with LLM(checkpoint, engine=ENGINE) as llm:
+        expected = answers(llm)
+    caplog.clear()
+    with LLM(checkpoint, engine=ENGINE | {"quantize_activations": True}) as llm:
+        assert answers(llm) == expected
+    told = [r for r in caplog.records if "quantize_activations is of no effect" in r.getMessage()]
+    assert len(told) == (not is_made_for_it)
+
+
 def test_experts_that_are_quantised_in_part_are_refused(
     mixture_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

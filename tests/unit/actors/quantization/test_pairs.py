@@ -164,10 +164,10 @@ def test_quantised_rows_where_the_checkpoint_is_made_for_it(
     monkeypatch.setattr(kernels, "has_fp8", lambda device: False)
     with torch.device("meta"):
         model = QuantizedLinear(512, 384, False, BLOCKS, torch.bfloat16)
-    quantise_activations(model)
+    assert quantise_activations(model) == 0
     assert not model.quantises
     model.made_for_quantised = True
-    quantise_activations(model)
+    assert quantise_activations(model) == 1
     assert model.quantises
     text = summary(model, torch.device("cuda"))
     assert text is not None
