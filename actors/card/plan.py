@@ -221,25 +221,16 @@ def _grow(card: Card, ask: Ask, who: Tenant, now_s: float) -> Plan:
     if ask.size <= free:
         return Grant()
     what = f"{in_words(ask.size)} of KV cache for {who.model}"
-    refuse = Refuse(f"{what} are not free", ever=True, grows=True)
     short = ask.size - free - sum(t.coming for t in card.tenants)
     idle = [t for t in card.tenants if t.name != who.name and not t.busy]
-    if short <= 0:
-        return refuse
-    if shrink := _shrinks(idle, short, what, now_s):
-        return replace(refuse, shrink=shrink)
     need = _Need(short, 0, {t.name: t.gives(now_s) for t in idle})
-    may = [t for t in idle if _may_sleep(t) and _quiet_for_growth_s(t, ask, who) <= now_s]
+    may = [t for t in idle if _may_sleep(t) and _asked_for_growth_from_s(t, ask, who) <= now_s]
     chosen = _enough(_idle_first(may, now_s), need)
-    rest = [t for t in idle if t not in chosen]
-    return replace(
-        refuse,
-        evict=tuple(_evict(t, what, who.model, now_s) for t in chosen),
-        shrink=_shrinks(rest, short - sum(t.frees for t in chosen), what, now_s),
-    )
+    evict, shrink = _orders(chosen, idle, short, what, who.model, now_s)
+    return Refuse(f"{what} are not free", ever=True, grows=True, evict=evict, shrink=shrink)
 
 
-def _quiet_for_growth_s(tenant: Tenant, ask: Ask, who: Tenant) -> float:
+def _asked_for_growth_from_s(tenant: Tenant, ask: Ask, who: Tenant) -> float:
     """When it has been idle for so long that it sleeps for more KV cache of `who`."""
     if tenant.awake and tenant.terms.priority > who.terms.priority:
         return math.inf
@@ -276,11 +267,8 @@ def _make_room(card: Card, ask: Ask, short: int, short_slots: float, now_s: floa
         (t for t in ready if t.busy), key=lambda t: (t.terms.priority, t.awake_since_s, t.name)
     )
     if chosen := _enough(order, need) or _enough(order, at_last):
-        evict = tuple(_evict(t, what, for_model, now_s) for t in chosen)
-        sleeping = {t.name for t in chosen}
-        rest = [t for t in others if t.name not in sleeping]
-        shrink = _shrinks(rest, short - sum(t.frees for t in chosen), what, now_s)
-        return Wait(_on_the_way(card, sleeping), math.inf, evict, shrink)
+        orders = _orders(chosen, others, short, what, for_model, now_s)
+        return Wait(_on_the_way(card, {t.name for t in chosen}), math.inf, *orders)
     later = [(max(from_s[t.name], now_s), t) for t in may]
     at_s, names = _when_enough(later, at_last)
     # Who gave less than it had said may have more by then.
@@ -297,6 +285,20 @@ def _on_the_way(card: Card, chosen: Container[str] = ()) -> str:
     if card.claimed or card.claimed_slots:
         leaving = f"{leaving or 'others'}, and those who asked before"
     return f"{leaving} on the way to make room"
+
+
+def _orders(
+    chosen: Sequence[Tenant],
+    others: Sequence[Tenant],
+    short: int,
+    what: str,
+    for_model: str,
+    now_s: float,
+) -> tuple[tuple[Evict, ...], tuple[Shrink, ...]]:
+    """The `chosen` of the others make room by sleeping, the rest by what is still short then."""
+    rest = [t for t in others if t not in chosen]
+    evict = tuple(_evict(t, what, for_model, now_s) for t in chosen)
+    return evict, _shrinks(rest, short - sum(t.frees for t in chosen), what, now_s)
 
 
 def _shrinks(tenants: Sequence[Tenant], short: int, what: str, now_s: float) -> tuple[Shrink, ...]:

@@ -190,10 +190,12 @@ class TransformersEngine:
         choose_attention(model)
         merged = merge_projections(model)
         logger.info("%d groups of projections are computed as one", merged)
-        if config.quantize_activations and not quantise_activations(model):
-            logger.warning(
-                "engine.quantize_activations is of no effect: the checkpoint was not made for it"
-            )
+        if config.quantize_activations:
+            quantising = quantise_activations(model)
+            if not quantising:
+                logger.warning(
+                    "engine.quantize_activations is of no effect: the checkpoint was not made for it"
+                )
         if (quantised := summary(model, next(model.parameters()).device)) is not None:
             logger.info("%s", quantised)
         shape = cache_shape(model, config.page_size)

@@ -313,7 +313,7 @@ class ModelMemory:
         if self._arrival is None:
             return  # asleep again before it came to that
         arrival, self._arrival = self._arrival, None
-        self.last_wake, corrupted = self._check(arrival.transfer, arrival.manifest)
+        self.last_wake, corrupted = self._compared(arrival.transfer, arrival.manifest)
         if corrupted is not None:
             raise WeightsCorrupted(f"segment {corrupted} is not what was packed, after a wake")
 
@@ -449,7 +449,7 @@ class ModelMemory:
         for part in self._scratch():
             part.unmap()
 
-    def _check(self, transfer: Transfer, manifest: Manifest) -> tuple[WakeReport, str | None]:
+    def _compared(self, transfer: Transfer, manifest: Manifest) -> tuple[WakeReport, str | None]:
         """Compare the bytes where they landed, each segment right behind its copy; which differs first."""
         # Not begun at once to wait on the device: a second stream that waits there for the copies takes 5 % of
         # the link from them (H200), in some processes.

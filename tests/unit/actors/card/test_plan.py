@@ -220,10 +220,9 @@ def test_growth_waits_for_what_is_on_its_way() -> None:
 
 
 def test_growth_has_idle_ones_give_back_and_no_busy_ones() -> None:
-    more = ask(10, "a", grows=True, waits=False)
     idle, busy = cached("b", 20, 10), cached("b", 20, 10, busy=True)
-    assert shrunk(plan(card(awake("a", 80), idle), more, NOW_S)) == {"b": 10}
-    assert shrunk(plan(card(awake("a", 80), busy), more, NOW_S)) == {}
+    assert shrunk(plan(card(awake("a", 80), idle), MORE, NOW_S)) == {"b": 10}
+    assert shrunk(plan(card(awake("a", 80), busy), MORE, NOW_S)) == {}
 
 
 def test_growth_comes_behind_who_has_nothing_yet() -> None:

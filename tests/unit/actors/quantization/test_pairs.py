@@ -27,6 +27,12 @@ BLOCKS = Scheme("fp8", 128, 128)
 M, K = 13, 512
 
 
+def scheme_of(group: str, K: int) -> Scheme:
+    """What shares a scale."""
+    schemes = {"blocks": BLOCKS, "columns": Scheme("fp8", K), "one": Scheme("fp8", K, 1 << 20)}
+    return schemes[group]
+
+
 def pairs_of(x: Tensor) -> Tensor:
     """What they add up to, float32."""
     from actors.quantization.pairs import split
@@ -185,8 +191,7 @@ def test_products_of_quantised_rows(group: str, N: int, K: int) -> None:
     from actors.quantization.pairs import split
     from actors.quantization.products import matmul
 
-    scheme = {"blocks": BLOCKS, "columns": Scheme("fp8", K), "one": Scheme("fp8", K, 1 << 20)}
-    case = make_case(scheme[group], K, N, torch.float32)
+    case = make_case(scheme_of(group, K), K, N, torch.float32)
     for rows in (65, 256, 4099):
         x = inputs(rows, K, torch.bfloat16)
         (numbers,), factors, _ = split(x, None, N, quantised=True)
@@ -209,8 +214,7 @@ def test_products_are_off_by_two_roundings(group: str, N: int, K: int) -> None:
     """A plain product of rounded weights is off by one at least: of the output."""
     from actors.quantization.products import in_pairs, matmul
 
-    scheme = {"blocks": BLOCKS, "columns": Scheme("fp8", K), "one": Scheme("fp8", K, 1 << 20)}
-    case = make_case(scheme[group], K, N, torch.float32)
+    case = make_case(scheme_of(group, K), K, N, torch.float32)
     for rows in (65, 200, 256, 768):
         x = inputs(rows, K, torch.bfloat16)
         assert in_pairs(x, case.weight, case.scheme)
