@@ -74,12 +74,11 @@ class DeviceArena:
         missing = [i for i in self._chosen(segments) if i not in self._mapped]
         done: list[int] = []
         try:
-            for run in _adjacent(missing):
-                sizes = [self.spans[i].size for i in run]
-                self._driver.map(self._address_of(run[0]), sizes)
-                self._mapped.update(run)
-                self._mapped_bytes += sum(sizes)
-                done += run
+            for i in missing:
+                self._driver.map(self._address_of(i), self.spans[i].size)
+                self._mapped.add(i)
+                self._mapped_bytes += self.spans[i].size
+                done.append(i)
         except DeviceMemoryShort as exc:
             self.unmap(done)  # first, so that the message does not count what is given back
             wanted = sum(self.spans[i].size for i in missing)
@@ -177,14 +176,3 @@ class DeviceArena:
 
     def _chosen(self, segments: Iterable[int] | None) -> Iterable[int]:
         return range(len(self.spans)) if segments is None else segments
-
-
-def _adjacent(segments: Sequence[int]) -> list[list[int]]:
-    """Segments in their order, in runs of those that follow each other in memory."""
-    runs: list[list[int]] = []
-    for i in segments:
-        if runs and runs[-1][-1] == i - 1:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return runs

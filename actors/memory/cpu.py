@@ -87,10 +87,10 @@ class CpuDriver:
         self._ranges[address] = mapping
         return address
 
-    def map(self, address: int, sizes: Sequence[int]) -> None:
+    def map(self, address: int, size: int) -> None:
         """Only counted: pages come with the first write."""
         if self._card is not None:
-            self._card.take(sum(sizes))
+            self._card.take(size)
 
     def unmap(self, address: int, size: int) -> None:
         base, mapping = self._owner(address)

@@ -107,31 +107,20 @@ class CudaDriver:
     def reserve(self, size: int) -> int:
         return int(self._call(cu.cuMemAddressReserve, size, 0, 0, 0, size=size))
 
-    def map(self, address: int, sizes: Sequence[int]) -> None:
-        """See MemoryDriver. A physical allocation for each part, which lives exactly as long as its mapping.
+    def map(self, address: int, size: int) -> None:
+        """See MemoryDriver. One physical allocation, which lives exactly as long as the mapping.
 
-        Access is given to all of them in one call: beside a copy to the card, each call takes a millisecond on
-        some hosts, whatever the size of its range.
+        The handle is released at once: "the generic memory handle can be freed when there are still
+        outstanding mappings made with this handle" (cuMemRelease).
         """
-        done: list[tuple[int, int]] = []
-        try:
-            end = address
-            for size in sizes:
-                self._map_inaccessible(end, size)
-                done.append((end, size))
-                end += size
-            size = end - address
-            self._call(cu.cuMemSetAccess, address, size, [self._access], 1, size=size)
-        except BaseException:
-            for part in done:
-                self.unmap(*part)
-            raise
-
-    def _map_inaccessible(self, address: int, size: int) -> None:
-        """The handle is released at once: a mapping keeps its allocation (cuMemRelease)."""
         handle = self._call(cu.cuMemCreate, size, self._physical, 0, size=size)
         try:
             self._call(cu.cuMemMap, address, size, 0, handle, 0, size=size)
+            try:
+                self._call(cu.cuMemSetAccess, address, size, [self._access], 1, size=size)
+            except BaseException:
+                self._call(cu.cuMemUnmap, address, size, size=size)
+                raise
         finally:
             self._call(cu.cuMemRelease, handle, size=size)
 

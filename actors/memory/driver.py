@@ -152,20 +152,16 @@ class MemoryDriver(Protocol):
             DeviceMemoryError: the driver refused.
         """
 
-    def map(self, address: int, sizes: Sequence[int]) -> None:
-        """Put zeroed or undefined physical memory behind adjacent parts of a reservation. All or nothing.
-
-        Args:
-            address: of the first part.
-            sizes: of each, in bytes; each can be unmapped by itself.
+    def map(self, address: int, size: int) -> None:
+        """Put zeroed or undefined physical memory behind a part of a reservation.
 
         Raises:
-            DeviceMemoryShort: the device has not that much.
-            DeviceMemoryError: the driver refused.
+            DeviceMemoryShort: the device has not that much; the part is left unmapped.
+            DeviceMemoryError: the driver refused; the part is left unmapped.
         """
 
     def unmap(self, address: int, size: int) -> None:
-        """Give the physical memory of one part back, exactly as it was mapped.
+        """Give the physical memory of a part back, exactly as it was mapped.
 
         Nothing on the device may still use it: see `synchronize`.
 

@@ -106,8 +106,8 @@ class PoisonedDriver:
         self._ranges[memory.data_ptr()] = memory
         return memory.data_ptr()
 
-    def map(self, address: int, sizes: Sequence[int]) -> None:
-        self.tensor(address, sum(sizes)).fill_(255)
+    def map(self, address: int, size: int) -> None:
+        self.tensor(address, size).fill_(255)
 
     def unmap(self, address: int, size: int) -> None:
         self.tensor(address, size).fill_(255)

@@ -69,12 +69,12 @@ class CountingPool:
         self._driver = driver
 
     def reserve(self, size: int) -> None:
-        self._driver.map(0, [size])
+        self._driver.map(0, size)
         self.size += size
         self.mapped_bytes += size
 
     def map(self) -> None:
-        self._driver.map(0, [self.size - self.mapped_bytes])
+        self._driver.map(0, self.size - self.mapped_bytes)
         self.mapped_bytes = self.size
 
     def unmap(self) -> None:
@@ -117,9 +117,8 @@ class CountingDriver(CpuDriver):
     def _check_there(self) -> None:
         assert not self.is_suspended, "it would block until somebody resumes it"
 
-    def map(self, address: int, sizes: Sequence[int]) -> None:
+    def map(self, address: int, size: int) -> None:
         self._check_there()
-        size = sum(sizes)
         if self.mapped + size > self.room:
             raise DeviceMemoryShort("out of memory")
         self.mapped += size
@@ -285,13 +284,13 @@ def test_a_wake_maps_the_first_segment_begins_its_copy_and_maps_the_others_meanw
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.memory.unmap(2)
-    happened: list[list[int] | str] = []
+    happened: list[int | str] = []
     spans = bench.memory._weights.spans
     mapped, copied = bench.driver.map, CpuLink.copy
 
-    def map_and_tell(address: int, sizes: Sequence[int]) -> None:
-        happened.append(list(sizes))
-        mapped(address, sizes)
+    def map_and_tell(address: int, size: int) -> None:
+        happened.append(size)
+        mapped(address, size)
 
     def copy_and_tell(link: CpuLink, address: int, host: memoryview) -> None:
         happened.append("copy")
@@ -301,7 +300,7 @@ def test_a_wake_maps_the_first_segment_begins_its_copy_and_maps_the_others_meanw
     monkeypatch.setattr(CpuLink, "copy", copy_and_tell)
     woke = bench.memory.begin_wake()
     first, *others = (span.size for span in spans)
-    assert happened[: 2 + len(spans)] == [[first], "copy", others, *["copy"] * len(others)]
+    assert happened[: 2 * len(spans)] == [first, "copy", *others, *["copy"] * len(others)]
     assert woke.copied_bytes == sum(segment.nbytes for segment in bench.image.segments)
     bench.settle()
 
