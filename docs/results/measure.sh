@@ -88,17 +88,15 @@ for application in config["applications"]:
     application["args"]["models"] = [model]
 yaml.safe_dump(config, sys.stdout)
 PYTHON
-    set -m  # a job that bash does not control ignores SIGINT
     "${PY:-python3}" -m serve_app.cli.main serve "$work/serve_config.yaml" > "$work/serve_many.log" 2>&1 &
     server=$!
-    set +m
     for _ in $(seq 120); do ((SECONDS < ends)) && ! "${ask[@]}" > "$work/ready.txt" || break; sleep 1; done
     for _ in $(seq "${COMPILES_TRIES:-20}"); do  # what is compiled while it sleeps is used once it is awake
         grep -q 'decoder layers run compiled' "$work/serve_many.log" && break
         sleep 3; "${ask[@]}" > "$work/ready.txt"
     done
     "$@"
-    kill -INT "$server"
+    kill -TERM "$server"  # a job that bash does not control ignores SIGINT
     for _ in $(seq 60); do kill -0 "$server" 2> /dev/null || break; sleep 1; done
     kill -KILL "$server" 2> /dev/null
     wait "$server"

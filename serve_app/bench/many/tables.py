@@ -82,6 +82,7 @@ def _figures(result: Result) -> Table:
         row("of infinite's", number("tokens_per_s", ".2f", infinite))
     row("card busy, %", number("busy", ".0f", 0.01))
     row("swaps per minute", number("swaps_per_min", ".1f"))
+    row("deep sleeps", number("deep_sleeps"))
     row("bytes moved, GiB", number("moved_bytes", ".2f", 2**30))
     row("KV cache given back, GiB", number("kv_given_back_bytes", ".2f", 2**30))
     row("no room for more KV cache, times", number("kv_refused"))

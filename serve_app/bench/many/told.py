@@ -22,6 +22,7 @@ from serve_app.metrics.catalogue import (
 _COUNTERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "wakes": (WAKES.name, {"result": "ok"}),
     "preempted": (SLEEPS.name, {"cause": "preempted"}),
+    "deep_sleeps": (SLEEPS.name, {"level": "deep"}),
     "moved_bytes": (RESTORED_BYTES.name, {}),
     "kv_given_back_bytes": (KV_PARTS_BYTES.name, {"change": "given_back"}),
     "kv_refused": (GROWTH.name, {"outcome": "refused"}),
