@@ -351,11 +351,13 @@ def test_dead_end_is_an_error_not_a_wrong_token() -> None:
         (GrammarKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         (GrammarKind.JSON_SCHEMA, '{"$ref": "http://example.org/a"}', "retriev"),
         (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "["}', "unclosed"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no valid JSON schema: no text matches it"),
         (GrammarKind.JSON_SCHEMA, "{", "EOF"),
         (GrammarKind.JSON_SCHEMA, "[]", "object"),
         (GrammarKind.JSON_SCHEMA, '{"items": ' * 500 + "{}" + "}" * 500, "recursion limit"),
         (GrammarKind.CFG, "root ::= (", "no valid grammar"),
         (GrammarKind.CFG, "start: nowhere", "nowhere"),
+        (GrammarKind.CFG, "start: start", "no text matches it"),
         (GrammarKind.CFG, "root ::= " + "(" * 9000, "recursion"),
     ],
 )
