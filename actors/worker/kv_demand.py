@@ -7,11 +7,7 @@ ASK_AGAIN_S = 0.1  # after a refusal
 
 
 class KvDemand:
-    """One question at a time. The engine's thread asks, another answers.
-
-    Attributes:
-        has_asked: it waits for an answer. Any thread may look.
-    """
+    """One question at a time. The engine's thread asks, another answers."""
 
     def __init__(
         self,
@@ -28,20 +24,20 @@ class KvDemand:
         self._next_part = next_part
         self._tell = tell
         self._now = now
-        self.has_asked = False
+        self._has_asked = False
         self._not_before_s = float("-inf")
 
     def short(self) -> None:
         """Sequences wait for blocks; with every step, as long as they do."""
-        if self.has_asked or self._now() < self._not_before_s:
+        if self._has_asked or self._now() < self._not_before_s:
             return
         size = self._next_part()
         if size:
-            self.has_asked = True
+            self._has_asked = True
             self._tell(size)
 
     def answered(self, granted: bool) -> None:
         """What was asked for has come, or does not for now."""
         if not granted:
             self._not_before_s = self._now() + ASK_AGAIN_S
-        self.has_asked = False
+        self._has_asked = False

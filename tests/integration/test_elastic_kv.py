@@ -60,7 +60,7 @@ async def settled(each: Replica) -> None:
 
     def is_told() -> bool:
         told = each.kv_bytes[KvChange.MAPPED] - each.kv_bytes[KvChange.GIVEN_BACK]
-        return not each.model.worker._demand.has_asked and told == mapped(each) - least(each)
+        return not each.model.worker._demand._has_asked and told == mapped(each) - least(each)
 
     await until(is_told)
 
@@ -130,6 +130,7 @@ def test_busy_neighbour_gives_back_what_it_does_not_use(
             long = asyncio.create_task(one.tokens(LONG[0], 100))
             await until(lambda: one.model.worker.engine_stats().kv_used_blocks > 0)
             came = one.kv_bytes[KvChange.MAPPED]
+            assert came == before - least(one)
             await one.client.give_back(PART)
             assert mapped(one) < before
             assert one.kv_bytes == {

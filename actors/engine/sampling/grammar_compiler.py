@@ -31,8 +31,6 @@ _COMPILE_STACK_BYTES = 2**28
 _STACK_SIZE = threading.Lock()  # the process has one for all threads to come
 # Between the tokens of JSON. Without a bound, a model that has nothing to say goes on with white space.
 _WHITE_SPACE = r"[ \t\r\n]{1,64}"
-# llguidance's own words for it name a state of its parser.
-_MATCHES_NOTHING = "no text matches it"
 
 
 class GrammarCompiler:
@@ -156,7 +154,9 @@ class GrammarCompiler:
             matcher.compute_bitmask()
         if matcher.is_error():
             reason = matcher.get_error()
-            raise _invalid(grammar, _MATCHES_NOTHING if "NoExtension" in reason else reason)
+            if reason.startswith("NoExtension"):  # a state of its parser
+                reason = "no text matches it"
+            raise _invalid(grammar, reason)
         size = max(allocated_bytes() - before, len(source))
         return CompiledGrammar(matcher, self._codec.eos_ids, size, self._memory)
 

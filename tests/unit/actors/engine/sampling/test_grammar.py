@@ -352,6 +352,7 @@ def test_dead_end_is_an_error_not_a_wrong_token() -> None:
         (GrammarKind.JSON_SCHEMA, '{"$ref": "http://example.org/a"}', "retriev"),
         (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "["}', "unclosed"),
         (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no valid JSON schema: no text matches it"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "NoExtension"}', "Invalid type: NoExtension"),
         (GrammarKind.JSON_SCHEMA, "{", "EOF"),
         (GrammarKind.JSON_SCHEMA, "[]", "object"),
         (GrammarKind.JSON_SCHEMA, '{"items": ' * 500 + "{}" + "}" * 500, "recursion limit"),
