@@ -89,7 +89,7 @@ class Engine(Protocol):
         """Get ready for weights that arrive while the first batch runs. Only while paused.
 
         What is mapped of the KV arena, its first part at least, is what sequences get from now on.
-        The next step runs module by module, so that hooks can hold it.
+        The next step waits for its weights: as a graph that was captured so, or module by module, held by hooks.
         """
 
     def end_gates(self) -> None:
@@ -167,6 +167,7 @@ class TransformersEngine:
         budget: int | None = None,
         short: Callable[[], None] | None = None,
         captures_by_need: bool = False,
+        held: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         """Build the loop, move its KV cache into an arena, and start.
 
@@ -181,6 +182,8 @@ class TransformersEngine:
             budget: bytes of the card that it shares with others; the KV cache's parts come and go then.
             short: called on the engine's thread, with each step for which somebody waits for KV cache.
             captures_by_need: have `warm_up` capture few graphs, and others once a step wants them.
+            held: what is captured meanwhile has its weights waited for whenever it is replayed. None: hooks do that,
+                in the first step after a wake, and it is not replayed.
 
         Raises:
             ValueError: the limits contradict each other or the model.
@@ -211,6 +214,7 @@ class TransformersEngine:
             sink,
             layers=_layers_to_compile(model) if config.use_torch_compile else None,
             pool=pool,
+            held=held,
             watch=watch,
             died=died,
             short=short,

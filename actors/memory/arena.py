@@ -114,7 +114,11 @@ class DeviceArena:
         return sum(self.spans[i].size for i in chosen)
 
     def restore(
-        self, link: HostLink, payloads: Mapping[int, Payload], behind: Transfer | None = None
+        self,
+        link: HostLink,
+        payloads: Mapping[int, Payload],
+        behind: Transfer | None = None,
+        arrivals: Sequence[torch.cuda.Event] = (),
     ) -> Transfer:
         """Begin to copy payloads to the start of their mapped segments, in the mapping's order.
 
@@ -122,6 +126,7 @@ class DeviceArena:
             link: opened by this arena's driver for these payloads.
             payloads: segment -> its bytes.
             behind: a transfer over this link that these copies become part of; None: a new one.
+            arrivals: of a new one: an event for each segment of the arena, or none; recorded behind its bytes.
 
         Raises:
             DeviceMemoryError: a copy could not begin; those before it may still be under way, which
@@ -131,7 +136,7 @@ class DeviceArena:
         for copy in copies:
             assert copy.segment in self._mapped, f"segment {copy.segment} is not mapped"
             assert copy.size <= self.spans[copy.segment].size
-        transfer = Transfer(link, ()) if behind is None else behind
+        transfer = Transfer(link, (), arrivals) if behind is None else behind
         transfer.add(copies)
         return transfer
 

@@ -37,12 +37,16 @@ class CudaMark:
 
     def __init__(self, stream: torch.cuda.ExternalStream) -> None:
         self._device = stream.device
+        self._stream = stream
         # blocking: who waits sleeps, instead of spinning on a core that the engine needs
         self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def gate(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def signal(self, event: torch.cuda.Event) -> None:
+        event.record(self._stream)
 
     def wait(self) -> None:
         try:

@@ -49,6 +49,9 @@ class Mark(Protocol):
     def gate(self) -> None:
         """Make what the caller's current stream does next wait for this point; returns at once."""
 
+    def signal(self, event: torch.cuda.Event) -> None:
+        """Record an event at this point; on the thread that has just made the mark, before it begins more copies."""
+
     def wait(self) -> None:
         """Return once the copies before this point have arrived.
 

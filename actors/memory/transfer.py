@@ -107,18 +107,24 @@ class Transfer:
 
     A wake begins it, resumes the engine at once, and has forward pre-hooks call `gate` with the
     segment that the module lives in. `gate` costs nothing once `finish` was called, and nothing for
-    segments that are not part of the transfer. A captured graph has no hooks: call `gate` for
-    each of its segments before the first replay. Gates may be called from one thread, `arrived` and `finish`
-    from another.
+    segments that are not part of the transfer. A captured graph has no hooks: it waits for events, or
+    `gate` is called for each of its segments before the first replay. Gates may be called from one thread,
+    `arrived` and `finish` from another.
 
     Attributes:
         copies: in the order in which they arrive.
     """
 
-    def __init__(self, link: HostLink, copies: Iterable[SegmentCopy]) -> None:
+    def __init__(
+        self,
+        link: HostLink,
+        copies: Iterable[SegmentCopy],
+        arrivals: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         """Begin the copies, in the order given. See `DeviceArena.restore`."""
         self.copies: list[SegmentCopy] = []
         self._link = link
+        self._arrivals = arrivals
         self._marks = [link.mark()]
         self._pending: dict[int, Mark] = {}
         self.add(copies)
@@ -127,6 +133,8 @@ class Transfer:
         """Begin more, behind the others. Before the first gate."""
         for copy in copies:
             mark = self._begin(copy)
+            if self._arrivals:
+                mark.signal(self._arrivals[copy.segment])
             self.copies.append(copy)  # whose host bytes must stay until they have been read
             self._marks.append(mark)
             self._pending[copy.segment] = mark

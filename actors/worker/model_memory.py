@@ -99,7 +99,7 @@ class ModelMemory:
         self._kv: DeviceArena | None = None
         self.pool = self._driver.make_pool()
         attach(module, layout, self._weights)
-        self._gates = SegmentGates(module, layout)
+        self.gates = SegmentGates(module, layout, self.device)
         self._checksums = Checksums(self.device, len(layout.segments))
         self.host = HostImage(self._driver, image)
         self._arrival: _Arrival | None = None  # of the last wake, until it is settled
@@ -249,7 +249,8 @@ class ModelMemory:
             self._weights.map(first)
             if host.landing is not None:
                 host.landing.map()
-            transfer = self._weights.restore(link, self._payloads(first))
+            arrivals = self.gates.arrivals
+            transfer = self._weights.restore(link, self._payloads(first), arrivals=arrivals)
             # While the first segment travels, which has the embedding: all that follows takes less time.
             self._weights.map(others)
             self._weights.restore(link, self._payloads(others), transfer)
@@ -262,7 +263,7 @@ class ModelMemory:
             raise
         self.residue.begin_wake()
         self._arrival = _Arrival(transfer, image.manifest)
-        self._gates.install(transfer.gate)
+        self.gates.install(transfer.gate)
         copied = sum(copy.link_bytes for copy in transfer.copies)
         return MemoryChange(before, self.mapped_bytes, copied)
 
@@ -270,7 +271,7 @@ class ModelMemory:
         """Unmap what `begin_wake` has mapped, if the engine cannot use it: half a model must never be resumed."""
         assert self._arrival is not None, "no wake was begun"
         arrival, self._arrival = self._arrival, None
-        self._gates.remove()
+        self.gates.remove()
         self._unmap(copy.segment for copy in arrival.transfer.copies)
         self.residue.abandon_wake()
 
@@ -348,7 +349,7 @@ class ModelMemory:
         """
         device_before, mapped_before = self._driver.memory(), self.mapped_bytes
         if self._arrival is not None:  # nobody settled that wake, and now nobody can
-            self._gates.remove()
+            self.gates.remove()
             self._arrival = None
         keep = self.kept if level == 1 else frozenset[int]()
         self._unmap(i for i in range(len(self._weights.spans)) if i not in keep)
@@ -459,7 +460,7 @@ class ModelMemory:
         found = self._checksums.read()
         checked_s = time.perf_counter()
         stats = self.last_transfer = transfer.finish()
-        self._gates.remove()
+        self.gates.remove()
         corrupted = next(
             (
                 manifest.layout.segments[copied.segment].name

@@ -452,6 +452,7 @@ class ModelWorker:
             budget,
             None if budget is None else self._demand.short,
             captures_by_need=budget is None,  # a card's ledger wants to know what graphs take
+            held=self.memory.gates.captured,
         )
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:

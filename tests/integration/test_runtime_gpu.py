@@ -24,6 +24,7 @@ from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, Unavailable, WeightsCorrupted
 from actors.image.image import WeightImage
 from actors.memory.cpu import CpuDriver
+from actors.memory.transfer import Transfer
 from actors.protocol import ReplicaState, SleepCommand
 from actors.replica.lifecycle import Lifecycle
 from actors.replica.sleep_config import SleepConfig
@@ -214,6 +215,33 @@ def sleep_and_account(device: str, checkpoint: Path, level: int) -> None:
             assert h.asked == ["release", "reload"] * (3 if level == 2 else 0)
 
     run(scenario)
+
+
+@pytest.mark.gpu
+def test_a_first_step_after_a_wake_is_replayed_and_waits_for_its_weights(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoints("cuda")
+
+    async def scenario() -> None:
+        async with harness(checkpoint, load(checkpoint), ENGINES["cuda"]) as h:
+            expected = await answers(h)  # and captures what sizes have no graph yet
+            await settled(h)
+            for keep in (frozenset[int](), h.worker.memory.kept):
+                h.worker.memory.kept = keep
+                for _ in range(5):
+                    await h.runtime.sleep(1)
+                    with monkeypatch.context() as patch:
+                        patch.setattr(Transfer, "gate", _never)
+                        await h.runtime.wake()
+                        assert await answers(h) == expected
+                        await settled(h)
+
+    run(scenario)
+
+
+def _never(transfer: Transfer, segment: int) -> None:
+    raise AssertionError(f"segment {segment} was waited for by a hook")
 
 
 @pytest.mark.gpu

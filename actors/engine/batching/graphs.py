@@ -4,8 +4,8 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class GraphRunner(Runner):
         by_need: bool,
         layers: CompiledLayers | None,
         pool: AllocatorPool | None,
+        held: Callable[[], AbstractContextManager[None]] | None,
     ) -> None:
         """Make a runner.
 
@@ -70,6 +71,8 @@ class GraphRunner(Runner):
             layers: of the model, to be compiled later on.
             pool: what the graphs compute in; torch's own when None. To be mapped whenever one of them
                 runs, and while they are captured.
+            held: what is captured meanwhile has its weights waited for whenever it is replayed. None: no weights are
+                on their way during a replay.
         """
         super().__init__(
             model, cache, inputs, sampler, max_rows, in_pages=in_pages, costs=costs, sizes=sizes
@@ -77,6 +80,7 @@ class GraphRunner(Runner):
         self._by_need = by_need
         self._layers = layers
         self._pool = pool
+        self._held = held
         self._graph_pool: tuple[int, int] | None = None  # of the last `capture`
         # One for nothing else: cuBLAS's workspace of a thread on it comes out of the graphs' pool, with
         # the first of them, and not from where it would be given back.
@@ -92,7 +96,10 @@ class GraphRunner(Runner):
         self._logits_RV: Tensor | None = None
 
     def expect_gates(self) -> None:
-        """Run the next step module by module: hooks hold it until its weights are there."""
+        """Run the next step so that it can begin before its weights are there.
+
+        That is a graph that waits for them by itself, or module by module: hooks hold these.
+        """
         self._is_gated = True
         self._may_capture = False
 
@@ -122,13 +129,17 @@ class GraphRunner(Runner):
     def _logits(self, step: Step, size: StepSize) -> Tensor:
         if size in self._uncaptured and self._may_capture and not self._is_gated:
             self._capture_on_the_way(size)
-        graph = None if self._is_gated else self._graphs.get(size)
-        if graph is not None:
+        graph = self._graphs.get(size)
+        if graph is not None and (self._waits(size) or not self._is_gated):
             graph.replay()
             assert self._logits_RV is not None
             return self._logits_RV
         self._choose_layers(size)
         return super()._logits(step, size)
+
+    def _waits(self, size: StepSize) -> bool:
+        """Whether a graph of that size waits for its weights. Steps of decoding sequences alone rarely come first."""
+        return self._held is not None and size.has_prompts
 
     def _choose_layers(self, size: StepSize) -> None:
         if self._layers is not None:
@@ -269,6 +280,7 @@ class GraphRunner(Runner):
                     stream=self._capture_stream,
                     capture_error_mode="thread_local",  # other threads may use the device meanwhile
                 ),
+                self._held() if self._held is not None and self._waits(size) else nullcontext(),
             ):
                 logits_RV = self._padding(size)
                 if self._logits_RV is None:

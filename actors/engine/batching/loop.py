@@ -52,6 +52,7 @@ class GenerationLoop:
         *,
         layers: CompiledLayers | None = None,
         pool: AllocatorPool | None = None,
+        held: Callable[[], AbstractContextManager[None]] | None = None,
         watch: AbstractContextManager[None] | None = None,
         died: Callable[[Exception], None] | None = None,
         short: Callable[[], None] | None = None,
@@ -61,7 +62,7 @@ class GenerationLoop:
 
         Args:
             shape: of the model's cache.
-            layers: of the model, to be compiled later on; and what its graphs compute in. See `GraphRunner`.
+            layers, pool, held: see `GraphRunner`.
             watch: entered for as long as a step takes, on the loop's thread.
             died: told of the error that ended the loop, there too.
             short: called there with each step for which somebody waits for blocks.
@@ -94,6 +95,7 @@ class GenerationLoop:
                 by_need=captures_by_need,
                 layers=layers if graphs else None,
                 pool=pool,
+                held=held,
             )
         else:
             self.runner = Runner(*of_runner, in_pages=in_pages, costs=costs)

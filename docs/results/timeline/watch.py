@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -122,10 +123,10 @@ async def watch_wake(
         assert memory.image is not None
         names = [segment.name for segment in memory.image.layout.segments]
         link = WatchedLink(memory.host.link)
-        watch = ForwardWatch(memory._gates.segments, marker(memory.device))
+        watch = ForwardWatch(memory.gates.segments, marker(memory.device))
         zero = memory.host.link.mark()
         zero.wait()
-        with carried_by(memory, link), watch.installed():
+        with carried_by(memory, link), watch.installed(), module_by_module(model):
             started_s = time.perf_counter()
             await runtime.wake()
             woke_s = time.perf_counter() - started_s
@@ -159,6 +160,17 @@ async def watch_wake(
             for size, begun_s, copied, expanded in link.parts
         ],
     }
+
+
+@contextmanager
+def module_by_module(model: LocalModel) -> Iterator[None]:
+    """Have no graph be replayed before the weights are there: its modules cannot be watched."""
+    runner = model.worker._engine._runner
+    if runner is None:
+        yield
+        return
+    with patch.object(runner, "_held", None):
+        yield
 
 
 def segments_of(

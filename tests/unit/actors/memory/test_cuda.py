@@ -220,6 +220,53 @@ def test_gate_makes_the_compute_stream_wait_for_that_segment(driver: CudaDriver)
     arena.release()
 
 
+def test_a_captured_graph_waits_for_what_was_last_recorded_before_its_replay(
+    driver: CudaDriver,
+) -> None:
+    sizes = [128 * MIB] * 12
+    views = random_views(sizes, seed=2)
+    arena = DeviceArena(driver, sizes)
+    link = driver.open_link(views)
+    arrivals = [torch.cuda.Event(external=True) for _ in sizes]
+    for event in arrivals:
+        event.record()
+    arena.map()
+    copies = [torch.empty_like(arena.bytes_of(i)) for i in range(len(sizes))]
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        for i, copy in enumerate(copies):
+            torch.cuda.current_stream().wait_event(arrivals[i])
+            copy.copy_(arena.bytes_of(i))
+    for kept in ([], [], [3, 7]):
+        torch.cuda.synchronize()
+        missing = [i for i in range(len(sizes)) if i not in kept]
+        arena.unmap(missing)
+        arena.map()
+        for copy in copies:
+            copy.zero_()
+        for i in missing:
+            arena.bytes_of(i).zero_()
+        torch.cuda.synchronize()
+        transfer = arena.restore(link, {i: views[i] for i in missing}, arrivals=arrivals)
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            begun.record()
+            graph.replay()
+            done.record()
+        stream.synchronize()
+        stats = transfer.finish()
+        assert all(holds(copy, view) for copy, view in zip(copies, views, strict=True))
+        assert begun.elapsed_time(done) > 0.9 * 1e3 * stats.seconds  # it did wait
+        with torch.cuda.stream(stream):
+            begun.record()
+            graph.replay()
+            done.record()
+        stream.synchronize()
+        assert begun.elapsed_time(done) < 0.5 * 1e3 * stats.seconds  # it does not any more
+    link.close()
+    arena.release()
+
+
 def test_captured_graph_replays_right_after_unmap_map_and_copy(driver: CudaDriver) -> None:
     matrices = [torch.randn(2048, 2048).mul(0.02).bfloat16() for _ in range(2)]
     views = in_store([m.view(torch.uint8).flatten().numpy() for m in matrices])

@@ -1,6 +1,7 @@
 """Transfer on the CPU driver, and on a link whose copies arrive late."""
 
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,9 @@ class LateMark:
 
     def gate(self) -> None:
         self.link.calls.append(f"gate {self.number}")
+
+    def signal(self, event: str) -> None:
+        self.link.calls.append(f"{event} at {self.number}")
 
     def wait(self) -> None:
         self.link.calls.append(f"wait {self.number}")
@@ -94,6 +98,22 @@ def test_copies_begin_in_order_and_each_gate_waits_for_its_own_segment() -> None
     transfer.gate(3)
     transfer.gate(7)
     assert link.calls == ["copy 5000 to 64", "copy 100 to 32", "gate 2", "gate 1"]
+
+
+def test_arrivals_are_recorded_right_behind_their_segments() -> None:
+    link, payloads = LateLink(), random_bytes([8, 8, 8])
+    arena = DeviceArena(CpuDriver(), [8, 8, 8])
+    arena.map()
+    page = CpuDriver.granularity
+    arrivals: Any = ["first", "second", "third"]
+    transfer = arena.restore(link, {2: payloads[2]}, arrivals=arrivals)
+    arena.restore(link, {0: payloads[0]}, transfer)
+    assert link.calls == [
+        f"copy 8 to {arena.address + 2 * page}",
+        "third at 1",
+        f"copy 8 to {arena.address}",
+        "first at 2",
+    ]
 
 
 def test_segment_that_is_not_part_of_the_transfer_has_no_gate() -> None:

@@ -1,7 +1,7 @@
 """What the runner of graphs replays, with graphs that compute eagerly; the rest is in integration/test_*_gpu.py."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,10 +73,10 @@ def no_card() -> Iterator[None]:
         yield
 
 
-def make_loop() -> Steps:
+def make_loop(held: Callable[[], AbstractContextManager[None]] | None = None) -> Steps:
     model = build(tf.Qwen2Config(**SMALL | {"num_hidden_layers": 1, "head_dim": 16}), device="cpu")
     randomise(model)
-    kind: Any = partial(GraphRunner, by_need=False, layers=None, pool=None)
+    kind: Any = partial(GraphRunner, by_need=False, layers=None, pool=None, held=held)
     return model_steps(model.eval(), in_pages=True, sizes=(16, 24), kind=kind, overlaps=True)
 
 
@@ -110,6 +110,47 @@ def test_each_size_has_a_graph_and_nothing_is_left_of_the_capture(capture: Captu
     assert not capture.written
     assert runner._logits_RV is not None
     assert len(runner._logits_RV) == 4
+
+
+def test_a_first_step_after_a_wake_is_replayed_if_its_graph_waits(
+    capture: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts among its tokens: of decoding sequences alone, module by module as without."""
+    waiting: list[bool] = []
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        waiting.append(True)
+        yield
+
+    loop = make_loop(held)
+    runner = loop.runner
+    monkeypatch.setattr(FakeGraph, "runner", runner)
+    runner.capture()
+    assert len(waiting) == 2  # of 16 and of 24 tokens
+    runner.inputs.upload = partial(of_host, runner.inputs.upload)  # type: ignore[method-assign]
+    found = []
+    for wakes in (False, True):
+        if wakes:
+            runner.expect_gates()
+        before, steps = FakeGraph.replays, len(loop.steps)
+        names = [loop.submit(range(5, 5 + n), 6) for n in (3, 9)]
+        loop.finish()
+        found.append([loop.tokens(name) for name in names])
+        assert FakeGraph.replays - before == len(loop.steps) - steps
+    assert found[0] == found[1]
+    names = [loop.submit(range(5, 8), 6)]
+    next(loop.each())
+    runner.expect_gates()
+    before, steps = FakeGraph.replays, len(loop.steps)
+    loop.finish()
+    assert loop.tokens(names[0]) == found[0][0]
+    assert FakeGraph.replays - before == len(loop.steps) - steps - 1
+
+
+def of_host(upload: Callable[..., None], slot: int, *, by_kernel: bool) -> None:
+    """There is no other way here."""
+    upload(slot, by_kernel=False)
 
 
 def test_all_steps_are_replayed_but_the_first_after_a_wake(
