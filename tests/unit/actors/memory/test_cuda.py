@@ -1,5 +1,6 @@
 """CudaDriver, its link and arenas on it, on a real card."""
 
+import gc
 import itertools
 import logging
 import mmap
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -353,6 +355,39 @@ def test_pool_that_gets_no_memory_keeps_no_addresses(
     with pytest.raises(DeviceMemoryShort):
         driver.make_pool().reserve(64 * MIB)
     assert released
+
+
+def test_pool_that_is_garbage_is_not_collected_while_another_is_given_memory(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end would change the allocator in the middle of an allocation, which ends the process."""
+    other = driver.make_pool()
+    other.reserve(64 * MIB)
+    cycle: list[object] = [other]
+    cycle.append(cycle)
+    gone = weakref.ref(other)
+    roots = [cycle]
+    del other, cycle
+    pool, map_arena, thresholds = driver.make_pool(), DeviceArena.map, gc.get_threshold()
+
+    def with_garbage(arena: DeviceArena) -> None:
+        roots.clear()
+        gc.set_threshold(1, 1, 1)
+        kept = [[i] for i in range(1000)]  # objects enough for a collection
+        assert kept
+        assert gone() is not None
+        map_arena(arena)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceArena, "map", with_garbage)
+        try:
+            pool.reserve(64 * MIB)
+        finally:
+            gc.set_threshold(*thresholds)
+    assert not roots
+    gc.collect()
+    assert gone() is None
+    assert pool.mapped_bytes >= 64 * MIB
 
 
 def test_captures_find_room_in_what_was_reserved_and_ask_for_no_more(driver: CudaDriver) -> None:
