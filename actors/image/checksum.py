@@ -4,6 +4,8 @@ Of 64-bit words x_i, modulo 2^64: the sum of x_i, and the sum of (i + 1) x_i. A 
 (Fletcher 1982): the first sum changes with any changed bit, the second with words that swapped places.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from actors.image.layout import Checksum
@@ -28,21 +30,24 @@ class Checksums:
             self.begin(torch.zeros(16, dtype=torch.uint8, device=device))
             self.read()
 
-    def begin(self, data: torch.Tensor) -> None:
+    def begin(self, data: torch.Tensor, gate: Callable[[], None] = lambda: None) -> None:
         """Compute the next checksum; on a card, behind the caller's back.
 
         Args:
             data: contiguous, a multiple of 8 bytes, 8-byte aligned; it must stay until `read`.
+            gate: has the current stream wait until the data are there.
         """
         index, self._begun = self._begun, self._begun + 1
         words = data.view(torch.int64)
         if self._stream is None:
+            gate()
             found = checksum(data)
             self._sums[index] = torch.tensor([found.plain, found.weighted])
             return
         from actors.image.checksum_kernel import sum_words  # Triton is there where a GPU is
 
         with torch.cuda.stream(self._stream):
+            gate()
             sum_words(words, self._sums[index].zero_())
 
     def read(self) -> list[Checksum]:

@@ -108,8 +108,8 @@ class Transfer:
     A wake begins it, resumes the engine at once, and has forward pre-hooks call `gate` with the
     segment that the module lives in. `gate` costs nothing once `finish` was called, and nothing for
     segments that are not part of the transfer. A captured graph has no hooks: it waits for events, or
-    `gate` is called for each of its segments before the first replay. Gates may be called from one thread,
-    `arrived` and `finish` from another.
+    `gate` is called for each of its segments before the first replay. Gates may be called from any thread,
+    `arrived` and `finish` from one.
 
     Attributes:
         copies: in the order in which they arrive.
@@ -152,14 +152,20 @@ class Transfer:
         if mark is not None:
             mark.gate()
 
-    def arrived(self) -> Iterator[SegmentCopy]:
+    def arrived(self, early: int = 0) -> Iterator[SegmentCopy]:
         """The copies in their order, each when its bytes are there. Blocks in between.
+
+        Args:
+            early: of the last bytes, so many at most are not waited for: `gate` has what is launched for them wait.
 
         Raises:
             DeviceMemoryError: a copy failed.
         """
+        left = sum(copy.link_bytes for copy in self.copies)
         for copy, mark in zip(self.copies, self._marks[1:], strict=True):
-            mark.wait()
+            if left > early:
+                mark.wait()
+            left -= copy.link_bytes
             yield copy
 
     def finish(self) -> TransferStats:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -38,6 +39,9 @@ from actors.worker.residue import Residue
 logger = logging.getLogger(__name__)
 
 KeptPlace = Literal["first", "middle", "last"]
+
+# The end of a wake's bytes, in 5 ms on the link: their checksums are launched before they are there.
+_CHECKED_BY_DEVICE = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,14 +456,15 @@ class ModelMemory:
 
     def _compared(self, transfer: Transfer, manifest: Manifest) -> tuple[WakeReport, str | None]:
         """Compare the bytes where they landed, each segment right behind its copy; which differs first."""
-        # Not begun at once to wait on the device: a second stream that waits there for the copies takes 5 % of
-        # the link from them (H200), in some processes.
-        for copy in transfer.arrived():
-            self._checksums.begin(self._weights.bytes_of(copy.segment, copy.size))
+        # Not all are begun at once to wait on the device: a second stream that waits there for the copies takes
+        # 5 % of the link from them (H200), in some processes. The last ones are: first tokens wait for these.
+        for copy in transfer.arrived(early=_CHECKED_BY_DEVICE):
+            data = self._weights.bytes_of(copy.segment, copy.size)
+            self._checksums.begin(data, partial(transfer.gate, copy.segment))
+        stats = self.last_transfer = transfer.finish()
         arrived_s = time.perf_counter()
         found = self._checksums.read()
         checked_s = time.perf_counter()
-        stats = self.last_transfer = transfer.finish()
         self.gates.remove()
         corrupted = next(
             (

@@ -267,6 +267,8 @@ class GraphRunner(Runner):
         return self._forward(self._pages(size), size)
 
     def _capture_size(self, size: StepSize) -> None:
+        # A thread that captures cannot make one, and this may be its first work.
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         try:
             # A capture that fails as it begins or ends leaves its stream current: torch puts back the one before only

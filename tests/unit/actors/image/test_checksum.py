@@ -74,6 +74,25 @@ for count in ("i32", "i64"):
 
 
 @pytest.mark.gpu
+def test_card_checks_pieces_that_are_not_there_yet() -> None:
+    pieces = [content(8 * n) for n in (10**6, 3 * 10**6 + 1)]
+    sums = Checksums(torch.device("cuda"), len(pieces))
+    on_card = [torch.zeros_like(piece, device="cuda") for piece in pieces]
+    copying = torch.cuda.Stream()
+    marks = []
+    with torch.cuda.stream(copying):
+        torch.cuda._sleep(10**9)
+        for target, piece in zip(on_card, pieces, strict=True):
+            target.copy_(piece.pin_memory(), non_blocking=True)
+            marks.append(torch.cuda.Event())
+            marks[-1].record()
+    for target, mark in zip(on_card, marks, strict=True):
+        sums.begin(target, lambda mark=mark: torch.cuda.current_stream().wait_event(mark))  # type: ignore[misc]
+    assert not marks[0].query()
+    assert sums.read() == [checksum(piece) for piece in pieces]
+
+
+@pytest.mark.gpu
 def test_card_checks_pieces_beside_later_copies_in_no_memory_of_its_own() -> None:
     pieces = [content(8 * n) for n in (1, 10**6, 3 * 10**6 + 1)]
     sums = Checksums(torch.device("cuda"), len(pieces))

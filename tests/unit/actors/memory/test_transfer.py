@@ -145,6 +145,20 @@ def test_copies_are_told_one_by_one_as_they_arrive() -> None:
     assert link.calls == ["wait 1", "segment 7", "wait 2", "segment 3"]
 
 
+def test_last_copies_are_told_before_they_arrive_if_wanted_so() -> None:
+    sizes = {7: 100, 3: 5000, 5: 60, 4: 40}
+    for early, waited in ((99, 3), (100, 2), (5099, 2), (5100, 1), (5200, 0)):
+        link, arena = LateLink(), DeviceArena(CpuDriver(), [8192] * 8)
+        arena.map()
+        payloads = {i: random_bytes([size])[0] for i, size in sizes.items()}
+        transfer = arena.restore(link, payloads)
+        link.calls.clear()
+        assert [copy.segment for copy in transfer.arrived(early)] == [7, 3, 5, 4]
+        assert link.calls == [f"wait {i + 1}" for i in range(waited)]
+        transfer.gate(4)
+        assert link.calls[-1] == "gate 4"
+
+
 def test_copy_that_failed_is_told_by_who_waits_for_it() -> None:
     link = LateLink()
     transfer = late_transfer(link)

@@ -68,6 +68,7 @@ def no_card() -> Iterator[None]:
             "CUDAGraph": FakeGraph,
             "synchronize": lambda *_: None,
             "reset_peak_memory_stats": lambda: None,
+            "current_blas_handle": lambda: 0,
         }.items():
             patch.setattr(torch.cuda, name, fake)
         yield
@@ -110,6 +111,24 @@ def test_each_size_has_a_graph_and_nothing_is_left_of_the_capture(capture: Captu
     assert not capture.written
     assert runner._logits_RV is not None
     assert len(runner._logits_RV) == 4
+
+
+def test_a_thread_has_a_handle_of_cublas_before_it_captures(
+    loop: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all its steps before were replays, it has none, and cannot make one meanwhile."""
+    calls: list[str] = []
+
+    @contextmanager
+    def graph(*args: object, **kwargs: object) -> Iterator[None]:
+        calls.append("capture")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: calls.append("handle"))
+    loop.runner.capture()
+    assert calls == ["handle", "capture"] * len(loop.runner._graphs)
+    assert calls
 
 
 def test_a_first_step_after_a_wake_is_replayed_if_its_graph_waits(
