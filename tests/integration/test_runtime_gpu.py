@@ -24,7 +24,6 @@ from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, Unavailable, WeightsCorrupted
 from actors.image.image import WeightImage
 from actors.memory.cpu import CpuDriver
-from actors.memory.transfer import Transfer
 from actors.protocol import ReplicaState, SleepCommand
 from actors.replica.lifecycle import Lifecycle
 from actors.replica.sleep_config import SleepConfig
@@ -227,12 +226,14 @@ def test_a_first_step_after_a_wake_is_replayed_and_waits_for_its_weights(
         async with harness(checkpoint, load(checkpoint), ENGINES["cuda"]) as h:
             expected = await answers(h)  # and captures what sizes have no graph yet
             await settled(h)
+            gates = h.worker.memory.gates
+            install = gates.install
             for keep in (frozenset[int](), h.worker.memory.kept):
                 h.worker.memory.kept = keep
                 for _ in range(5):
                     await h.runtime.sleep(1)
                     with monkeypatch.context() as patch:
-                        patch.setattr(Transfer, "gate", _never)
+                        patch.setattr(gates, "install", lambda gate: install(_never))
                         await h.runtime.wake()
                         assert await answers(h) == expected
                         await settled(h)
@@ -240,7 +241,7 @@ def test_a_first_step_after_a_wake_is_replayed_and_waits_for_its_weights(
     run(scenario)
 
 
-def _never(transfer: Transfer, segment: int) -> None:
+def _never(segment: int) -> None:
     raise AssertionError(f"segment {segment} was waited for by a hook")
 
 
