@@ -106,10 +106,10 @@ class Transfer:
     """Copies that were begun; kernels of a segment may start when its bytes are there.
 
     A wake begins it, resumes the engine at once, and has forward pre-hooks call `gate` with the
-    segment that the module lives in. `gate` costs nothing once `finish` was called, and nothing for
+    segment that the module lives in. `gate` costs nothing once `wait` has returned, and nothing for
     segments that are not part of the transfer. A captured graph has no hooks: it waits for events, or
     `gate` is called for each of its segments before the first replay. Gates may be called from any thread,
-    `arrived` and `finish` from one.
+    all else from one.
 
     Attributes:
         copies: in the order in which they arrive.
@@ -168,16 +168,25 @@ class Transfer:
             left -= copy.link_bytes
             yield copy
 
-    def finish(self) -> TransferStats:
-        """Wait until everything has arrived. Blocks; any number of calls give the same.
+    def wait(self) -> float:
+        """Wait until everything has arrived; seconds from the start of the first copy to the end of the last. Blocks.
 
         Raises:
             DeviceMemoryError: a copy failed.
         """
         self._marks[-1].wait()
         self._pending = {}
+        return self._marks[-1].seconds_since(self._marks[0])
+
+    def finish(self) -> TransferStats:
+        """Wait likewise, and ask for the time of each copy. Any number of calls give the same.
+
+        Raises:
+            DeviceMemoryError: a copy failed.
+        """
+        seconds = self.wait()
         times = tuple(
             SegmentTime(copy.segment, copy.link_bytes, end.seconds_since(start))
             for copy, start, end in zip(self.copies, self._marks[:-1], self._marks[1:], strict=True)
         )
-        return TransferStats(times, self._marks[-1].seconds_since(self._marks[0]))
+        return TransferStats(times, seconds)

@@ -106,7 +106,8 @@ class ModelMemory:
         self.gates = SegmentGates(module, layout, self.device)
         self._checksums = Checksums(self.device, len(layout.segments))
         self.host = HostImage(self._driver, image)
-        self._arrival: _Arrival | None = None  # of the last wake, until it is settled
+        self._arrival: _Arrival | None = None  # of the last wake, until it is checked
+        self._checked: Transfer | None = None  # likewise, from then on until it is settled
         self.residue = Residue(
             self._driver,
             lambda: self.mapped_bytes,
@@ -319,11 +320,12 @@ class ModelMemory:
             return  # asleep again before it came to that
         arrival, self._arrival = self._arrival, None
         self.last_wake, corrupted = self._compared(arrival.transfer, arrival.manifest)
+        self._checked = arrival.transfer
         if corrupted is not None:
             raise WeightsCorrupted(f"segment {corrupted} is not what was packed, after a wake")
 
     def end_wake(self) -> None:
-        """Behind `check`: give back what only a wake needs, and read what the device has now.
+        """Behind `check`: give back what only a wake needs, and read how long it took, and what the device has now.
 
         Raises:
             DeviceMemoryError: the driver refused.
@@ -331,8 +333,10 @@ class ModelMemory:
         if self.host.landing is not None:
             self.host.landing.unmap()
         self.residue.read_awake()
-        report = self.last_wake
+        checked, self._checked, report = self._checked, None, self.last_wake
+        assert checked is not None
         assert report is not None
+        self.last_transfer = checked.finish()
         logger.info(
             "restored %d bytes in %.1f ms, %.1f GB/s; checked %d segments, %d bytes, in %.1f ms: %s",
             report.copied_bytes,
@@ -461,7 +465,7 @@ class ModelMemory:
         for copy in transfer.arrived(early=_CHECKED_BY_DEVICE):
             data = self._weights.bytes_of(copy.segment, copy.size)
             self._checksums.begin(data, partial(transfer.gate, copy.segment))
-        stats = self.last_transfer = transfer.finish()
+        seconds = transfer.wait()
         arrived_s = time.perf_counter()
         found = self._checksums.read()
         checked_s = time.perf_counter()
@@ -469,15 +473,16 @@ class ModelMemory:
         corrupted = next(
             (
                 manifest.layout.segments[copied.segment].name
-                for copied, landed in zip(stats.segments, found, strict=True)
+                for copied, landed in zip(transfer.copies, found, strict=True)
                 if landed != manifest.checksums[copied.segment]
             ),
             None,
         )
+        size = sum(copy.link_bytes for copy in transfer.copies)
         report = WakeReport(
-            copied_bytes=stats.size,
-            link_s=stats.seconds,
-            link_gb_per_s=stats.gb_per_s,
+            copied_bytes=size,
+            link_s=seconds,
+            link_gb_per_s=size / 1e9 / seconds if seconds > 0 else 0.0,
             checked_segments=len(found),
             checked_bytes=sum(copy.size for copy in transfer.copies),
             check_s=checked_s - arrived_s,

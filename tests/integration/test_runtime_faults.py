@@ -480,7 +480,7 @@ def test_device_that_never_answers_fails_the_replica_and_its_requests(
             "prepare": (h.worker._engine._loop._scheduler, "next_step"),
             "room": (h.worker._scoring, "_spare_bytes"),
             "map": (CpuDriver, "map"),
-            "copy": (Transfer, "finish"),
+            "copy": (Transfer, "wait"),
             "unmap": (CpuDriver, "unmap"),
             "unpin": (CpuLink, "close"),
             "collect": (CpuDriver, "collect_cleared"),
