@@ -63,7 +63,8 @@ run() {  # NAME SECONDS ARGUMENT...: sleepserve, or $module, for no longer than 
     shift 2
     if ((ends - SECONDS < seconds)); then seconds=$((ends - SECONDS)); fi
     if ((seconds < 20)); then echo "$name: left out, the part's time is up"; return; fi
-    timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m "${module:-serve_app.cli.main}" "$@" > "$work/$name.txt" 2> "$work/$name.log"
+    # A job that bash does not control ignores SIGINT, and so would all that it starts.
+    env --default-signal=INT timeout --signal=INT --kill-after=20 "$seconds" "${PY:-python3}" -m "${module:-serve_app.cli.main}" "$@" > "$work/$name.txt" 2> "$work/$name.log"
     echo "$name: exit code $?, $((SECONDS - began)) s"
     pack
 }
