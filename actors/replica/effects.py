@@ -2,9 +2,17 @@
 
 from typing import Protocol
 
-from actors.errors import ServingError
+from actors.errors import ServingError, Unavailable
 from actors.observer import WakeCause
 from actors.protocol import MemoryChange
+
+
+class Untouched(Exception):
+    """A wake was refused before the worker was asked: it sleeps as deep as before."""
+
+    def __init__(self, refusal: Unavailable) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
 
 
 class Effects(Protocol):
@@ -14,7 +22,8 @@ class Effects(Protocol):
         """Bring the weights back; on a card that others use, it may wait for room.
 
         Raises:
-            Unavailable: not possible now, nothing changed; the replica stays asleep.
+            Unavailable: not possible now; the replica stays asleep, perhaps less deep.
+            Untouched: the same, and nothing has changed.
         """
 
     async def sleep(self, level: int, deep: bool = False) -> MemoryChange:

@@ -28,7 +28,7 @@ from actors.errors import (
 )
 from actors.observer import Observer, SleepCause, WakeCause, WakeResult
 from actors.protocol import LastSleep, MemoryChange, ReplicaState, SleepCommand, SleepMode
-from actors.replica.effects import Effects
+from actors.replica.effects import Effects, Untouched
 from actors.replica.idle import IdleClock, IdleTimeout, TimeoutSource
 from actors.replica.schedule import Schedule
 from actors.replica.sleep_config import SleepConfig
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _HELD_RETRY_AFTER_S = 30.0  # nobody knows when an operator ends a hold; this keeps clients polite
 _FROZEN_RETRY_S = 1.0  # between two wakes for frozen requests that were refused
+# Where they go on, or have ended.
+_NOTHING_FROZEN = (ReplicaState.AWAKE, ReplicaState.RESTARTING, ReplicaState.FAILED)
 
 
 class Lifecycle:
@@ -95,6 +97,7 @@ class Lifecycle:
         # Of the sleep at level 2 that it is in, or goes to.
         self._drops_image: SleepCause | None = None
         self._transition: asyncio.Task[bool] | None = None
+        self._is_shared = False  # it is a wake, and for all who come while it is under way
         self._work: asyncio.Task[None] | None = None  # of the transition
         self._asleep_since_s = now()
         self._frozen_since_s: float | None = None  # requests in flight while it does not compute
@@ -158,7 +161,7 @@ class Lifecycle:
         if self._state is ReplicaState.DRAINING:
             self._cut_drain_short(command.mode)
         if command.hold and self._state is ReplicaState.WAKING:
-            self._effects.give_up_waiting("an operator put the model to sleep")
+            self._give_up_wake("an operator put the model to sleep")
         await self._until_settled()
         self._check_not_failed()
         is_deep_enough = command.level <= self.level and self.deep >= command.deep
@@ -238,12 +241,19 @@ class Lifecycle:
             await self.sleep(command, reason, cause, for_model, taken_back)
         except DrainTimeout:
             return  # it is logged, and awake
-        if self.idle.in_flight and not self.held:
+        if self.idle.in_flight:
             self._going_on = asyncio.create_task(self._wake_for_frozen())
 
     async def _wake_for_frozen(self) -> None:
-        """Those whose patience ends meanwhile are ended by `frozen_timeout_s`."""
-        while self.idle.in_flight and self._state is ReplicaState.ASLEEP and not self.held:
+        """Ask until it is awake, by whomever, or nothing is frozen any more; `_enter` ends it, too.
+
+        Somebody else's wake may be refused as well, and an operator may end a hold: nobody else would ask then.
+        Those whose patience ends meanwhile are ended by `frozen_timeout_s`.
+        """
+        while self.idle.in_flight and self._state is not ReplicaState.AWAKE:
+            if self.held:
+                await asyncio.sleep(_FROZEN_RETRY_S)
+                continue
             try:
                 await self._step_to_awake("frozen requests go on", WakeCause.REQUEST)
             except Unavailable as exc:
@@ -403,7 +413,11 @@ class Lifecycle:
         """Nobody sleeps to make room for a wake that nobody waits for."""
         is_wanted = self.waiting_for_wake or self._commands_waiting or self.idle.in_flight
         if self._state is ReplicaState.WAKING and not is_wanted:
-            self._effects.give_up_waiting("nobody waits for the wake any more")
+            self._give_up_wake("nobody waits for the wake any more")
+
+    def _give_up_wake(self, reason: str) -> None:
+        self._is_shared = False  # who comes now begins another one, if this one comes to nothing
+        self._effects.give_up_waiting(reason)
 
     def _check_not_held(self) -> None:
         if self.held:
@@ -419,7 +433,8 @@ class Lifecycle:
             Whether the replica woke; by now it may be on its way to sleep again.
         """
         self._check_not_failed()
-        if self._state is not ReplicaState.WAKING and self._transition is not None:
+        is_shared = self._state is ReplicaState.WAKING and self._is_shared
+        if self._transition is not None and not is_shared:
             await self._join(self._transition)  # its outcome is for others
             return False
         task = self._transition or self._begin(ReplicaState.WAKING, self._run_wake(cause), reason)
@@ -443,6 +458,8 @@ class Lifecycle:
         self, via: ReplicaState, work: Coroutine[None, None, None], reason: str
     ) -> asyncio.Task[bool]:
         self._enter(via, reason)  # before the first await: nobody may act on the old state
+        # The wake in a restart waits for no room, as whoever comes then would.
+        self._is_shared = via is ReplicaState.WAKING
         self._work = asyncio.create_task(work)
         task = asyncio.create_task(self._run(self._work), name=f"{self._name} {via}")
         # Retrieve the outcome even if every caller has left, or asyncio logs it as lost.
@@ -493,11 +510,16 @@ class Lifecycle:
 
     async def _run_wake(self, cause: WakeCause) -> None:
         started_s = self._now()
-        self._drops_image = None
+        drops_image, self._drops_image = self._drops_image, None
         result = WakeResult.FAILED
         try:
             change = await self._effects.wake(cause)
             result = WakeResult.OK
+        except Untouched as exc:
+            result = WakeResult.REFUSED
+            self._drops_image = drops_image
+            self._enter(ReplicaState.ASLEEP, f"could not wake: {exc.refusal}")
+            raise exc.refusal from None
         except Unavailable as exc:
             result = WakeResult.REFUSED
             # The image may have come back, and what a deep sleep had given back.
@@ -588,6 +610,8 @@ class Lifecycle:
         except Exception:
             logger.exception("%s: not everybody was told that it is %s", self._name, state)
         self._limit_frozen()
+        if state in _NOTHING_FROZEN and self._going_on is not None:
+            self._going_on.cancel()  # what another sleep freezes may be an operator's
         if change is None or seconds is None:
             level = logging.ERROR if state is ReplicaState.FAILED else logging.INFO
             logger.log(level, "%s: %s -> %s (%s)", self._name, before, state, reason)

@@ -237,8 +237,8 @@ class WorkerClient:
         self.check_alive()
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._connection.send(Call(number, task))
         try:
+            self._connection.send(Call(number, task))
             answered = await self._unless_failed(answer)
         except asyncio.CancelledError:
             self._connection.send(Abandon(number))

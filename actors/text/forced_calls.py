@@ -6,6 +6,7 @@ from typing import Any
 
 from actors.errors import UnsupportedParameter
 from actors.protocol import ChatPrompt, Grammar, GrammarKind, MessageForm
+from actors.text.json_schemas import without_unknown_formats
 
 _PARAM = "tool_choice"
 _REASONING = 'reasoning[suffix="</think>"]: /(?s:.*)/'
@@ -84,4 +85,5 @@ def _text(text: str) -> str:
 
 def _object(schema: Mapping[str, Any]) -> str:
     """A tool's arguments are an object, whatever its schema says."""
-    return json.dumps({**_WITHIN_JSON, **schema, "type": "object"}, ensure_ascii=False)
+    found = json.dumps({**_WITHIN_JSON, **schema, "type": "object"}, ensure_ascii=False)
+    return without_unknown_formats(found)

@@ -14,6 +14,7 @@ MAX_GRAMMAR_CHARS = 2**16
 MAX_LOGIT_BIAS = 1024  # tokens; OpenAI documents 300
 MAX_STOP_TOKEN_IDS = 1024
 MAX_FLOAT32 = 3.4028234e38
+MAX_INT64 = 2**63 - 1  # what messages to a worker can hold
 
 
 def check_request(
@@ -51,7 +52,8 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     if p.top_p is not None:
         _check(0 < p.top_p <= 1, "top_p", p.top_p, "above 0 and at most 1")
     if p.top_k is not None:
-        _check(p.top_k >= -1, "top_k", p.top_k, "-1 or 0 (all tokens) or more")
+        expected = f"-1 or 0 (all tokens) or more, at most {MAX_INT64}"
+        _check(-1 <= p.top_k <= MAX_INT64, "top_k", p.top_k, expected)
     if p.min_p is not None:
         _check(0 <= p.min_p <= 1, "min_p", p.min_p, "between 0 and 1")
     if (repetition := p.repetition_penalty) is not None:
@@ -61,7 +63,8 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
         _check(-2 <= value <= 2, name, value, "between -2 and 2")
     if p.max_tokens is not None:
         _check(p.max_tokens >= 1, "max_tokens", p.max_tokens, "1 or more")
-    _check(p.min_tokens >= 0, "min_tokens", p.min_tokens, "0 or more")
+    expected = f"between 0 and {MAX_INT64}"
+    _check(0 <= p.min_tokens <= MAX_INT64, "min_tokens", p.min_tokens, expected)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequest(
             f"min_tokens is {p.min_tokens}; it must not exceed max_tokens ({p.max_tokens})",
@@ -70,6 +73,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     if p.seed is not None:
         _check(-(2**63) <= p.seed < 2**63, "seed", p.seed, "a signed 64-bit integer")
     _check(all(p.stop), "stop", "an empty string", "one or more characters each")
+    _check(all(map(_is_unicode, p.stop)), "stop", "half a surrogate pair", "Unicode text")
     for name, limit in (("logit_bias", MAX_LOGIT_BIAS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
         if (count := len(getattr(p, name))) > limit:
             raise InvalidRequest(f"{name} has {count} tokens; the limit is {limit}", name)
@@ -88,7 +92,13 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises UnsupportedParameter if a grammar is longer than what is compiled."""
+    """Refuse what cannot be compiled, whatever it says.
+
+    Raises:
+        InvalidRequest: it is no text.
+        UnsupportedParameter: it is longer than what is compiled.
+    """
+    _check(_is_unicode(grammar.text), grammar.param, "half a surrogate pair", "Unicode text")
     if (chars := len(grammar.text)) > MAX_GRAMMAR_CHARS:
         raise UnsupportedParameter(
             f"{grammar.param} has {chars} characters; the limit is {MAX_GRAMMAR_CHARS}",
@@ -108,6 +118,15 @@ def check_token_ids(token_ids: Iterable[int], param: str, vocab_size: int) -> No
                 f"{param} holds {token_id!r}; token ids are integers from 0 to {vocab_size - 1}",
                 param,
             )
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be sent; JSON and Python have half of a surrogate pair, too."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check(ok: bool, param: str, found: object, wanted: str) -> None:

@@ -125,7 +125,10 @@ class WorkerService:
                 self._worker.submit(message.new)
                 self._worker.cancel(message.cancelled)
             case Call():
-                self._calls[message.number] = asyncio.create_task(self._answer(message))
+                number = message.number
+                answering = self._calls[number] = asyncio.create_task(self._answer(message))
+                # Not by the task itself, which may be cancelled before it begins.
+                answering.add_done_callback(lambda _: self._calls.pop(number, None))
             case Begin():
                 pass  # it has begun
             case Abandon():
@@ -145,8 +148,6 @@ class WorkerService:
             answer = Answer(call.number, error=failure)
         else:
             answer = Answer(call.number, msgspec.Raw(msgspec.msgpack.encode(value)))
-        finally:
-            del self._calls[call.number]
         self._tell_state_now()  # who has the answer finds what has become of it
         self._connection.send(answer)
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from actors.errors import ReplicaFailed, ServingError, ShuttingDown
 from actors.protocol import TokenEvent
@@ -201,15 +201,14 @@ async def event_stream(
     now = asyncio.get_running_loop().time
     # Only what is sent moves it: while a tool call is held until it is complete, events come and nothing is sent.
     silent_until_s = now() + keepalive_after_s
-    alive = answer.keep_alive()
-    keep_alive = COMMENT if alive is None else frame(alive)
     try:
         async with EventSource(generations) as source:
             while True:
                 try:
                     item = await source.next(silent_until_s)
                 except Silence:
-                    frames = [keep_alive]
+                    alive = answer.keep_alive()
+                    frames = [COMMENT if alive is None else frame(alive)]
                 else:
                     if item is None:
                         break
@@ -268,10 +267,22 @@ class HeldResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._body):
-            await unless_gone(receive, self._send(send))
+            if scope.get("method") == "HEAD":
+                await self._send_head(send)
+            else:
+                await unless_gone(receive, self._send(send))
+
+    async def _send_head(self, send: Send) -> None:
+        """For a client the answer ends with the headers, and its connection is free for another request."""
+        await send(self._start)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @property
+    def _start(self) -> Message:
+        return {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
 
     async def _send(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        start = self._start
         begun = False
         async for chunk in self._body:
             if not begun:

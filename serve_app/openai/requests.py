@@ -419,7 +419,22 @@ def parse_completion(fields: Mapping[str, Any], max_continuations: int) -> Ask:
             "(http.max_continuations)",
             "prompt",
         )
+    if body.echo and (chars := body.n * sum(map(_echoed_chars, body.prompt))) > MAX_ECHOED_CHARS:
+        raise InvalidRequest(
+            f"echo repeats the prompts n times, some {chars} characters; the limit is {MAX_ECHOED_CHARS}",
+            "echo",
+        )
     return body.ask(body.prompt, max_tokens=body.max_tokens, logprobs=body.logprobs, echo=body.echo)
+
+
+# An answer is in memory as a whole, several times over.
+MAX_ECHOED_CHARS = 2**24
+_CHARS_OF_TOKEN = 8
+
+
+def _echoed_chars(prompt: str | tuple[int, ...]) -> int:
+    """The text of token ids is not known here."""
+    return len(prompt) if isinstance(prompt, str) else _CHARS_OF_TOKEN * len(prompt)
 
 
 def parse_tokenize(fields: Mapping[str, Any]) -> TokenizeAsk:

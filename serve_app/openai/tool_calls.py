@@ -246,26 +246,34 @@ def _parameters_in(text: str) -> Iterator[tuple[str, str]]:
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
+# Of each parameter; a token of an answer must not cost more than this, on the event loop.
+_MOST_SCHEMAS, _MOST_VALUES, _MOST_REFERENCE = 64, 1000, 1000
+
+
 def _types(parameter: str, schema: object) -> frozenset[str]:
-    """The JSON types that a tool's schema allows for a parameter, as far as it tells."""
+    """The JSON types that a tool's schema allows for a parameter, as far as it tells within `_MOST_SCHEMAS`."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     found: set[str] = set()
     pending = [properties.get(parameter) if isinstance(properties, dict) else None]
     seen = set[int]()  # a schema may refer to itself
+    looked_at = 0
     while pending:
-        each = pending.pop()
+        each, looked_at = pending.pop(), looked_at + 1
+        if looked_at > _MOST_SCHEMAS:  # a call may name any number of parameters
+            return frozenset()
         if not isinstance(each, dict) or id(each) in seen:
             continue
         seen.add(id(each))
         if values := _listed(each.get("enum")) or ([each["const"]] if "const" in each else []):
-            types = {_TYPE_NAMES.get(type(value), "other") for value in values}
+            types = {_TYPE_NAMES.get(type(value), "other") for value in values[:_MOST_VALUES]}
             # 1 of ["auto", 1] is the number.
             found |= types if types <= {"string", "null"} else types - {"string"}
         else:
             named = each.get("type")
-            found |= {name for name in (named, *_listed(named)) if isinstance(name, str)}
+            names = (named, *_listed(named)[:_MOST_SCHEMAS])
+            found |= {name for name in names if isinstance(name, str)}
             for several in ("anyOf", "oneOf", "allOf"):
-                pending += _listed(each.get(several))
+                pending += _listed(each.get(several))[: _MOST_SCHEMAS + 1]
             pending.append(_referred(each.get("$ref"), schema))
     return frozenset(found)
 
@@ -273,6 +281,8 @@ def _types(parameter: str, schema: object) -> frozenset[str]:
 def _referred(reference: object, whole: object) -> object:
     """What a pointer such as `#/$defs/Color` names; None if it names nothing here."""
     if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    if len(reference) > _MOST_REFERENCE:
         return None
     found, names = whole, reference.split("/")[1:]
     for name in (name.replace("~1", "/").replace("~0", "~") for name in names):

@@ -38,6 +38,7 @@ class ResponseAnswer(GrowingAnswer):
             "truncation": "disabled",
             **ask.told,
         }
+        self._told_chars = ask.told_chars
         self._output: list[dict[str, Any]] = []
         self._open: list[str] | None = None  # the text of the last item, if more may come of it
         self._chars = {"reasoning": 0, "all": 0}
@@ -54,6 +55,10 @@ class ResponseAnswer(GrowingAnswer):
             status = _status(event)
             events.append({"type": f"response.{status}", "response": self._response(status)})
         return self._numbered(events)
+
+    @property
+    def size(self) -> int:
+        return super().size + self._told_chars
 
     def written(self) -> bytes:
         (continuation,) = self._continuations

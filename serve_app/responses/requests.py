@@ -7,7 +7,7 @@ chats. Of `reasoning.effort` only whether there is to be any reaches the chat te
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag
@@ -50,6 +50,8 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
 # Of `include`; what else can be included is of tools not here.
 _LOGPROBS = "message.output_text.logprobs"
 
+# Of what an answer repeats, three times where it is streamed.
+MAX_TOLD_CHARS = 2**18
 _TOLD_AS_THEY_CAME = ("metadata", "text", "tool_choice", "tools")
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -196,6 +198,22 @@ class NamedTool(Part):
     name: str = Field(min_length=1)
 
 
+def _known_choice(value: object) -> object:
+    """Refuses what is neither, before pydantic names both."""
+    if value in ("none", "auto", "required") or (isinstance(value, dict) and "name" in value):
+        return value
+    if (
+        isinstance(value, dict)
+        and isinstance(kind := value.get("type"), str)
+        and kind != "function"
+    ):
+        raise unsupported(f"{_TOOL_CHOICES}, found type {shown(kind)}")
+    raise wrong(_TOOL_CHOICES)
+
+
+_TOOL_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "name": ...}'
+
+
 class TextFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -217,9 +235,10 @@ def _few_inside(tools: list[FunctionTool]) -> list[FunctionTool]:
 
 @dataclass(frozen=True, slots=True)
 class ResponseAsk(Ask):
-    """With what the answer repeats of its request."""
+    """With what the answer repeats of its request, and about how long that is."""
 
     told: Mapping[str, Any] = field(default_factory=dict)
+    told_chars: int = 0
 
 
 class ResponsesBody(SamplingFields, KeepAlive):
@@ -237,7 +256,9 @@ class ResponsesBody(SamplingFields, KeepAlive):
         Field(max_length=MAX_TOOLS, fail_fast=True),
         AfterValidator(_few_inside),
     ] = Field(default=[])
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_known_choice)
+    ] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
@@ -341,12 +362,19 @@ def parse_responses(fields: Mapping[str, Any]) -> ResponseAsk:
             f"include {_LOGPROBS} is not supported: chats have them", "include"
         )
     ask = body.ask(fields)
+    told = 0
     for name in _TOLD_AS_THEY_CAME:
         try:
-            json.dumps(ask.told[name], allow_nan=False)
+            told += len(json.dumps(ask.told[name], ensure_ascii=False, allow_nan=False))
         except ValueError:  # 1e400 is read as infinity, which the answer cannot repeat
             raise InvalidRequest(f"{name} must only have finite numbers", name) from None
-    return ask
+        if told > MAX_TOLD_CHARS:
+            raise InvalidRequest(
+                f"{', '.join(_TOLD_AS_THEY_CAME)} must have at most {MAX_TOLD_CHARS} characters of JSON together: the "
+                "answer repeats them",
+                name,
+            )
+    return replace(ask, told_chars=told + len(body.instructions or ""))
 
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:

@@ -83,6 +83,7 @@ class Scheduler:
         self.running: dict[str, LoopSequence] = {}
         self.is_full = False
         self.is_short = False
+        self._put_off: set[str] = set()  # of those that wait: they gave up their blocks
         self._cache = cache
         self._max_tokens = max_tokens
         self._max_sequences = max_sequences
@@ -98,6 +99,9 @@ class Scheduler:
     def remove(self, name: str) -> None:
         """Forget a sequence that ends or was cancelled, if there is one; what it still gets is not wanted."""
         self.waiting.pop(name, None)
+        if name in self._put_off:  # nobody's room is kept for it any more
+            self._put_off.remove(name)
+            self.is_full = self.is_full and bool(self._put_off)
         sequence = self.running.pop(name, None)
         if sequence is not None:
             self._cache.release(sequence)
@@ -118,6 +122,7 @@ class Scheduler:
         self.waiting = again | self.waiting
         self.running = {}
         self._cache.reset()
+        self._put_off.clear()
         self.is_full = False
 
     def next_step(self) -> Step | None:
@@ -164,18 +169,20 @@ class Scheduler:
                 continue
             while not self._cache.extend(sequence, sequence.length):
                 newest = next(reversed(self.running.values()))
-                self._put_off(newest)
+                self._give_up(newest)
                 if newest is sequence:
                     break
             else:
                 found.append(sequence)
         return found
 
-    def _put_off(self, sequence: LoopSequence) -> None:
+    def _give_up(self, sequence: LoopSequence) -> None:
+        """Have a sequence wait in front of all others, without blocks."""
         del self.running[sequence.name]
         self._cache.release(sequence)
         sequence.start_over()
         self.waiting = {sequence.name: sequence, **self.waiting}
+        self._put_off.add(sequence.name)
         self.is_full = self.is_short = True
 
     def _prompts(self, num_decoding: int, budget: int) -> list[Row]:
@@ -210,6 +217,7 @@ class Scheduler:
             sequence.started_s = time.perf_counter()
         del self.waiting[name]
         self.running[name] = sequence
+        self._put_off.discard(name)
         self.is_full = False
         return sequence
 

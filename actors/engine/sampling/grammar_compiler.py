@@ -14,6 +14,7 @@ from actors.engine.sampling.grammar_memory import CompiledGrammar, GrammarMemory
 from actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
 from actors.protocol import Grammar, GrammarKind
 from actors.text.codec import TextCodec
+from actors.text.json_schemas import without_unknown_formats
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
@@ -193,7 +194,8 @@ def _source(grammar: Grammar) -> str:
     text = grammar.text
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _WHITE_SPACE})
+            schema = without_unknown_formats(text)
+            return LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": _WHITE_SPACE})
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(text)
         case GrammarKind.CHOICE:

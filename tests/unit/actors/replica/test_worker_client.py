@@ -226,6 +226,16 @@ def test_cancelled_call_is_abandoned_and_its_late_answer_is_nobody_s() -> None:
     run(scenario)
 
 
+def test_call_that_cannot_be_sent_leaves_nothing_behind() -> None:
+    async def scenario(peer: Peer) -> None:
+        with pytest.raises(OverflowError):
+            await peer.client.score([2**64], 1)
+        assert peer.client._calls == {}
+        peer.client.check_alive()
+
+    run(scenario)
+
+
 def test_call_that_is_cancelled_as_its_answer_comes_is_cancelled() -> None:
     async def scenario(peer: Peer) -> None:
         call = await peer.called(peer.client.wake())

@@ -5,6 +5,7 @@ from openai.types import Completion
 
 from actors.errors import EngineDied, QueueFull
 from actors.protocol import SamplingParams
+from serve_app.openai import requests
 from tests.fakes import PROMPT_TOKENS
 from tests.unit.serve_app.front.front import (
     TEXT,
@@ -48,6 +49,21 @@ def test_completion_echo(client, stream):
         texts = {choice["index"]: choice["text"] for choice in response.json()["choices"]}
         assert response.json()["usage"]["completion_tokens"] == 6
     assert texts == {0: "one Hello, world", 1: "two Hello, world"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n"),
+    [(["a" * 2**21] * 3, 3), ([[1] * 2**18] * 3, 3)],
+)
+def test_echo_of_more_than_an_answer_should_have_is_refused(client, model, prompt, n, monkeypatch):
+    monkeypatch.setattr(requests, "MAX_ECHOED_CHARS", 9 * 2**21 - 1)
+    body = {**TEXT_BODY, "prompt": prompt, "n": n, "echo": True}
+    is_error(client.post(TEXT, json=body), 400, "invalid_request_error", "echo")
+    assert model.requests == []
+    monkeypatch.setattr(requests, "MAX_ECHOED_CHARS", 9 * 2**21)
+    assert client.post(TEXT, json=body).status_code == 200
+    monkeypatch.setattr(requests, "MAX_ECHOED_CHARS", 0)
+    assert client.post(TEXT, json={**body, "echo": False}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,6 +11,8 @@ from pydantic import TypeAdapter
 
 from actors.errors import ContextLengthExceeded, EngineDied, QueueFull
 from actors.protocol import FinishReason, GrammarKind, MessageForm
+from serve_app.responses.answers import ResponseAnswer
+from serve_app.responses.requests import parse_responses
 from tests.fakes import PROMPT_TOKENS, FakeModel
 from tests.unit.serve_app.front.front import count_ids, extras, is_error, serving
 
@@ -273,6 +275,33 @@ def test_number_that_the_answer_could_not_repeat_is_refused(client, model, field
     response = client.post(RESPONSES, content=f'{{"input": "hi", {body}}}')
     is_error(response, 400, "invalid_request_error", field)
     assert model.requests == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": {"format": {"type": "text", "x": [1] * 2**17}}},
+        {"metadata": {"x": "\u00e9" * 2**18}},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "name": "add", "x": "y" * 2**18}},
+    ],
+)
+def test_more_than_an_answer_should_repeat_is_refused(client, model, fields):
+    response = client.post(RESPONSES, json={"input": "hi", **fields})
+    is_error(response, 400, "invalid_request_error", list(fields)[-1])
+    assert model.requests == []
+
+
+@pytest.mark.parametrize("value", [True, 5, "some", {"type": "function"}, ["auto"]])
+def test_tool_choice_that_is_none_is_refused_by_its_name(client, value):
+    refused = client.post(RESPONSES, json={**BODY, "tool_choice": value}).json()["error"]
+    assert refused["param"] == "tool_choice"
+    assert refused["message"].startswith('tool_choice must be "none", "auto", "required" or {')
+
+
+def test_size_of_an_answer_has_what_it_repeats(model):
+    body = {"input": "hi", "instructions": "i" * 5000, "metadata": {"x": "y" * 3000}}
+    answer = ResponseAnswer(parse_responses(body), "fake", 0)
+    assert 8000 < answer.size < 9000
 
 
 def test_refused_store_says_what_to_do(client):

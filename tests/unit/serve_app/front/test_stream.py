@@ -302,6 +302,23 @@ async def test_keep_alives_while_a_stream_stands_still():
     assert (await read(frames))[-1] == DONE
 
 
+@on_loop
+async def test_keep_alives_tell_of_the_usage_so_far():
+    gate = asyncio.Event()
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    answer = chat_answer(stream_options=asked)
+    script = Script(replace(event("a"), token_ids=(1, 2)), gate, event("b", FinishReason.STOP))
+    frames = stream(aiter(script), answer=answer, interval_s=AT_ONCE_S)
+    for _ in range(2):
+        told = data_of(await anext(frames))["usage"]
+    keep_alive = data_of(await anext(frames))
+    assert keep_alive["choices"] == []
+    assert keep_alive["usage"] == told
+    assert told["completion_tokens"] == 2
+    gate.set()
+    await read(frames)
+
+
 @pytest.mark.parametrize(
     ("tools", "opening", "closing"), [("qwen", "<tool_call>", "</tool_call>"), ("llama", "", "")]
 )
@@ -570,6 +587,26 @@ async def test_response_without_a_body_is_complete():
         "http.response.start",
         "http.response.body",
     ]
+
+
+@on_loop
+async def test_answer_to_head_ends_with_its_headers():
+    begun = False
+
+    async def body():
+        nonlocal begun
+        begun = True
+        await asyncio.Event().wait()
+        yield b"a"
+
+    wire = Wire()
+    response = HeldResponse(body(), "text/event-stream")
+    await response({"method": "HEAD"}, wire.receive, wire.send)
+    assert not begun
+    start, end = wire.sent
+    assert (start["type"], start["status"]) == ("http.response.start", 200)
+    assert dict(start["headers"])[b"content-type"] == b"text/event-stream; charset=utf-8"
+    assert end == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 @on_loop

@@ -198,6 +198,29 @@ ITSELF = {"anyOf": [NULL, {"$ref": "#/$defs/Itself"}]}
 
 
 @pytest.mark.parametrize(
+    "inside",
+    [
+        {"anyOf": [{}] * 100_000},
+        {"anyOf": [5] * 100_000},
+        {"enum": [1] * 100_000},
+        {"type": ["integer"] * 100_000},
+        {"$ref": "#" + "/a" * 100_000},
+    ],
+    ids=["schemas", "none", "values", "types", "reference"],
+)
+def test_parameters_without_number_share_no_work_of_their_schema(inside: Any) -> None:
+    count = 2000
+    properties = {str(i): {"$ref": "#/d"} for i in range(count)}
+    tool = {"name": "f", "parameters": {"properties": properties, "d": inside}}
+    tags = "".join(f"<parameter={i}>1</parameter>" for i in range(count))
+    text = f"<tool_call><function=f>{tags}</function></tool_call>"
+    began_s = time.process_time()
+    (call,) = parse(QWEN, text, tools=[{"type": "function", "function": tool}]).calls
+    assert time.process_time() - began_s < 2  # each looking at all of it would take 20 s and more
+    assert json.loads(call.arguments).keys() == properties.keys()
+
+
+@pytest.mark.parametrize(
     ("schema", "written", "value"),
     [
         ({"anyOf": [STRING, NULL]}, "10001", "10001"),

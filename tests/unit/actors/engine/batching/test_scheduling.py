@@ -138,6 +138,25 @@ def test_newest_gives_up_its_blocks_and_nobody_new_comes_before_somebody_ends() 
     assert ended[0] == "s1"
 
 
+def test_nobody_waits_for_a_sequence_that_gave_up_its_blocks_and_was_cancelled() -> None:
+    loop = Steps(num_blocks=16, max_tokens=256)
+    loop.submit(prompt(3), 100)
+    loop.submit(prompt(13 * PAGE, 2), 10)
+    was_full, short = False, 0
+    for _ in loop.each():
+        if not was_full and loop.scheduler.is_full:
+            was_full = True
+            loop.scheduler.remove("s2")
+            loop.submit(prompt(5, 3), 4)
+        elif was_full:
+            short += loop.scheduler.is_short
+        if len(loop.tokens("s1")) == 20:
+            assert len(loop.tokens("s3")) == 4
+    assert was_full
+    assert short == 0
+    assert len(loop.tokens("s1")) == 100
+
+
 def test_room_of_a_cancelled_sequence_is_for_those_that_wait() -> None:
     loop = Steps(num_blocks=4)
     loop.submit(prompt(20), 10)

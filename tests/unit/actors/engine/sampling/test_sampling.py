@@ -13,7 +13,7 @@ from actors.engine.sampling.logits import Param
 from actors.engine.sampling.noise import gumbel, splitmix64
 from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.errors import InvalidRequest, UnsupportedParameter
-from actors.protocol import SamplingParams
+from actors.protocol import Grammar, GrammarKind, SamplingParams
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.text.validation import MAX_LOGIT_BIAS, validate
 from tests.unit.actors.engine.batching.steps_on_cpu import model_steps
@@ -456,6 +456,7 @@ def test_sensible_parameters_pass() -> None:
         ("top_p", 1.1),
         ("top_p", math.nan),
         ("top_k", -2),
+        ("top_k", 2**63),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
@@ -464,12 +465,15 @@ def test_sensible_parameters_pass() -> None:
         ("frequency_penalty", math.nan),
         ("max_tokens", 0),
         ("min_tokens", -1),
+        ("min_tokens", 2**63),
         ("logit_bias", {V: 1.0}),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: math.inf}),
         ("stop_token_ids", (V,)),
         ("stop_token_ids", (True,)),
         ("stop", ("a", "")),
+        ("stop", ("a", "\ud800")),
+        ("grammar", Grammar(GrammarKind.REGEX, "\udfff", "grammar")),
         ("logprobs", -1),
         ("logprobs", 21),
         ("seed", 2**63),
