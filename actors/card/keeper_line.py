@@ -23,6 +23,7 @@ from actors.card.messages import (
 )
 from actors.errors import Unavailable
 from actors.protocol import CardStatus
+from actors.waits import one_of
 from actors.worker.connection import Connection
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class KeeperLine:
         self._was_lost = lost
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
+        self._withdrawn = asyncio.Event()  # since somebody waits for a keeper
         self._numbers = itertools.count()
         self._wants: dict[int, asyncio.Future[Granted | Refused | None]] = {}
         self._looks: list[asyncio.Future[CardStatus]] = []
@@ -95,12 +97,13 @@ class KeeperLine:
         await self.until_connected(limit_s)
 
     async def until_connected(self, limit_s: float) -> bool:
-        """Whether there is a keeper within so long."""
+        """Whether there is a keeper within so long; False at once if nobody wants one any more."""
+        self._withdrawn.clear()
         try:
-            await asyncio.wait_for(self._connected.wait(), limit_s)
+            await asyncio.wait_for(one_of(self._connected, self._withdrawn), limit_s)
         except TimeoutError:
             return False
-        return True
+        return self._connected.is_set()
 
     async def close(self) -> None:
         """Leave: who is connected no more has nothing."""
@@ -141,7 +144,8 @@ class KeeperLine:
             del self._wants[number]
 
     def withdraw(self, reason: str) -> None:
-        """Nobody wants any more what was asked for; who waits for it gets Unavailable."""
+        """Nobody wants any more what was asked for, or is about to be; who waits for an answer gets Unavailable."""
+        self._withdrawn.set()
         for want in self._wants.values():
             if not want.done():
                 want.set_exception(Unavailable(reason))

@@ -262,10 +262,17 @@ class CardClient:
         """Nothing is left of the worker's process, if there was one. What a wake was granted for the next one stays."""
         if not self._account.process_id:
             return
+        self._forget_worker(moving=True)
+
+    def worker_failed(self) -> None:
+        """Nothing is left of a worker that failed. The next one, if there is any, asks for what it takes, also for a wake."""
+        self._forget_worker(moving=False)
+
+    def _forget_worker(self, moving: bool) -> None:
         self._account = Account(
             read_ask=self._account.read_ask,
             answered_order=self._account.answered_order,
-            moving=True,
+            moving=moving,
             busy=self._account.busy,
         )
         self._tell()

@@ -458,7 +458,7 @@ class Lifecycle:
         self, via: ReplicaState, work: Coroutine[None, None, None], reason: str
     ) -> asyncio.Task[bool]:
         self._enter(via, reason)  # before the first await: nobody may act on the old state
-        # The wake in a restart waits for no room, as whoever comes then would.
+        # Not the one in a restart: it waits for no room, and who comes meanwhile would.
         self._is_shared = via is ReplicaState.WAKING
         self._work = asyncio.create_task(work)
         task = asyncio.create_task(self._run(self._work), name=f"{self._name} {via}")

@@ -11,7 +11,7 @@ from actors.card.tenant import CardClient, KvNow
 from actors.errors import DeviceMemoryShort, NoRoom, ReplicaFailed, ServingError, Unavailable
 from actors.observer import WakeCause
 from actors.protocol import CardStatus, MemoryChange
-from actors.replica.effects import Effects
+from actors.replica.effects import Effects, Untouched
 from actors.replica.runtime import ModelRuntime
 from actors.replica.worker_client import WorkerClient
 
@@ -55,6 +55,7 @@ class OnCard:
         self._is_pinned = is_pinned
         self._is_awake = False  # and not on its way to sleep
         self._requests_wait = False  # for a wake
+        self._given_up: str | None = None  # why nobody wants the wake that is under way
         self._counts_use = False  # the worker has said what it uses since there are requests
         self._resizing = asyncio.Lock()
         self._growing: set[asyncio.Task[None]] = set()
@@ -70,20 +71,24 @@ class OnCard:
     async def wake(self, cause: WakeCause) -> MemoryChange:
         """See Effects. At the start it waits for no room: nobody needs the model yet.
 
-        What a worker had that failed meanwhile is told when its process has ended: `CardClient.worker_ended`.
+        What a worker had that failed meanwhile is told when its process has ended: `CardClient.worker_failed`.
 
         Raises:
-            NoRoom, NeverFits: it may not map.
+            Unavailable, Untouched: it may not map, or nobody wants it to any more.
         """
+        self._given_up = None
         waits = self._is_pinned or cause is not WakeCause.START
         asked_twice = False
         while True:
             self._card.resumes(cause is WakeCause.REQUEST and self._only_goes_on)
             try:
                 by_grant = await self._card.wake(self.runtime.worker.state.wake_bytes, waits)
-            except NoRoom:
-                await self._tell_free()
-                raise
+            except Unavailable as exc:
+                if isinstance(exc, NoRoom):
+                    await self._tell_free()
+                if asked_twice:
+                    raise
+                raise Untouched(exc) from None
             granted_s = self._now()
             try:
                 change = await self._workers.wake(cause)
@@ -92,7 +97,7 @@ class OnCard:
                 worker = self.runtime.worker
                 free = None if worker.has_retired else (await worker.read_device("")).free
                 self._tell_asleep(free, short=by_grant)
-                if asked_twice or not (by_grant or await self._card.until_there_is_a_keeper()):
+                if asked_twice or not await self._may_ask_again(by_grant):
                     raise
                 asked_twice = True
             except Unavailable:
@@ -116,6 +121,18 @@ class OnCard:
         if is_for_requests:
             self.runtime.when_advanced(self._card.reached)
         return change
+
+    async def _may_ask_again(self, by_grant: bool) -> bool:
+        """Whether there is a keeper, which hears now what is free.
+
+        Raises:
+            Unavailable: given up. Others would sleep for nobody.
+        """
+        if self._given_up is None and not by_grant:
+            by_grant = await self._card.until_there_is_a_keeper()
+        if self._given_up is not None:
+            raise Unavailable(self._given_up)
+        return by_grant
 
     async def give_back(self, size: int) -> None:
         """Give back so much KV cache, as far as no sequence has anything there. It may be asleep by now."""
@@ -149,6 +166,7 @@ class OnCard:
 
     def give_up_waiting(self, reason: str) -> None:
         """See Effects."""
+        self._given_up = reason
         self._card.withdraw(reason)
 
     def requests_wait(self, wait: bool) -> None:

@@ -82,6 +82,7 @@ class WorkerSupervisor(ByRuntime):
         failed: Callable[[ReplicaFailed], None],
         release_image: Callable[[], Awaitable[None]],
         ends_worker: bool = False,
+        ended: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -92,6 +93,8 @@ class WorkerSupervisor(ByRuntime):
             failed: told when a worker has failed; has to have `restart` called.
             release_image: what a worker does in a sleep at level 2, for one that has ended.
             ends_worker: every sleep does, not only those that are to be deep where the driver cannot.
+            ended: told, in a restart, that nothing is left of the worker that failed, or could not start; there may
+                be no other for a while, or for good.
             now: in seconds.
             pause: returns after so many of them.
         """
@@ -101,6 +104,7 @@ class WorkerSupervisor(ByRuntime):
         self._failed = failed
         self._release_image = release_image
         self._ends_worker = ends_worker
+        self._ended = ended
         self._worker: Worker | None = None
         self._beginning: asyncio.Task[None] | None = None
         self._now = now
@@ -179,6 +183,7 @@ class WorkerSupervisor(ByRuntime):
         why = ""
         while True:
             await self._end()
+            self._ended()
             attempt = len(self._attempts)
             if attempt == _MAX_ATTEMPTS:
                 raise ReplicaFailed(

@@ -27,6 +27,7 @@ class DeviceReading:
         Raises:
             Exception: whatever the driver raised.
         """
+        self._take_late_answer()
         if self._under_way is None:
             self._under_way = asyncio.ensure_future(self._read())
         reading = self._under_way
@@ -39,3 +40,12 @@ class DeviceReading:
             except ReplicaFailed:
                 return self._last
         return self._last
+
+    def _take_late_answer(self) -> None:
+        """One that came when nobody waited for it any more may be of long ago: the next reading is a new one."""
+        late = self._under_way
+        if late is None or not late.done():
+            return
+        self._under_way = None
+        if not late.cancelled() and late.exception() is None:
+            self._last = late.result()

@@ -225,7 +225,7 @@ class ModelReplica:
         async def start_worker() -> WorkerProcess:
             may_begin = None
             if self._card is not None:
-                self._card.worker_ended()  # the one before
+                self._card.moves()  # it has some of the card before it asks, and that is nobody else's
                 may_begin = partial(_place_and_build, self._card, card.memory_budget or 1.0)
             return await WorkerProcess.start(settings, resources, observer, may_begin)
 
@@ -236,12 +236,17 @@ class ModelReplica:
             except Exception:  # the lease ends with this process
                 logger.warning("%s: could not release its image", self._replica_id, exc_info=True)
 
+        def ended() -> None:
+            if self._card is not None:
+                self._card.worker_failed()
+
         return WorkerSupervisor(
             start_worker,
             make_runtime,
             lambda failure: self._lifecycle.restart(failure),
             release_image,
             config.sleep.ends_worker,
+            ended,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent | Refusal]:

@@ -111,6 +111,7 @@ def look(fleet: Fleet, config: AutoscalingConfig, waking_s: dict[str, float]) ->
         r.replica_id
         for r in replicas
         if r.state is ReplicaState.WAKING
+        and r.card is None  # its keeper ends a wait for room, and the watchdog a wake that hangs
         and waking_s.get(r.replica_id, 0.0) > _patience_s(r, config)
     )
     total = int(_number(fleet.target, len(replicas)))

@@ -789,6 +789,51 @@ def test_worker_that_starts_for_a_wake_has_what_that_was_granted(tmp_path: Path)
     run(scenario)
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_worker_that_failed_has_nothing_also_of_what_the_next_one_was_granted(
+    tmp_path: Path, has_begun: bool
+) -> None:
+    """There may be none for a while, or for good."""
+
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a, b = [await Tenant(site, name).place() for name in "ab"]
+            if not has_begun:
+                a.client.worker_ended()  # behind a sleep
+            await a.client.wake(60, waits=True)
+            a.client.worker_failed()
+            tenant = next(each for each in (await seen(b)).tenants if each.replica_id == "a")
+            assert (tenant.held, tenant.awake, tenant.moving) == (0, False, False)
+            await b.wake(60, waits=False)
+            assert not a.orders
+
+            a.client.moves()  # the next one begins
+            await a.client.place(site.card, os.getpid())
+            building = asyncio.create_task(a.client.build(50))
+            await building
+            assert b.orders, "it has to ask"
+
+    run(scenario)
+
+
+def test_wait_for_a_keeper_ends_when_nobody_wants_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with card_site(tmp_path, BUDGET) as site:
+            a = await Tenant(site, "a").place()
+            a.client.withdraw("an earlier one")
+            assert await a.client.until_there_is_a_keeper()
+            await site.kill()
+            await until(lambda: a.client._line.connection is None)
+            waiting = asyncio.create_task(a.client.until_there_is_a_keeper())
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            a.client.withdraw("nobody waits for the wake any more")
+            async with asyncio.timeout(1):
+                assert not await waiting
+
+    run(scenario)
+
+
 def test_tenant_that_comes_again_takes_the_place_of_its_old_connection(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with card_site(tmp_path, BUDGET) as site:

@@ -5,8 +5,18 @@ import asyncio
 import pytest
 
 from actors.errors import NoRoom
-from actors.protocol import SleepCommand, SleepMode
-from tests.unit.actors.replica.lifecycle_bench import ASLEEP, AWAKE, Bench, run, until
+from actors.observer import SleepCause
+from actors.protocol import LastSleep, SleepCommand, SleepMode
+from actors.replica.effects import Untouched
+from tests.unit.actors.replica.lifecycle_bench import (
+    ASLEEP,
+    AWAKE,
+    LOST,
+    Bench,
+    run,
+    settled,
+    until,
+)
 
 
 async def until_calls(bench: Bench, *calls: str) -> None:
@@ -154,6 +164,33 @@ def test_wake_without_room_is_no_reason_to_forget_how_deep_it_is() -> None:
         await until_calls(bench, "sleep 1 deep", "wake", "sleep 1 deep")
         await until(lambda: bench.lifecycle.deep)
         watch.cancel()
+
+    run(scenario)
+
+
+def test_wake_that_was_refused_before_the_worker_was_asked_changes_nothing() -> None:
+    async def scenario() -> None:
+        bench = Bench(deep_after_s=60)
+        await bench.awake()
+        await bench.lifecycle.sleep(SleepCommand(level=2, deep=True), cause=SleepCause.IDLE)
+        slept = bench.lifecycle.sleeps
+        bench.effects.failure = Untouched(NoRoom("full", 5.0))
+        with pytest.raises(NoRoom) as refused:
+            await bench.request()
+        assert refused.value.retry_after_s == 5.0
+        assert bench.lifecycle.reason == "could not wake: full"
+        assert (bench.lifecycle.level, bench.lifecycle.deep) == (2, True)
+        bench.effects.failure = None
+        watch = asyncio.create_task(bench.lifecycle.sleep_when_idle())
+        bench.clock.now_s += 60
+        await asyncio.sleep(0.01)  # ten looks
+        assert bench.effects.calls == ["sleep 2 deep", "wake"]
+        assert bench.lifecycle.sleeps == slept
+        assert bench.lifecycle.slept_why() == LastSleep("idle", "", 60.0)
+        watch.cancel()
+        bench.lifecycle.restart(LOST)
+        await settled(bench)
+        assert bench.effects.calls[2:] == ["restart", "sleep 2"], "its image goes again"
 
     run(scenario)
 

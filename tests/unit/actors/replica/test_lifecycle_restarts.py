@@ -8,12 +8,13 @@ import pytest
 from actors.errors import (
     DeviceMemoryError,
     EngineDied,
+    NoRoom,
     ReplicaFailed,
     Unavailable,
     WakeTimeout,
 )
 from actors.observer import Observer, WakeCause, WakeResult
-from actors.protocol import ReplicaState, SleepCommand, SleepMode
+from actors.protocol import MemoryChange, ReplicaState, SleepCommand, SleepMode
 from actors.replica.lifecycle import Lifecycle
 from actors.replica.sleep_config import SleepConfig
 from tests.unit.actors.replica.lifecycle_bench import (
@@ -22,6 +23,7 @@ from tests.unit.actors.replica.lifecycle_bench import (
     DRAINING,
     FAILED,
     LOST,
+    NOTHING,
     RESTARTING,
     WAKING,
     Bench,
@@ -422,6 +424,37 @@ def test_next_worker_that_cannot_wake_now_stays_asleep() -> None:
         bench.effects.failure = None
         assert await bench.request() == "served"
         assert bench.effects.calls.count("restart") == 1
+
+    run(scenario)
+
+
+def test_request_that_comes_in_the_wake_of_a_restart_begins_its_own_if_that_is_refused() -> None:
+    """That one waits for no room: nobody needed the model when it began."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        causes: list[WakeCause] = []
+        asked, answered = asyncio.Event(), asyncio.Event()
+
+        async def wake(cause: WakeCause) -> MemoryChange:
+            causes.append(cause)
+            asked.set()
+            await answered.wait()
+            if cause is WakeCause.START:
+                raise NoRoom("full", 1.0)
+            return NOTHING
+
+        bench.effects.wake = wake  # type: ignore[method-assign]
+        bench.lifecycle.restart(LOST)
+        early = asyncio.create_task(bench.request())
+        await asked.wait()
+        assert bench.lifecycle.state is WAKING
+        late = asyncio.create_task(bench.request())
+        await until(lambda: bench.lifecycle.waiting_for_wake == 2)
+        answered.set()
+        assert await asyncio.gather(early, late) == ["served"] * 2
+        assert causes == [WakeCause.START, WakeCause.REQUEST]
 
     run(scenario)
 

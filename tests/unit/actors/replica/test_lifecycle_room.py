@@ -243,6 +243,104 @@ def test_frozen_requests_ask_again_where_there_was_no_room(
     run(scenario)
 
 
+def refuse_wakes(bench: Bench, count: int) -> None:
+    """The next so many."""
+    refusals = iter([NoRoom("full", 0.01)] * count)
+
+    def next_failure() -> None:
+        is_wake = bench.effects.calls[-1] == "wake"
+        bench.effects.failure = next(refusals, None) if is_wake else None
+
+    bench.effects.at_end = next_failure
+
+
+@pytest.mark.parametrize("comes", ["while it freezes", "between two tries"])
+def test_frozen_requests_ask_again_where_the_wake_of_another_request_was_refused(
+    comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.replica.lifecycle._FROZEN_RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        order = asyncio.create_task(bench.lifecycle.make_room(SleepMode.KEEP, "room"))
+        refusals = 1
+        if comes == "between two tries":
+            refusals = 2
+            refuse_wakes(bench, refusals)
+            await order
+            await until(lambda: bench.effects.calls == ["sleep 1", "wake"])
+            await until(lambda: bench.lifecycle.state is ASLEEP)
+            bench.effects.gate.clear()
+        else:
+            bench.effects.gate.clear()
+            refuse_wakes(bench, refusals)
+            await until(lambda: bench.effects.calls == ["sleep 1"])
+        other = asyncio.create_task(bench.request())
+        await until(lambda: bench.lifecycle.waiting_for_wake == 1)
+        if comes == "between two tries":
+            await asyncio.sleep(0.02)  # the next try finds a wake under way
+        bench.effects.gate.set()
+        with pytest.raises(NoRoom):
+            await other
+        await order
+        await until(lambda: bench.lifecycle.state is AWAKE)
+        assert bench.effects.calls == ["sleep 1", *["wake"] * (refusals + 1)]
+        ends.set()
+        assert await request == "served"
+
+    run(scenario)
+
+
+def test_frozen_requests_ask_again_behind_a_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.replica.lifecycle._FROZEN_RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        refuse_wakes(bench, 2)
+        await bench.lifecycle.make_room(SleepMode.KEEP, "room")
+        await until(lambda: bench.effects.calls == ["sleep 1", "wake"])
+        await bench.lifecycle.sleep(SleepCommand(hold=True))
+        await asyncio.sleep(0.05)
+        assert bench.effects.calls == ["sleep 1", "wake"], "held"
+        with pytest.raises(NoRoom):
+            await bench.lifecycle.wake_up()
+        await until(lambda: bench.lifecycle.state is AWAKE)
+        assert bench.effects.calls == ["sleep 1", "wake", "wake", "wake"]
+        ends.set()
+        assert await request == "served"
+
+    run(scenario)
+
+
+def test_what_an_operator_freezes_later_does_not_go_on_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.replica.lifecycle._FROZEN_RETRY_S", 0.02)
+
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.awake()
+        request, ends = await bench.in_flight()
+        refuse_wakes(bench, 1)
+        await bench.lifecycle.make_room(SleepMode.KEEP, "room")
+        await until(lambda: bench.effects.calls == ["sleep 1", "wake"])
+        await settled(bench)
+        await bench.lifecycle.wake_up()
+        await bench.lifecycle.sleep(SleepCommand(mode=SleepMode.KEEP))
+        calls = list(bench.effects.calls)
+        await asyncio.sleep(0.06)
+        assert bench.lifecycle.state is ASLEEP
+        assert bench.effects.calls == calls
+        ends.set()
+        await request
+
+    run(scenario)
+
+
 def test_wake_for_frozen_requests_whose_clients_have_left_is_given_up() -> None:
     async def scenario() -> None:
         bench = Bench()
@@ -322,6 +420,35 @@ def test_wake_that_nobody_waits_for_any_more_is_given_up() -> None:
         assert bench.effects.given_up == [NOBODY]
         bench.effects.gate.set()
         await settled(bench)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("by_operator", [False, True])
+def test_who_comes_when_a_wake_was_given_up_begins_another(by_operator: bool) -> None:
+    """It goes on for a while where the device is being read."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.gate.clear()
+        bench.effects.failure = Unavailable(NOBODY)
+        client = asyncio.create_task(bench.request())
+        await until(lambda: bench.effects.calls == ["wake"])
+        client.cancel()
+        await asyncio.wait([client])
+        lifecycle = bench.lifecycle
+        comes = asyncio.create_task(lifecycle.wake_up() if by_operator else bench.request())
+        await asyncio.sleep(0)
+
+        def no_failure() -> None:
+            if len(bench.effects.calls) > 1:
+                bench.effects.failure = None
+
+        bench.effects.at_end = no_failure
+        bench.effects.gate.set()
+        await comes
+        assert bench.effects.calls == ["wake", "wake"]
+        assert lifecycle.state is AWAKE
 
     run(scenario)
 

@@ -99,6 +99,7 @@ class Bench:
         told: failures that the lifecycle would have learnt.
         now_s: the time; only the test moves it, and a start that takes `start_s`.
         pauses: between attempts.
+        ended: what was logged last each time when nothing was left of a worker.
     """
 
     def __init__(self, ends_worker: bool = False) -> None:
@@ -115,12 +116,14 @@ class Bench:
         self.start_gate: asyncio.Event | None = None
         self.runtime_gate: asyncio.Event | None = None
         self.pauses: list[float] = []
+        self.ended: list[str] = []
         self.supervisor = WorkerSupervisor(
             self._start,
             self._runtime,
             self.told.append,
             self._release,
             ends_worker,
+            lambda: self.ended.append(self.log[-1]),
             lambda: self.now_s,
             self._pause,
         )
@@ -134,6 +137,7 @@ class Bench:
 
     async def _pause(self, seconds: float) -> None:
         assert self.log[-1].startswith(("ended", "start")), "between two attempts"
+        assert self.ended[-1] == self.log[-1], "told before"
         self.pauses.append(seconds)
         await asyncio.sleep(0)
 
@@ -351,6 +355,8 @@ def test_gives_up_when_none_can_be_started() -> None:
         assert bench.started == 1 + LIMIT
         assert bench.supervisor.restarts == 0
         assert bench.pauses == PAUSES
+        starts = [f"start {number}" for number in range(2, 2 + LIMIT)]
+        assert bench.ended == ["ended 1", *starts], "for good, too"
 
     run(scenario)
 

@@ -503,6 +503,29 @@ def test_driver_that_hangs_is_asked_once_and_the_last_answer_given(
     read(scenario)
 
 
+@pytest.mark.parametrize("failure", [None, LOST, OSError("driver gone")])
+def test_answer_that_came_when_nobody_waited_any_more_is_not_the_newest(
+    failure: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_reading, "_PATIENCE_S", 0.01)
+
+    async def scenario(driver: Driver, reading: DeviceReading) -> None:
+        assert await reading.now() == DEVICE
+        if failure is None:
+            driver.answer.set_result(LATER)
+        else:
+            driver.answer.set_exception(failure)
+        await asyncio.sleep(0.01)
+        driver.forget()  # an hour passes
+        assert await reading.now() == (LATER if failure is None else DEVICE)
+        assert driver.asked == 2
+        newest = replace(DEVICE, free=1)
+        driver.answer.set_result(newest)
+        assert await reading.now() == newest
+
+    read(scenario)
+
+
 def test_caller_that_leaves_takes_the_question_from_nobody() -> None:
     async def scenario(driver: Driver, reading: DeviceReading) -> None:
         leaver, stayer = (asyncio.create_task(reading.now()) for _ in range(2))

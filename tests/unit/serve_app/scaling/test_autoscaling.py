@@ -151,6 +151,15 @@ def test_waiting_for_a_wake_that_takes_too_long_is() -> None:
     assert (decision.replicas, decision.why) == (3, Why.CREATE)
 
 
+def test_waiting_for_room_on_a_shared_card_creates_none() -> None:
+    """Others make room there, one after the other, for as long as requests come."""
+    waits = fleet(waking("a", 15, wake_s=0.3, card=CardReport(1, 1, 0, 10, 0.1)))
+    state = PolicyState()
+    for now_s in (0.0, 10.1, 41.0, 200.0):
+        decision, state = decide(replace(waits, now_s=now_s), CONFIG, state)
+        assert (decision.replicas, decision.why) == (1, Why.WAKE)
+
+
 def test_a_wake_that_is_always_slow_is_given_its_time() -> None:
     slow = fleet(waking("a", 15, wake_s=20.0))
     assert after(190, slow).replicas == 1
