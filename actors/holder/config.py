@@ -10,11 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class HostConfig(BaseModel):
     """Memory and disk of every node that packed images may take."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     memory_budget_gib: float | None = Field(
         default=None,
         gt=0,
+        le=2**20,
         description="GiB of each node's memory that packed images may take. Where the next one would be more, those "
         "of sleeping models go, the longest unused first; their wake brings them back. No budget when absent.",
     )

@@ -6,6 +6,7 @@ What was measured until an error, Ctrl-C or SIGTERM is printed in any case.
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,6 +162,13 @@ def http(
     from serve_app.bench.http.client import Target
 
     with usage_errors():
+        for option, seconds in (
+            ("--timeout-s", timeout_s),
+            ("--duration", duration),
+            ("--idle-s", idle_s),
+        ):
+            if seconds is not None and not math.isfinite(seconds):
+                raise ValueError(f"{option} must be a finite number of seconds, found {seconds:g}")
         client = environment()
         gap = _gap(idle_every, idle_s, sleep_every)
         loads = _loads(concurrency or [], request_rate or [], requests, duration, gap)

@@ -210,12 +210,13 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
             continue  # of a hub's model, which the server downloads when it starts
         try:
             by_type = image_sizes(folder, model.dtype)
-        except Unserved as error:
+        except (Unserved, OSError) as error:
             return Wanted(problems=(f"{model.model_id}: {error}",))
         image = folder, model.dtype
         sizes[image] = sum(by_type.values())
         compressed[image] = _compressed(by_type, model, config.card)
-    http = config.data["http_options"]
+    # Of a model's own file: as `sleepserve serve` has it.
+    http = {"host": "127.0.0.1", "port": 8000} | config.data.get("http_options", {})
     image_bytes = sum(sizes.values())
     notes = [note for model in models if (note := model.unused_card(has_driver))]
     notes += notes_on_cards(models, config.card, devices)

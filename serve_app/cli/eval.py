@@ -5,6 +5,7 @@ Exit codes: 0 every check passed; 1 one did not, or the model failed; 2 what was
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from actors.errors import InvalidRequest, ServingError
 from serve_app.bench.eval import evaluate as bench
 from serve_app.bench.eval.tables import tables
 from serve_app.bench.eval.verdict import Plan, Report
-from serve_app.cli.bench_run import progress, tell, usage_errors
+from serve_app.cli.bench_run import check_writable, progress, tell, usage_errors
 from serve_app.cli.download import datasets_dir
 from serve_app.cli.operate import Key
 from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
@@ -113,8 +114,10 @@ def evaluate(
         _check_combination(model, url, name, keep_layers, text)
         if json_file is not None and not json_file.parent.is_dir():
             raise ValueError(f"--json {json_file}: there is no directory {json_file.parent}")
-        if assert_ttft is not None and assert_ttft <= 0:
-            raise ValueError(f"--assert-ttft must be above 0, found {assert_ttft:g}")
+        if assert_ttft is not None and not 0 < assert_ttft < math.inf:
+            raise ValueError(f"--assert-ttft must be above 0 and finite, found {assert_ttft:g}")
+        if not math.isfinite(pause_s):
+            raise ValueError(f"--pause-s must be finite, found {pause_s:g}")
         config = None if model is None else _config_of(model, keep_layers)
         chosen = int(level) if level else (config.sleep.level if config else 1)
         plan = Plan(
@@ -129,6 +132,7 @@ def evaluate(
         passage = None
         if config is not None:
             passage = bench.Passage.read(text) if text else _default_passage()
+        check_writable(json_file)
 
     @asynccontextmanager
     async def opened(on_progress: bench.Progress) -> AsyncIterator[bench.Target]:
@@ -227,8 +231,11 @@ def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: 
     if report is not None:
         report.interrupted = code == EXIT_INTERRUPTED
         report.judge()
-        tell(report.model_dump(mode="json"), tables(report), json_file)
         code = code or (0 if report.passed else EXIT_FAILED)
+        try:
+            tell(report.model_dump(mode="json"), tables(report), json_file)
+        except OSError as error:  # as of a full disk
+            code = _failed(error, EXIT_FAILED)
     if code == EXIT_INTERRUPTED:
         say("interrupted")
     return code

@@ -146,7 +146,7 @@ def make_checkpoint(
         from actors.checkpoints.variants import write_variant
 
         _refuse_others(context, "variant_of", ("seed",))
-        with errors_in_one_line():
+        with _damaged_files_in_one_line():
             print(write_variant(directory, variant_of, seed))
         return
     quantize_name: QuantizeName | None = quantize.value if quantize else None
@@ -156,7 +156,7 @@ def make_checkpoint(
         _refuse_others(context, "weights_of", ("quantize", "force"))
         if quantize_name is None:
             raise typer.BadParameter("--weights-of needs --quantize")
-        with errors_in_one_line(), _bar(str(directory)) as on_progress:
+        with _damaged_files_in_one_line(), _bar(str(directory)) as on_progress:
             quantize_checkpoint(
                 directory, weights_of, quantize_name, force=force, on_progress=on_progress
             )
@@ -168,7 +168,7 @@ def make_checkpoint(
 
     shape_name: ShapeName = shape.value
     dtype_name: DtypeName | None = dtype.value if dtype else None
-    with errors_in_one_line(), _bar(str(directory)) as on_progress:
+    with _damaged_files_in_one_line(), _bar(str(directory)) as on_progress:
         write_checkpoint(
             directory,
             shape_name,
@@ -206,6 +206,18 @@ def settings() -> None:
 def version() -> None:
     """Print the version."""
     print(__version__)
+
+
+@contextmanager
+def _damaged_files_in_one_line() -> Iterator[None]:
+    """`errors_in_one_line`, of safetensors, too: a file is damaged, or the disk is full."""
+    from safetensors import SafetensorError
+
+    with errors_in_one_line():
+        try:
+            yield
+        except SafetensorError as error:
+            raise ValueError(f"safetensors: {error}") from error
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from serve_app.config.files import (
     is_serve_config,
     load_model_config,
     read_serve_config,
+    same_names,
 )
-from serve_app.config.model import ModelConfig
+from serve_app.config.model import ModelConfig, is_model_name
 from serve_app.config.paths import with_files
 
 Settings = dict[str, Any]  # what a YAML file says
@@ -104,12 +105,7 @@ def shipped(name: str) -> Path:
 
 def _of_models(names: Sequence[str], models: Sequence[ModelConfig]) -> ServeConfig:
     """As serve_config.yaml has it, which says why."""
-    first: dict[str, str] = {}
-    for name, model in zip(names, models, strict=True):
-        if model.model_id in first:
-            text = f"{model.model_id}, as in {first[model.model_id]}; each needs its own"
-            raise ConfigError([Problem(text, ("model_id",), file=name)])
-        first[model.model_id] = name
+    _check_names(models, names)
     written = [as_written(model) for model in models]
     data = {
         "proxy_location": "HeadOnly",
@@ -134,6 +130,12 @@ def _of_models(names: Sequence[str], models: Sequence[ModelConfig]) -> ServeConf
     return ServeConfig(data, tuple(models))
 
 
+def _check_names(models: Sequence[ModelConfig], origins: Sequence[str]) -> None:
+    """As `AppArgs` will; of the options a model may get a name for a second time."""
+    for index, problem in same_names(models, origins):
+        raise ConfigError([problem.inside(file=origins[index])])
+
+
 def _of_file(file: str, options: Options) -> ServeConfig:
     config = read_serve_config(file)
     _check_options(len(config.models), options)
@@ -144,6 +146,7 @@ def _of_file(file: str, options: Options) -> ServeConfig:
         if application["import_path"] in ARGS_OF:
             args = application["args"]
             changed = [_merged(file, settings, options) for settings in args["models"]]
+            _check_names(changed, [file] * len(changed))
             models.update((model.model_id, model) for model in changed)
             args["models"] = [as_written(model) for model in changed]
     return ServeConfig(config.data, tuple(models.values()), config.card)
@@ -165,6 +168,9 @@ def _model(name: str, options: Options) -> ModelConfig:
         settings = as_written(config)
     elif path.is_dir():
         path = path.resolve()
+        if not options.served_model_names and not is_model_name(path.name):
+            text = f"{path.name!r}, the directory's name, cannot be a model's; give one with --served-model-name"
+            raise ConfigError([Problem(text, ("model_id",), file=name)])
         settings = {"model_id": path.name, "source": {"id": str(path)}}
         settings["num_gpus"] = options.num_gpus
     elif _HUB_ID.fullmatch(name):

@@ -25,6 +25,7 @@ _EXPECTED = {
     "string_type": "text",
     "tuple_type": "a list",
 }
+_SHOWN_CHARS = 80  # of what was found
 _UNITS = {"_s": " of seconds", "_ms": " of milliseconds", "_bytes": " of bytes"}
 
 
@@ -104,11 +105,17 @@ def _kinds(annotation: object) -> Iterator[object]:
         yield from _kinds(part)
 
 
-def unknown_keys(data: Mapping[str, object], model: type[BaseModel]) -> Iterator[Problem]:
+def unknown_keys(data: Mapping[Any, object], model: type[BaseModel]) -> Iterator[Problem]:
     """Keys of `data` that are no fields of `model`, for models that ignore such keys."""
     for key in data:
         if key not in model.model_fields:
-            yield Problem(_unknown(key, model), (key,))
+            yield Problem(_unknown(str(key), model), (str(key),))
+
+
+def short(value: object) -> str:
+    """As Python writes it, cut where it would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -136,12 +143,12 @@ def _explain(details: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         return _unknown(str(key[-1]), _model_at(model, key[:-1]))
     if kind in ("enum", "literal_error"):
-        return f"expected {details['ctx']['expected']}, found {found!r}"
+        return f"expected {details['ctx']['expected']}, found {short(found)}"
     if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind]}{_unit(kind, key)}, found {found!r}"
+        return f"expected {_EXPECTED[kind]}{_unit(kind, key)}, found {short(found)}"
     message = details["msg"].removeprefix("Value error, ").replace("Input should", "should")
     message = " ".join(message.split())  # Ray's span lines
-    return message if kind == "value_error" else f"{message}, found {found!r}"
+    return message if kind == "value_error" else f"{message}, found {short(found)}"
 
 
 def _unit(kind: str, key: Key) -> str:

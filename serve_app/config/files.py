@@ -9,7 +9,7 @@ Relative paths start from the project that `paths` finds.
 Wrong configuration is a `ConfigError`: one line per mistake, naming file, key and remedy.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -27,7 +27,14 @@ from pydantic import (
 )
 
 from actors.card.config import CardConfig
-from actors.checkpoints.directory import damaged_weights, longest_sequence, unsupported_weights
+from actors.checkpoints.directory import (
+    CONFIG_NAME,
+    damaged_weights,
+    longest_sequence,
+    missing_from_checkpoint,
+    unsupported_weights,
+    weight_files,
+)
 from actors.checkpoints.source import Hub
 from actors.holder.config import HostConfig, folder_problem
 from serve_app.config.errors import (
@@ -36,15 +43,25 @@ from serve_app.config.errors import (
     did_you_mean,
     problems_of,
     refuse_switches_for_numbers,
+    short,
     unknown_keys,
     validate,
 )
 from serve_app.config.http import MAX_NAME_CHARS, HttpSettings
 from serve_app.config.keys import read_keys, variables_in
 from serve_app.config.model import ModelConfig
-from serve_app.config.paths import project_around, project_of_process, shown, with_files
+from serve_app.config.paths import (
+    located,
+    project_around,
+    project_of_process,
+    shown,
+    with_files,
+)
 
 _PORTS = range(1, 2**16)
+_MAX_BUDGET_CHARS = 40  # as 512 MiB
+_MAX_NUMBER_CHARS = 100
+_MAX_VALUES = 100_000  # of a YAML file, its aliases written out
 _SHAPES = ("demo", "tiny")  # what `sleepserve make-checkpoint` makes in no time
 
 
@@ -101,27 +118,39 @@ class _ModelList(BaseModel):
     def _models_differ(self) -> "_ModelList":
         if not self.models:
             raise ConfigError([Problem("names no model", ("models",))])
-        taken: dict[str, int] = {}
-        for index, model in enumerate(self.models):
-            for key, names in {"model_id": (model.model_id,), "aliases": model.aliases}.items():
-                for name in names:
-                    if name in taken:
-                        text = f"{name} is the name of models.{taken[name]} already"
-                        raise ConfigError([Problem(text, ("models", index, key))])
-                    taken[name] = index
-        deployments: dict[str, str] = {}
-        for index, model in enumerate(self.models):
-            other = deployments.setdefault(model.deployment, model.model_id)
-            if other != model.model_id:
-                text = f"{model.model_id} and {other} are one name to Ray Serve, {model.deployment}"
-                raise ConfigError([Problem(text, ("models", index, "model_id"))])
+        places = [f"models.{index}" for index in range(len(self.models))]
+        for index, problem in same_names(self.models, places):
+            raise ConfigError([problem.inside(("models", index))])
         return self
+
+
+def same_names(
+    models: Sequence[ModelConfig], places: Sequence[str]
+) -> Iterator[tuple[int, Problem]]:
+    """Models that cannot be told apart from one before: which, and why.
+
+    Args:
+        places: what to call each model.
+    """
+    taken: dict[str, str] = {}
+    deployments: dict[str, str] = {}
+    for index, (model, place) in enumerate(zip(models, places, strict=True)):
+        for key, names in {"model_id": (model.model_id,), "aliases": model.aliases}.items():
+            for name in names:
+                if name in taken:
+                    text = f"{name} is the name of {taken[name]} already"
+                    yield index, Problem(text, (key,))
+                taken.setdefault(name, place)
+        other = deployments.setdefault(model.deployment, model.model_id)
+        if other != model.model_id:
+            text = f"{model.model_id} and {other} are one name to Ray Serve, {model.deployment}"
+            yield index, Problem(text, ("model_id",))
 
 
 def _find_disk_dir(host: HostConfig, info: ValidationInfo) -> HostConfig:
     if host.disk_dir is None:
         return host
-    folder = _project_in(info) / Path(host.disk_dir).expanduser()
+    folder = located(host.disk_dir, _project_in(info), "disk_dir")
     return host.model_copy(update={"disk_dir": str(folder)})
 
 
@@ -141,12 +170,19 @@ class WeightsArgs(_ModelList):
 def _find_key_files(http: HttpSettings, info: ValidationInfo) -> HttpSettings:
     project = _project_in(info)
     files = {"api_keys_file": http.api_keys_file, "admin_keys_file": http.admin_keys_file}
-    located = {
-        name: str(project / Path(file).expanduser())
-        for name, file in files.items()
-        if file is not None
+    found = {
+        name: str(located(file, project, name)) for name, file in files.items() if file is not None
     }
-    return http.model_copy(update=located)
+    return http.model_copy(update=found)
+
+
+def _refuse_endless_budget(card: object) -> object:
+    """Of so many digits that no float holds them, which pydantic would not tell of."""
+    budget = card.get("memory_budget") if isinstance(card, dict) else None
+    if isinstance(budget, str) and len(budget) > _MAX_BUDGET_CHARS:
+        text = f"write a share of the card, as 0.9, or a size, as 60 GiB; found {short(budget)}"
+        raise ConfigError([Problem(text, ("memory_budget",))])
+    return card
 
 
 class AppArgs(_ModelList):
@@ -155,7 +191,7 @@ class AppArgs(_ModelList):
     http: Annotated[HttpSettings, AfterValidator(_find_key_files)] = Field(
         default_factory=HttpSettings, description="What the HTTP front allows."
     )
-    card: CardConfig = Field(
+    card: Annotated[CardConfig, BeforeValidator(_refuse_endless_budget)] = Field(
         default_factory=CardConfig, description="Every card that the models share."
     )
 
@@ -213,24 +249,41 @@ def checkpoint_problem(config: ModelConfig) -> Problem | None:
 
     That of a hub is looked at once it is here.
     """
+    try:
+        return _checkpoint_problem(config)
+    except OSError as error:
+        text = f"{error.filename or config.source.id} cannot be read: {error.strerror or error}"
+        return Problem(text, ("source", "id"))
+
+
+def _checkpoint_problem(config: ModelConfig) -> Problem | None:
     from actors.checkpoints.download import (  # the hubs' libraries
         CheckpointMissing,
         find_checkpoint,
     )
 
-    folder = Path(config.source.id)
     try:
         checkpoint = find_checkpoint(config.source)
-        if why := unsupported_weights(checkpoint) or damaged_weights(checkpoint):
-            return Problem(why, ("source", "id"))
-        wanted, knows = config.engine.max_model_len, longest_sequence(checkpoint)
-        if wanted is not None and knows is not None and wanted > knows:
-            text = f"{wanted}, but the checkpoint's max_position_embeddings is {knows}"
-            return Problem(text, ("engine", "max_model_len"))
     except CheckpointMissing:
-        pass  # of a directory: below
-    if config.source.hub is not Hub.PATH or (folder / "config.json").is_file():
-        return None
+        return _missing(Path(config.source.id)) if config.source.hub is Hub.PATH else None
+    # A weights file that may not be read is none at all to safetensors ("No such file").
+    for file in (checkpoint / CONFIG_NAME, *weight_files(checkpoint)):
+        file.open("rb").close()
+    if why := unsupported_weights(checkpoint) or damaged_weights(checkpoint):
+        return Problem(why, ("source", "id"))
+    wanted, knows = config.engine.max_model_len, longest_sequence(checkpoint)
+    if wanted is not None and knows is not None and wanted > knows:
+        text = f"{wanted}, but the checkpoint's max_position_embeddings is {knows}"
+        return Problem(text, ("engine", "max_model_len"))
+    return None
+
+
+def _missing(folder: Path) -> Problem:
+    """Why that folder is no complete checkpoint, and what to do."""
+    if (folder / CONFIG_NAME).is_file():
+        why = missing_from_checkpoint(folder)
+        text = f"no complete checkpoint in {shown(folder)}: {why}; fetch it again"
+        return Problem(text, ("source", "id"))
     remedy = "name a directory with config.json and *.safetensors, or a hub in source.hub"
     if folder.name in _SHAPES:
         remedy = f"`sleepserve make-checkpoint {shown(folder)} --shape {folder.name}` makes it"
@@ -253,6 +306,8 @@ def check_any(path: str | Path) -> ServeConfig:
         data = _read_yaml(file)
         if data.keys() & ModelConfig.model_fields.keys():
             config = load_model_config(file)
+            for _, problem in same_names((config,), ("this model",)):
+                raise ConfigError([problem])
             _require_checkpoints((config,), [str(file.absolute())], file.parent)
             return ServeConfig(data, (config,))
         return _check_serve_config(data, project_around(file.absolute().parent))
@@ -309,6 +364,9 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
         gRPCOptionsSchema,
     )
 
+    problems = list(_no_mappings(data))
+    if problems:
+        raise ConfigError(problems)
     problems = list(unknown_keys(data, ServeDeploySchema))  # here, too, Ray drops them
     problems += variables_in(data)
     schema = validate(ServeDeploySchema, data)
@@ -360,6 +418,17 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
     return ServeConfig(data, tuple(models.values()), card)
 
 
+def _no_mappings(data: dict[str, Any]) -> Iterator[Problem]:
+    """Deployments that are none: Ray looks into them before it checks what they are (schema.py, 2.60)."""
+    applications = data.get("applications")
+    for index, application in enumerate(applications if isinstance(applications, list) else ()):
+        deployments = application.get("deployments") if isinstance(application, dict) else None
+        for place, each in enumerate(deployments if isinstance(deployments, list) else ()):
+            if not isinstance(each, dict):
+                here = ("applications", index, "deployments", place)
+                yield Problem(f"expected a mapping, found {short(each)}", here)
+
+
 def _settings_of_models(deployment: dict[str, Any]) -> Iterator[Problem]:
     """What follows from the file of a model, and here would contradict that."""
     if deployment["name"].startswith("model:"):
@@ -405,8 +474,36 @@ def _require_checkpoints(
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses what YAML takes for something else without a word.
 
-    Of a key given twice it keeps the last; 10:00 is 600, in base sixty. Dates are texts.
+    Of a key given twice it keeps the last; 10:00 is 600, in base sixty. Dates are texts. A few aliases of
+    aliases are gigabytes.
     """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            self._count(node, {})
+        return node
+
+    def _count(self, node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
+        """The values of a node, its aliases written out. One that is being counted holds itself."""
+        if node in counted:
+            known = counted[node]
+            if known is None:
+                text = "an alias is here inside of what it stands for"
+                raise yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
+            return known
+        counted[node] = None
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        elif isinstance(node, yaml.MappingNode):
+            inner = [each for pair in node.value for each in pair]
+        total = 1 + sum(self._count(each, counted) for each in inner)
+        if total > _MAX_VALUES:
+            text = f"more than {_MAX_VALUES} values from here on, its aliases written out"
+            raise yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
+        counted[node] = total
+        return total
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -419,6 +516,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def refuse_base_sixty(self, node: yaml.ScalarNode) -> object:
+        if len(node.value) > _MAX_NUMBER_CHARS:
+            text = f"a number of {len(node.value)} characters"
+            raise yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
         if ":" in node.value:
             text = f"{node.value} is a number in base sixty here; write a unit, as 10h, or quotes"
             raise yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
@@ -445,8 +545,10 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ConfigError([Problem(f"line {line}: {error.problem}")]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError([Problem("too many lists or mappings inside of each other")]) from error
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # the last two: as !!bool 7
         raise ConfigError([Problem(f"no YAML: {' '.join(str(error).split())}")]) from error
     if not isinstance(data, dict):
-        raise ConfigError([Problem(f"expected a mapping, found {data!r}")])
+        raise ConfigError([Problem(f"expected a mapping, found {short(data)}")])
     return data

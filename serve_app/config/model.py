@@ -1,17 +1,21 @@
 """`ModelConfig`: what a file of configs/ says of one model."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from actors.card.config import CardConfig, SharingConfig
-from actors.checkpoints.source import ModelSource
+from actors.checkpoints.errors import InvalidModelId
+from actors.checkpoints.plan import check_model_id
+from actors.checkpoints.source import Hub, ModelSource
 from actors.engine.config import REQUESTS_ON_CARD, EngineConfig
 from actors.image.config import ImageConfig
 from actors.replica.sleep_config import SleepConfig
 from actors.text.message_form import ChatConfig
 from actors.worker.watchdog import WatchdogConfig
 from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.config.bounds import MAX_COUNT
 from serve_app.config.errors import ConfigError, Problem
 from serve_app.config.http import MAX_NAME_CHARS
 
@@ -32,16 +36,23 @@ _SERVES_KEYS = (
 # memory for the processes of a hundred models.
 SHARED_GPUS = 0.01
 
+_MAX_CPUS = 10_000  # of a host
+
 # That a replica takes at once by default. Those that its engine does not compute yet wait in it.
 _LEAST_ONGOING = 64
 
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/-]*$", max_length=MAX_NAME_CHARS)]
+_NAME = r"^[A-Za-z0-9][\w.:/-]*$"
+_Name = Annotated[str, Field(pattern=_NAME, max_length=MAX_NAME_CHARS)]
+
+
+def is_model_name(text: str) -> bool:
+    return len(text) <= MAX_NAME_CHARS and re.fullmatch(_NAME, text) is not None
 
 
 class ModelConfig(BaseModel):
     """One model and the replicas that serve it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model_id: _Name = Field(description="The `model` that clients ask for.")
     aliases: tuple[_Name, ...] = Field(
@@ -76,11 +87,15 @@ class ModelConfig(BaseModel):
         "has of them; `none` takes OpenAI's.",
     )
     num_replicas: int = Field(
-        default=1, gt=0, description="Replicas to keep; not together with `autoscaling`."
+        default=1,
+        gt=0,
+        le=MAX_COUNT,
+        description="Replicas to keep; not together with `autoscaling`.",
     )
     max_scaleout_replicas: int = Field(
         default=32,
         gt=0,
+        le=MAX_COUNT,
         description="Replicas that POST /scaleout may ask for where there is no `autoscaling`.",
     )
     autoscaling: AutoscalingConfig | None = Field(
@@ -91,17 +106,20 @@ class ModelConfig(BaseModel):
     max_ongoing_requests: int | None = Field(
         default=None,
         gt=0,
+        le=MAX_COUNT,
         description="Requests a replica takes at once, computing or waiting. When absent, what its engine computes "
         f"at once, `engine.max_requests_per_batch` or on a GPU {REQUESTS_ON_CARD}, and {_LEAST_ONGOING} at least.",
     )
     max_queued_requests: int = Field(
         default=256,
         ge=-1,
+        le=MAX_COUNT,
         description="Requests that may wait for a replica until more are refused; -1: no limit.",
     )
     num_cpus: float = Field(
         default=1.0,
         ge=0,
+        le=_MAX_CPUS,
         description="CPU cores that Ray sets aside for each replica: beside a GPU for the replica's own process, "
         "without one for its worker, which computes with them.",
     )
@@ -113,6 +131,16 @@ class ModelConfig(BaseModel):
         f"{SHARED_GPUS:g} where `card.memory_budget` is set: who fits is the keeper's to say then. A larger share "
         "limits how many replicas come to one card.",
     )
+
+    @field_validator("source")
+    @classmethod
+    def _hub_can_have_it(cls, source: ModelSource) -> ModelSource:
+        if source.hub is not Hub.PATH:
+            try:
+                check_model_id(source.hub, source.id)
+            except InvalidModelId as error:
+                raise ConfigError([Problem(str(error), ("id",))]) from error
+        return source
 
     @field_validator("autoscaling", mode="before")
     @classmethod

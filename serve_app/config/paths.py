@@ -34,6 +34,19 @@ def _marked(folder: Path) -> Path | None:
     return None
 
 
+def located(path: str, project: Path, *key: str) -> Path:
+    """Where a path of the configuration leads; `~` is somebody's home.
+
+    Raises:
+        ConfigError: nobody here has that name; says so of `key`.
+    """
+    try:
+        return project / Path(path).expanduser()
+    except RuntimeError as error:
+        text = f"{path}: no home directory is known of that name here; write the whole path"
+        raise ConfigError([Problem(text, key)]) from error
+
+
 def with_files(config: ModelConfig, project: Path) -> ModelConfig:
     """The same with its source located, and its chat template read."""
     config = _with_located_source(config, project)
@@ -51,7 +64,7 @@ def _read_template(template: str, project: Path) -> str:
     """
     if not is_template_path(template):
         return template
-    file = project / Path(template).expanduser()
+    file = located(template, project, "chat", "template")
     try:
         text = file.read_text(encoding="utf-8")
         check_template(text)
@@ -62,16 +75,18 @@ def _read_template(template: str, project: Path) -> str:
 
 
 def _with_located_source(config: ModelConfig, project: Path) -> ModelConfig:
-    """Its checkpoint's path absolute, or the folder named where what comes from a hub is kept."""
-    if config.source.hub is not Hub.PATH:
-        home = os.environ.get("SLEEPSERVE_HOME")  # where `sleepserve download` puts things, too
-        if config.source.models_dir is not None or home is None:
-            return config
-        source = config.source.model_copy(update={"models_dir": str(Path(home) / "models")})
-        return config.model_copy(update={"source": source})
-    folder = project / Path(config.source.id).expanduser()
-    source = config.source.model_copy(update={"id": str(folder)})
-    return config.model_copy(update={"source": source})
+    """Its checkpoint's path absolute, or that of the folder where what comes from a hub is kept."""
+    source = config.source
+    if source.hub is Hub.PATH:
+        paths = {"id": located(source.id, project, "source", "id")}
+    elif source.models_dir is not None:
+        paths = {"models_dir": located(source.models_dir, project, "source", "models_dir")}
+    elif home := os.environ.get("SLEEPSERVE_HOME"):  # where `sleepserve download` puts things, too
+        paths = {"models_dir": Path(home) / "models"}
+    else:
+        return config
+    update = {key: str(path) for key, path in paths.items()}
+    return config.model_copy(update={"source": source.model_copy(update=update)})
 
 
 def shown(path: Path) -> str:

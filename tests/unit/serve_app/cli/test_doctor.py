@@ -299,6 +299,28 @@ def test_size_of_a_quantised_image_is_told_and_what_is_compressed_of_it(
     )
 
 
+def test_file_of_one_model_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "m.yaml"
+    file.write_text(json.dumps({"model_id": "m", "source": {"id": str(tiny_checkpoint)}}))
+    found = examined(monkeypatch, file, Torch())
+    assert found["configuration"].verdict is Verdict.OK, found["configuration"].text
+    assert "port 8000" in found
+
+
+def test_file_that_may_not_be_read_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    def refused(*args: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "config.json")
+
+    monkeypatch.setattr("actors.checkpoints.sizes.image_sizes", refused)
+    wanted = doctor._wanted(_two_of_one_checkpoint(tiny_checkpoint, tmp_path), False)
+    assert wanted is not None
+    assert wanted.problems == ("a: [Errno 13] Permission denied: 'config.json'",)
+
+
 def test_damaged_file_is_a_finding_for_each_of_its_models(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

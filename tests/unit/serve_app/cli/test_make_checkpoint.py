@@ -1,5 +1,6 @@
 """What `sleepserve make-checkpoint` refuses; what it makes is in tests/unit/actors/checkpoints."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,16 @@ def test_file_is_left_as_it_is(tmp_path: Path, options: list[str]) -> None:
     assert refused.exit_code == 2
     assert "is a file." in " ".join(refused.stderr.replace("│", " ").split())
     assert file.read_text() == "theirs"
+
+
+def test_damaged_weights_are_told_in_one_line(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    base = shutil.copytree(tiny_checkpoint, tmp_path / "base")
+    (base / "model.safetensors").write_bytes(b"no header")
+    made = tmp_path / "made"
+    words = ["make-checkpoint", str(made), "--weights-of", str(base), "--quantize", "awq-4-128"]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2
+    told = refused.stderr.strip()  # after the end of the bar
+    assert told.startswith("safetensors: ")
+    assert "\n" not in told
+    assert not made.exists()

@@ -1,6 +1,7 @@
 """What `sleepserve serve` makes of its command line, and what it tells who mistyped. Nothing is started."""
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "  - {name: theirs, route_prefix: /theirs, import_path: 'somebody:app', args: {models: 3}}\n"
     )
     (tmp_path / "same.yaml").write_text("model_id: m\nsource: {id: mine}\n")
+    shutil.copytree(tmp_path / "mine", tmp_path / "My Model")
+    (tmp_path / "x.yaml").write_text("model_id: x\nsource: {id: mine}\n")
+    for name in ("also", "alias"):
+        text = f"model_id: {name}\naliases: [x]\nsource: {{id: mine}}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    (tmp_path / "one.yaml").write_text(
+        "http_options: {host: 127.0.0.1}\n"
+        "applications: [{name: l, route_prefix: /, import_path: 'serve_app.app:build_app', args: {models: "
+        "[{model_id: y, source: {id: mine}}]}}]\n"
+    )
     (tmp_path / "none.yaml").write_text("model_id: x\nsource: {id: absent}\n")
     (tmp_path / "wrong.yaml").write_text(
         "model_id: x\nsource: {id: mine}\nengine: {num_blocks: -1}\n"
@@ -65,6 +76,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*args: str) -> Result:
     return CliRunner().invoke(app, ["serve", *args])
+
+
+@pytest.fixture(autouse=True)
+def _not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake that is not found must not turn the tests into a server."""
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("it was started"))
 
 
 def printed(*args: str) -> dict[str, Any]:
@@ -207,10 +224,26 @@ def test_chat_template_and_other_names(folder: Path) -> None:
         (["nothing.yaml"], "nothing.yaml: no such file"),
         (["."], ".: source.id: no checkpoint in .; name a directory with config.json"),
         (["keys"], "keys: expected a mapping"),
-        (["a/b", "a/b"], "a/b: model_id: a/b, as in a/b; each needs its own"),
+        (["a/b", "a/b"], "a/b: model_id: a/b is the name of a/b already"),
+        (["a/b", "a--b/c", "a/b--c"], "a/b--c: model_id: a/b--c and a--b/c are one name to Ray"),
+        (["also.yaml", "alias.yaml"], "alias.yaml: aliases: x is the name of also.yaml already"),
+        (["x.yaml", "also.yaml"], "also.yaml: aliases: x is the name of x.yaml already"),
+        (
+            ["a/b", "--served-model-name", "x", "--served-model-name", "x"],
+            "a/b: aliases: x is the name of a/b already",
+        ),
+        (
+            ["one.yaml", "--served-model-name", "x", "--served-model-name", "x"],
+            "one.yaml: aliases: x is the name of one.yaml already",
+        ),
+        (
+            ["My Model"],
+            "My Model: model_id: 'My Model', the directory's name, cannot be a model's; give one with "
+            "--served-model-name",
+        ),
         (
             ["mine", "m.yaml", "same.yaml"],
-            "same.yaml: model_id: m, as in m.yaml; each needs its own",
+            "same.yaml: model_id: m is the name of m.yaml already",
         ),
         (
             ["two.yaml", "--gpu-memory-utilization", "2"],

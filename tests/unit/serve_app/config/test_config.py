@@ -1,13 +1,16 @@
 """What a user who mistyped is told, and that every file we ship is right."""
 
+import errno
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from actors.card.config import CardConfig, budget_bytes
@@ -50,6 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     _write(tmp_path / "serve_config.yaml", SERVE)
     _write(tmp_path / "configs" / "demo.yaml", MODEL)
     _write(tmp_path / "checkpoints" / "demo" / "config.json", "{}")
+    save_file({}, tmp_path / "checkpoints" / "demo" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -191,6 +195,15 @@ def test_budget_and_folder_of_images_are_read(folder: Path) -> None:
     [
         ("{memory_budget_gib: 0}", "host.memory_budget_gib: should be greater than 0, found 0"),
         ("{memory_budget_gib: much}", "host.memory_budget_gib: expected a number, found 'much'"),
+        (
+            "{memory_budget_gib: .inf}",
+            "host.memory_budget_gib: should be a finite number, found inf",
+        ),
+        ("{memory_budget_gib: 1e30}", "host.memory_budget_gib: should be less than or equal to"),
+        (
+            "{memory_budget_gib: 1, disk_dir: ~nobody-here/x}",
+            "host.disk_dir: ~nobody-here/x: no home directory is known of that name here; write the whole path",
+        ),
         ("{memory_budget: 1}", "host.memory_budget: "),
         ("{disk_dir: images}", "disk_dir keeps images that memory_budget_gib has no room for"),
         ("{memory_budget_gib: 1, disk_dir: images}", "host.disk_dir: no directory "),
@@ -211,6 +224,18 @@ def test_folder_of_images_that_cannot_be_written_to_is_told(
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     complaint = _complaint(_with_host(folder, "{memory_budget_gib: 1, disk_dir: configs}"))
     assert f"host.disk_dir: {folder}/configs cannot be written to" in complaint
+
+
+@pytest.mark.parametrize("written", ["models", "~/models"])
+def test_folder_of_downloads_starts_from_the_project_or_from_home(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    source = f"source: {{hub: modelscope, id: a/b, models_dir: {written}}}\n"
+    _write(folder / "configs" / "demo.yaml", f"model_id: demo\n{source}")
+    monkeypatch.chdir("/")
+    (model,) = check_file(folder / "configs" / "demo.yaml")
+    assert model.source.models_dir == str(folder / "models")
 
 
 def test_hub_id_is_no_path(folder: Path) -> None:
@@ -316,6 +341,58 @@ def test_schedule_is_read_as_it_was_written(folder: Path) -> None:
             "sleep.idle_timeout_s: should be greater than 0, found -1",
         ),
         (MODEL + "sleep: 5", "sleep: expected a mapping, found 5"),
+        (MODEL + "sleep: {8: 5}", "sleep.8: Keys should be strings, found 8"),
+        (
+            MODEL + f"dtype: {'x' * 1000}",
+            f"dtype: expected 'auto', 'float32', 'bfloat16' or 'float16', found '{'x' * 76}...",
+        ),
+        (MODEL + "num_cpus: .inf", "num_cpus: should be a finite number, found inf"),
+        (
+            MODEL + "num_cpus: 1e6",
+            "num_cpus: should be less than or equal to 10000, found '1e6'",
+        ),
+        (
+            MODEL + f"num_replicas: {10**30}",
+            f"num_replicas: should be less than or equal to 2147483647, found {10**30}",
+        ),
+        (
+            MODEL + f"autoscaling: {{max_replicas: {10**30}}}",
+            f"autoscaling.max_replicas: should be less than or equal to 2147483647, found {10**30}",
+        ),
+        (MODEL + f"num_replicas: {'9' * 5000}", "line 3: a number of 5000 characters"),
+        (MODEL + "num_replicas: !!int x", "no YAML: invalid literal for int() with base 10: 'x'"),
+        (MODEL + "num_replicas: !!bool x", "no YAML: 'x'"),
+        (MODEL + "aliases: [x, x]", "aliases: x is the name of this model already"),
+        (MODEL + "aliases: [demo]", "aliases: demo is the name of this model already"),
+        (
+            MODEL + f"sleep: {'[' * 2000}{']' * 2000}",
+            "too many lists or mappings inside of each other",
+        ),
+        (MODEL + "sleep: &a [*a]", "line 3: an alias is here inside of what it stands for"),
+        (MODEL + "sleep: &a {level: *a}", "line 3: an alias is here inside of what it stands for"),
+        (
+            "a0: &a0 [x, x]\n"
+            + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40)),
+            "line 16: more than 100000 values from here on, its aliases written out",
+        ),
+        (
+            "model_id: demo\nsource: {id: ~nobody-here/x}",
+            "source.id: ~nobody-here/x: no home directory is known of that name here; write the whole path",
+        ),
+        (
+            MODEL + "chat: {template: ~nobody-here/x.jinja}",
+            "chat.template: ~nobody-here/x.jinja: no home directory is known of that name here; write the whole "
+            "path",
+        ),
+        (
+            "model_id: demo\nsource: {hub: modelscope, id: 'https://huggingface.co/Qwen/Qwen3-0.6B'}",
+            "source.id: 'https://huggingface.co/Qwen/Qwen3-0.6B' is not a model id: give OWNER/NAME without the "
+            "address: Qwen/Qwen3-0.6B",
+        ),
+        (
+            "model_id: demo\nsource: {hub: modelscope, id: Qwen3}",
+            "source.id: 'Qwen3' is not a model id: give OWNER/NAME, such as Qwen/Qwen3",
+        ),
         (
             MODEL + "sleep: {max_keep_alive_s: -1}",
             "sleep.max_keep_alive_s: should be greater than or equal to 0, found -1",
@@ -591,6 +668,40 @@ def test_every_mistake_has_its_line(folder: Path) -> None:
         ),
         (
             "host: 127.0.0.1",
+            "host: 127.0.0.1, 8000: x",
+            "serve_config.yaml: http_options.8000: unknown key; known here: host, keep_alive_timeout_s, port, "
+            "request_timeout_s, root_path, ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_keyfile_password",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models}\n    deployments: [x]",
+            "serve_config.yaml: applications.1.deployments.0: expected a mapping, found 'x'",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, http: {request_timeout_s: .inf}}",
+            "serve_config.yaml: applications.llm.args.http.request_timeout_s: should be a finite number, found inf",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, http: {max_body_bytes: 1" + "0" * 30 + "}}",
+            "serve_config.yaml: applications.llm.args.http.max_body_bytes: should be less than or equal to "
+            "1099511627776, found 1" + "0" * 30,
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, http: {api_keys_file: ~nobody-here/x}}",
+            "serve_config.yaml: applications.llm.args.http.api_keys_file: ~nobody-here/x: no home directory is "
+            "known of that name here; write the whole path",
+        ),
+        (
+            "args: {models: *models}",
+            "args: {models: *models, card: {memory_budget: " + "9" * 400 + " GiB}}",
+            "serve_config.yaml: applications.llm.args.card.memory_budget: write a share of the card, as 0.9, or a "
+            f"size, as 60 GiB; found '{'9' * 76}...",
+        ),
+        (
+            "host: 127.0.0.1",
             "host: 127.0.0.1, prot: 8000",
             "serve_config.yaml: http_options.prot: unknown key; did you mean port?",
         ),
@@ -700,6 +811,47 @@ def test_check_refuses_weights_that_are_cut_short(tmp_path: Path, tiny_checkpoin
     assert result.exit_code == 2
     assert "source.id: model.safetensors is cut short or damaged" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({}, "there is no model.safetensors"),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "1.safetensors"}}'},
+            "1 of 1 shards are missing, 1.safetensors first",
+        ),
+        ({"model.safetensors.index.json": ""}, "model.safetensors.index.json is unreadable"),
+    ],
+)
+def test_check_refuses_checkpoints_that_are_not_complete(
+    folder: Path, files: dict[str, str], told: str
+) -> None:
+    (folder / "checkpoints" / "demo" / "model.safetensors").unlink()
+    for name, text in files.items():
+        _write(folder / "checkpoints" / "demo" / name, text)
+    where = "configs/demo.yaml: source.id: no complete checkpoint in checkpoints/demo: "
+    complaint = _complaint("configs/demo.yaml")
+    assert complaint.startswith(where + told)
+    assert complaint.endswith("; fetch it again")
+    assert "\n" not in complaint
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_check_names_a_file_that_may_not_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    opened = Path.open
+
+    def refused(self: Path, *args: Any, **options: Any) -> Any:  # root may read everything
+        if self.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opened(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert _complaint("configs/demo.yaml") == (
+        f"configs/demo.yaml: source.id: {folder}/checkpoints/demo/{name} cannot be read: Permission denied"
+    )
 
 
 def test_check_refuses_sequences_that_the_checkpoint_has_no_positions_for(
