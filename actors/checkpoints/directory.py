@@ -29,6 +29,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # Locks stay behind: removing one while another process waits for it would break it.
 LOCKS_NAME = ".sleepserve"
+_LONGEST_NAME = 255  # bytes, of a file on Linux
 
 
 class ManifestFile(BaseModel):
@@ -66,16 +67,18 @@ def missing_from_checkpoint(directory: Path) -> str | None:
         return "the directory does not exist"
     if not (directory / CONFIG_NAME).is_file():
         return f"{CONFIG_NAME} is missing"
+    if (directory / WEIGHTS_NAME).is_file():
+        return None
     if (index := directory / INDEX_NAME).is_file():
         return _missing_shard(index)
-    return None if (directory / WEIGHTS_NAME).is_file() else f"there is no {WEIGHTS_NAME}"
+    return f"there is no {WEIGHTS_NAME}"
 
 
 def _missing_shard(index: Path) -> str | None:
     try:
         shards = _shards(index)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        return f"{INDEX_NAME} is unreadable ({type(error).__name__}: {error})"
+    except ValueError as error:
+        return str(error)
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if not missing:
         return None
@@ -83,7 +86,23 @@ def _missing_shard(index: Path) -> str | None:
 
 
 def _shards(index: Path) -> list[str]:
-    return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    """The files that an index names.
+
+    Raises:
+        ValueError: it is no index; says why, in one line.
+    """
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        told = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ValueError(f"{index.name} is unreadable ({told})") from error
+    if not names:
+        raise ValueError(f"{index.name} is unreadable (its weight_map is empty)")
+    for name in names:
+        if not isinstance(name, str) or not 0 < len(name.encode(errors="replace")) <= _LONGEST_NAME:
+            text = f"its weight_map names {str(name)[:80]!r}, which is no file"
+            raise ValueError(f"{index.name} is unreadable ({text})")
+    return sorted(names)
 
 
 def unsupported_weights(directory: Path) -> str | None:
@@ -97,7 +116,7 @@ def unsupported_weights(directory: Path) -> str | None:
         return f"{CONFIG_NAME} is unreadable ({type(error).__name__}: {error})"
     if (index := directory / INDEX_NAME).is_file():
         # An index that cannot be read is for `missing_from_checkpoint` to report.
-        with suppress(ValueError, KeyError, AttributeError, TypeError):
+        with suppress(ValueError):
             for shard in _shards(index):
                 if Path(shard).name != shard or not shard.endswith(".safetensors"):
                     text = f"{INDEX_NAME} names {shard[:80]!r}"
@@ -147,10 +166,15 @@ def quantized(directory: Path) -> QuantizedCheckpoint | None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of a complete checkpoint's weights."""
-    index = directory / INDEX_NAME
-    names = _shards(index) if index.is_file() else [WEIGHTS_NAME]
-    return [directory / name for name in names]
+    """The files of a complete checkpoint's weights: as transformers has it (5.23), one file counts before an index.
+
+    Raises:
+        ValueError: there is only an index, and it is unreadable.
+    """
+    whole, index = directory / WEIGHTS_NAME, directory / INDEX_NAME
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    return [directory / name for name in _shards(index)]
 
 
 def config_of(directory: Path) -> dict[str, Any]:

@@ -131,8 +131,10 @@ def write_checkpoint(
     if not force:
         if _is_complete(directory, recipe):
             return directory
-        if _is_foreign(directory):
-            raise ValueError(f"{directory} has files that are not ours; --force replaces them")
+        if (name := _foreign(directory)) is not None:
+            raise ValueError(
+                f"{directory} has files that are not ours, as {name}; --force replaces them"
+            )
 
     with whole_directory(directory) as partial:
         _write_tokenizer(partial, config.vocab_size)
@@ -196,17 +198,27 @@ def _is_complete(directory: Path, recipe: Recipe) -> bool:
     try:
         record = json.loads((directory / RECIPE_FILE).read_text())
         sizes = {name: (directory / name).stat().st_size for name in record["files"]}
-    except (OSError, ValueError, KeyError):
+        return bool(record["recipe"] == recipe.record() and record["files"] == sizes)
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return bool(record["recipe"] == recipe.record() and record["files"] == sizes)
 
 
-def _is_foreign(directory: Path) -> bool:
+def _foreign(directory: Path) -> str | None:
+    """What is in the way of a new checkpoint and not in the record of one that was made here."""
     if not directory.exists():
-        return False
-    return not directory.is_dir() or (
-        any(directory.iterdir()) and not (directory / RECIPE_FILE).is_file()
-    )
+        return None
+    if not directory.is_dir():
+        return directory.name
+    ours = {RECIPE_FILE, *_recorded(directory)}
+    return min((path.name for path in directory.iterdir() if path.name not in ours), default=None)
+
+
+def _recorded(directory: Path) -> list[str]:
+    """Names of the files that were made with the record beside them; none if it cannot be read."""
+    try:
+        return [str(name) for name in json.loads((directory / RECIPE_FILE).read_text())["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _write_recipe(directory: Path, recipe: Recipe) -> None:

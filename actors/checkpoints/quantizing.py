@@ -12,10 +12,13 @@ from safetensors import safe_open
 from actors.checkpoints.directory import (
     CONFIG_NAME,
     INDEX_NAME,
+    WEIGHTS_NAME,
     config_of,
     is_ours,
     missing_from_checkpoint,
     quantization_of,
+    unsupported_weights,
+    weight_files,
 )
 from actors.checkpoints.variants import VARIANT_FILE
 from actors.checkpoints.writing import RECIPE_FILE, whole_directory, write_shard
@@ -44,16 +47,18 @@ def quantize_checkpoint(
         raise ValueError(f"{source} is not a checkpoint: {missing}")
     if (source / VARIANT_FILE).exists():
         raise ValueError(f"{source} is a variant; name the checkpoint that it comes from")
-    config = config_of(source)
+    if (why := unsupported_weights(source)) is not None:
+        raise ValueError(f"{source}: {why}")
     if quantization_of(source) is not None:
         raise ValueError(f"{source} is quantised already")
+    config = config_of(source)
     if not force and directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} has files in it; --force replaces them")
-    files = sorted(source.glob("*.safetensors"))
+    files = weight_files(source)
     total, done = sum(file.stat().st_size for file in files), 0
     with whole_directory(directory) as partial:
         for file in source.iterdir():
-            if file.is_file() and not (file in files or _is_of_weights(file.name)):
+            if file.is_file() and not _is_of_weights(file.name):
                 shutil.copyfile(file, partial / file.name)
         config.pop("torch_dtype", None)  # the older name
         config |= {"dtype": how.dtype, "quantization_config": how.config}
@@ -67,7 +72,7 @@ def quantize_checkpoint(
             stored += sum(tensor.nbytes for tensor in tensors.values())
             done += file.stat().st_size
             on_progress(done, total)
-        if len(files) > 1:
+        if [file.name for file in files] != [WEIGHTS_NAME]:
             write_index(partial, weight_map, stored)
     return directory
 
@@ -86,8 +91,8 @@ def write_index(directory: Path, weight_map: dict[str, str], stored: int) -> Non
 
 
 def _is_of_weights(name: str) -> bool:
-    """Whether a file says something about the source's weights only."""
-    return name in (INDEX_NAME, RECIPE_FILE) or is_ours(name)
+    """Whether a file has weights of the source, or says something about them only."""
+    return name.endswith(".safetensors") or name in (INDEX_NAME, RECIPE_FILE) or is_ours(name)
 
 
 def _quantised_file(file: Path, how: Quantizer) -> dict[str, torch.Tensor]:

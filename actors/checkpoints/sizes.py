@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+from actors.checkpoints import model_config
 from actors.checkpoints.directory import config_of, quantized, weight_files
 from actors.quantization.checkpoint import headers
 from actors.quantization.formats import Projection, StoredTensor, Unserved
@@ -54,9 +55,12 @@ def image_sizes(checkpoint: Path, dtype: str) -> dict[str, int]:
 
 
 def own_dtype(checkpoint: Path) -> str:
-    """The type that a checkpoint's weights are served in unless another is named."""
-    config = config_of(checkpoint)
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    """The type that a checkpoint's weights are served in unless another is named.
+
+    Raises:
+        ValueError: the checkpoint names one that there is not.
+    """
+    return model_config.own_dtype(config_of(checkpoint))
 
 
 def _plain(tensor: StoredTensor, own: str) -> tuple[str, int]:

@@ -32,6 +32,9 @@ def write_variant(directory: Path, base: Path, number: int) -> Path:
     if directory.exists() and variant_of(directory) is None:
         raise ValueError(f"{directory} exists and is not a variant")
     directory.mkdir(parents=True, exist_ok=True)
+    for path in list(directory.iterdir()):
+        if path.is_symlink():  # to a file of an earlier base, which the new one may not have
+            path.unlink()
     (directory / VARIANT_FILE).write_text(json.dumps({"number": number}) + "\n")
     for file in base.iterdir():
         link = directory / file.name

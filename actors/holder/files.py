@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from actors.image.layout import ImageKey, Manifest
 from actors.image.packed_file import (
     UNFINISHED,
     BadFile,
+    begins_as_image,
     read_image,
     read_manifest,
     write_image,
@@ -19,6 +21,9 @@ from actors.image.packed_file import (
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".image"
+# The folder may be one that others keep files in, too: as `path` and `write_image` name them.
+_NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
+_UNFINISHED_NAME = re.compile(rf"{_NAME.pattern}\.(\d+){re.escape(UNFINISHED)}")
 
 
 class ImageFiles:
@@ -107,19 +112,22 @@ class ImageFiles:
             _delete(path)
 
     def keep_only(self, keys: Collection[ImageKey]) -> None:
-        """Delete the files of all other keys, and what a process that ended has left unfinished."""
+        """Delete the files of all other keys, and what a process that ended has left unfinished.
+
+        Whatever else there is in the folder stays.
+        """
         wanted = {self.path(key) for key in keys}
         for path in self._all():
-            if path not in wanted:
+            if path not in wanted and begins_as_image(path):
                 logger.info("%s goes: no model is made of it any more", path)
-                path.unlink(missing_ok=True)
-        for path in self._folder.glob(f"*{_SUFFIX}.*{UNFINISHED}"):
-            pid = path.name.removesuffix(UNFINISHED).rpartition(".")[2]
-            if not (pid.isdecimal() and Path("/proc", pid).exists()):
-                path.unlink(missing_ok=True)
+                _delete(path)
+        for path in self._folder.iterdir():
+            unfinished = _UNFINISHED_NAME.fullmatch(path.name)
+            if unfinished is not None and not Path("/proc", unfinished[1]).exists():
+                _delete(path)
 
     def _all(self) -> Iterator[Path]:
-        return self._folder.glob(f"*{_SUFFIX}")
+        return (path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
 
     def _give_up(self, path: Path, why: Exception) -> None:
         logger.warning("%s is deleted, and made again from the checkpoint: %s", path, why)

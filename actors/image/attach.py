@@ -4,12 +4,17 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from actors.checkpoints.directory import quantized
 from actors.errors import LayoutMismatch
 from actors.image.layout import Layout, TensorSlot
-from actors.image.packer import BUILDING, read_config, require_servable_weights
+from actors.image.packer import (
+    BUILDING,
+    language_model,
+    read_config,
+    require_servable_weights,
+)
 from actors.memory.arena import DeviceArena
 from actors.quantization.loading import swap_projections
 
@@ -24,15 +29,9 @@ def build_on_meta(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     require_servable_weights(checkpoint)
     config = read_config(checkpoint)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        # transformers would say so with the names of all 200 that it has.
-        raise ValueError(
-            f"transformers has no causal language model of type {config.model_type}: not supported"
-        )
-    with BUILDING, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    with BUILDING:
+        model = language_model(checkpoint, config, dtype)
     model.eval()
-    assert isinstance(model, PreTrainedModel)
     if (found := quantized(checkpoint)) is not None:
         swap_projections(model, found, dtype)
     return model

@@ -104,6 +104,15 @@ def write_image(path: Path, manifest: Manifest, payloads: Sequence[memoryview]) 
         raise
 
 
+def begins_as_image(path: Path) -> bool:
+    """Whether a file was written by `write_image`, of whatever version; False if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
 def read_manifest(path: Path) -> Manifest:
     """What is in a file, which has the right size for it.
 

@@ -2,9 +2,12 @@
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,6 @@ import torch
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -25,17 +27,20 @@ from actors.checkpoints.directory import (
     INDEX_NAME,
     config_of,
     damaged_weights,
+    missing_from_checkpoint,
     quantization_of,
     quantized,
     unsupported_weights,
+    weight_files,
 )
+from actors.checkpoints.model_config import told_config
 from actors.checkpoints.variants import VARIANT_FILE, steps, variant_of
 from actors.errors import LayoutMismatch
 from actors.image.checksum import checksum
 from actors.image.decoder_layers import decoder_layers
 from actors.image.image import digest
 from actors.image.layout import Checksum, ImageKey, Layout, Segment, TensorKind, TensorSlot, align
-from actors.quantization.checkpoint import OLDER_CONFIGS
+from actors.quantization.checkpoint import OLDER_CONFIGS, QuantizedCheckpoint, headers
 from actors.quantization.loading import load_quantized, require_all
 from actors.quantization.scheme import LAYOUT_VERSION
 from actors.threads import on_threads
@@ -44,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 _Sums = tuple[str, Checksum]  # of a segment: its digest, and what a device will compute of it
 _PROGRESS_INTERVAL_S = 5.0
+# That a model may have beside twice what its files have: tables of positions.
+_SLACK_ELEMENTS = 2**24
 # Beside the weights, what an image follows from.
 _KEY_FILES = (CONFIG_NAME, INDEX_NAME, VARIANT_FILE, *OLDER_CONFIGS)
 
@@ -61,22 +68,80 @@ def checkpoint_dtype(checkpoint: Path, dtype: str) -> torch.dtype:
 def read_config(checkpoint: Path) -> PreTrainedConfig:
     """Its config.json. Nothing is fetched for it, and none of its own code is run.
 
-    Without what it says of quantised weights: no quantiser of transformers is to see to them.
+    Without what is not a checkpoint's to say, see `told_config`.
 
     Raises:
-        ValueError: transformers does not know such a model.
+        ValueError: transformers does not know such a model, or one of its values is wrong.
     """
-    told = config_of(checkpoint)
+    try:
+        told = config_of(checkpoint)
+    except (ValueError, TypeError, RecursionError) as exc:
+        why = f"{type(exc).__name__}: {exc}"
+        raise ValueError(f"{checkpoint / CONFIG_NAME} is unreadable ({why})") from exc
     kind = str(told.get("model_type"))[:80]
     if kind not in CONFIG_MAPPING:  # transformers would say so on five lines, with advice
         code = ", and the checkpoint's own code is never run" if "auto_map" in told else ""
         raise ValueError(f"transformers has no model of type {kind}{code}: not supported")
-    config: PreTrainedConfig = AutoConfig.from_pretrained(
-        checkpoint, local_files_only=True, trust_remote_code=False
-    )
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    if kind == "mistral" and "layer_types" in told:
+        kind = "ministral"  # as AutoConfig has it (transformers 5.23)
+    with _wrong_values_told(checkpoint):
+        values = told_config(PreTrainedConfig._decode_special_floats(told))
+        values |= {"model_type": kind, "name_or_path": str(checkpoint)}
+        config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(values)
     return config
+
+
+def language_model(
+    checkpoint: Path, config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model of a configuration, without any memory behind its tensors. Only while `BUILDING` is held.
+
+    Raises:
+        ValueError: transformers does not know it as a language model, or a value of the configuration is wrong.
+    """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        # transformers would say so with the names of all 200 that it has.
+        raise ValueError(
+            f"transformers has no causal language model of type {config.model_type}: not supported"
+        )
+    with _wrong_values_told(checkpoint), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            deepcopy(config), dtype=dtype, trust_remote_code=False
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+@contextmanager
+def _wrong_values_told(checkpoint: Path) -> Iterator[None]:
+    """Raises ValueError, in one line, for whatever transformers comes upon in a configuration."""
+    try:
+        yield
+    except Exception as exc:  # a zero is divided by, a name not found, a text multiplied ...
+        why = " ".join(str(exc).split())[:300]
+        raise ValueError(
+            f"{checkpoint / CONFIG_NAME}: no model can be made of it ({type(exc).__name__}: {why})"
+        ) from exc
+
+
+def _require_elements(
+    checkpoint: Path, empty: PreTrainedModel, found: QuantizedCheckpoint | None
+) -> None:
+    """Raises ValueError for a model that is far larger than its files, before there is memory for it.
+
+    Which of its tensors the files lack or have in other shapes is told exactly once it is loaded.
+    """
+    wanted = sum(tensor.numel() for _, _, tensor in _tensors(empty))
+    stored, _ = headers(weight_files(checkpoint))
+    names = stored if found is None else found.plain
+    have = sum(math.prod(stored[name].shape) for name in names)
+    if found is not None:
+        have += sum(each.N * each.K for each in found.projections.values())
+    if wanted > 2 * have + _SLACK_ELEMENTS:
+        raise ValueError(
+            f"{checkpoint / CONFIG_NAME} is of a model of {wanted / 1e6:.0f} million numbers, and the "
+            f"files have {have / 1e6:.0f} million; fetch those of one model"
+        )
 
 
 def require_servable_weights(checkpoint: Path) -> None:
@@ -124,15 +189,19 @@ def load_reference(
         ValueError: nothing here serves the weights, or the files do not have all of them.
     """
     require_servable_weights(checkpoint)
+    if (missing := missing_from_checkpoint(checkpoint)) is not None:
+        raise ValueError(f"{checkpoint} is not a checkpoint: {missing}")
     if (damage := damaged_weights(checkpoint)) is not None:
         raise ValueError(f"{checkpoint}: {damage}")
     disable_progress_bar()  # it counts tensors that are only mapped; `pack` reports the bytes
-    found = quantized(checkpoint)
+    found, config = quantized(checkpoint), read_config(checkpoint)
     model: Any
     with BUILDING:
+        _require_elements(checkpoint, language_model(checkpoint, config, dtype), found)
         if found is None:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 checkpoint,
+                config=config,
                 dtype=dtype,
                 device_map={"": device},
                 use_safetensors=True,
@@ -144,7 +213,6 @@ def load_reference(
             model, told = loaded
             require_all(told, type(model).__name__)
         else:
-            config = read_config(checkpoint)
             kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
             model = load_quantized(kind, config, found, dtype, device)
     model.eval()

@@ -72,7 +72,8 @@ def quantized_checkpoint(found: Format, files: Iterable[Path]) -> QuantizedCheck
     try:
         projections = found.projections(tensors)
     except Unserved as exc:
-        text = f"the weights are quantised ({found.method}, by {found.file}): {exc}"
+        why = " ".join(str(exc).split())[:300]
+        text = f"the weights are quantised ({found.method}, by {found.file}): {why}"
         raise Unserved(text) from exc
     used = {f"{each.name}.{leaf}" for each in projections.values() for leaf in each.tensors}
     plain = (n for n in tensors if n not in used and n.rpartition(".")[2] not in IGNORED)
@@ -119,6 +120,7 @@ def _read(found: object, file: str, method: str | None = None) -> Format:
 
 def _unserved(found: object, file: str, why: str, method: str | None = None) -> Unserved:
     named = _method(found) or method or "method not named"
+    why = " ".join(why.split())[:300]  # it may quote what somebody else wrote
     return Unserved(f"the weights are quantised ({named}, by {file}): {why}")
 
 
@@ -133,7 +135,8 @@ def _method(found: object) -> str | None:
 
 def _objects(value: object) -> Iterable[dict[str, Any]]:
     """The object and all that are in it: models of several parts have a configuration for each."""
-    if isinstance(value, dict):
-        yield value
-        for each in value.values():
-            yield from _objects(each)
+    left = [value]  # no recursion: files of others may be deep
+    while left:
+        if isinstance(each := left.pop(0), dict):
+            yield each
+            left += each.values()

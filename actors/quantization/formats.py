@@ -4,7 +4,9 @@ What is quantised is told by the files: a projection whose tensors have the name
 configuration says what they mean, and is refused where it asks for what is not served right.
 """
 
+import math
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,6 +42,21 @@ IGNORED = (
 
 _LEAST_GROUP = 32
 _SCALE_TYPES = ("F16", "BF16", "F32")
+
+# What values of another type, or out of all bounds, lead to in a configuration that somebody else wrote.
+_MISTAKES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_LONGEST_PATTERN = 4096
+# Characters that patterns may have once what they say to count is written out: `regex` does that.
+_COUNTED = 2**20
+_PATTERNS_S = 2.0  # for all the slow matches of one configuration
+_SLOW_S = 0.001  # usual ones take microseconds
 
 
 class Unserved(ValueError):
@@ -111,7 +128,12 @@ class Format:
                 if any(leaf in parts for leaf in ("qweight", "weight_packed", "weight_scale_inv")):
                     raise Unserved(f"{module} has tensors of another format")
                 continue
-            found[module] = self.describe(module, parts)
+            try:
+                found[module] = self.describe(module, parts)
+            except Unserved:
+                raise
+            except _MISTAKES as exc:
+                raise Unserved(f"for {module}, {_not_understood(exc)}") from exc
         if not found:
             raise Unserved("no weight of the files is, in that format")
         return found
@@ -136,8 +158,51 @@ def read_format(config: object) -> Format:
         raise Unserved(_UNSERVED.get(method, f"not supported: {', '.join(_READERS)} are"))
     try:
         return _READERS[method](config)
-    except (TypeError, KeyError, AttributeError, re.error) as exc:
-        raise Unserved(f"not understood ({type(exc).__name__}: {exc})") from exc
+    except Unserved:
+        raise
+    except _MISTAKES as exc:
+        raise Unserved(_not_understood(exc)) from exc
+
+
+def _not_understood(exc: Exception) -> str:
+    return f"not understood ({type(exc).__name__}: {' '.join(str(exc).split())[:120]})"
+
+
+class _Patterns:
+    """Patterns of modules' names, of a configuration that somebody else wrote: some would take for ever to match."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, Any] = {}
+        self._left_s = _PATTERNS_S
+        self._left = _COUNTED
+
+    def add(self, pattern: str) -> None:
+        """Raises Unserved for what is no pattern."""
+        # Unlike `re`, it gives up a match in time. transformers brings it; most checkpoints have no patterns.
+        import regex  # type: ignore[import-untyped]
+
+        if len(pattern) > _LONGEST_PATTERN:
+            raise Unserved(f"a pattern of {len(pattern)} characters; {_LONGEST_PATTERN} are read")
+        counts = [int(each) for each in re.findall(r"\d+(?=[,}])", pattern)]
+        if counts:
+            self._left -= len(pattern) * math.prod(max(count, 1) for count in counts)
+        if self._left < 0:
+            raise Unserved(f"the pattern {pattern[:60]!r} counts too far")
+        try:
+            self._compiled[pattern] = regex.compile(pattern)
+        except regex.error as exc:
+            raise Unserved(_not_understood(exc)) from exc
+
+    def match(self, pattern: str, name: str) -> bool:
+        """Whether it fits the beginning of a name, of those added; raises Unserved if that takes too long."""
+        started_s = time.perf_counter()
+        try:
+            found = self._compiled[pattern].match(name, timeout=max(self._left_s, _SLOW_S))
+        except TimeoutError as exc:
+            raise Unserved(f"the pattern {pattern[:60]!r} takes too long to match") from exc
+        if (took_s := time.perf_counter() - started_s) > _SLOW_S:
+            self._left_s -= took_s
+        return found is not None
 
 
 _UNSERVED = {
@@ -197,21 +262,26 @@ class _DynamicRules:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self._rules = dict(config.get("dynamic") or {})
+        self._patterns = _Patterns()
         for pattern, settings in self._rules.items():
-            re.compile(pattern[2:] if pattern[:2] in ("+:", "-:") else pattern)
+            self._patterns.add(_without_sign(pattern))
             if not pattern.startswith("-:") and "bits" in settings:
                 _gptq_bits(settings)
 
     def of(self, module: str) -> Mapping[str, Any]:
         for pattern, settings in self._rules.items():
             if pattern.startswith("-:"):
-                if re.match(pattern[2:], module):
+                if self._patterns.match(_without_sign(pattern), module):
                     raise Unserved(
                         f"{module} is quantised in the files, but not by dynamic {pattern!r}"
                     )
-            elif re.match(pattern.removeprefix("+:"), module):
+            elif self._patterns.match(_without_sign(pattern), module):
                 return {**self._config, **settings}
         return self._config
+
+
+def _without_sign(pattern: str) -> str:
+    return pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
 
 
 # --- AWQ ---
@@ -260,9 +330,9 @@ class _CtGroup:
     targets: tuple[str, ...]
     quantised_inputs: bool  # to FP8
 
-    def fits(self, name: str) -> bool:
+    def fits(self, name: str, patterns: _Patterns) -> bool:
         return any(
-            re.match(target[3:], name) if target.startswith("re:") else target == name
+            patterns.match(target[3:], name) if target.startswith("re:") else target == name
             for target in self.targets
         )
 
@@ -275,9 +345,13 @@ def _compressed_tensors(config: dict[str, Any]) -> Format:
     groups = [_ct_group(config, each) for each in dict(config["config_groups"]).values()]
     if not groups:
         raise Unserved("not supported: no config_groups")
+    patterns = _Patterns()
+    for target in (each for group in groups for each in group.targets):
+        if target.startswith("re:"):
+            patterns.add(target[3:])
 
     def describe(name: str, parts: Mapping[str, StoredTensor]) -> Projection:
-        named = (group for group in groups if group.fits(name))
+        named = (group for group in groups if group.fits(name, patterns))
         # Classes of modules, of which projections have one, and names less exact than these.
         of_class = (group for group in groups if "Linear" in group.targets)
         group = next(named, None) or next(of_class, None)

@@ -2,17 +2,20 @@
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from actors.checkpoints import making as checkpoint
 from actors.checkpoints.making import RECIPE_FILE, SHAPES, write_checkpoint
+from actors.checkpoints.writing import whole_directory, write_shard
 from serve_app.cli.main import Dtype, Shape, app
 
 TEXT = 'Hello, wörld!\n  你好 🙂 안녕, 3.14\tdef main(): return "x"'
@@ -163,9 +166,8 @@ def test_complete_directory_is_left_alone(tmp_path: Path) -> None:
     [
         lambda directory: (directory / "tokenizer.json").unlink(),
         lambda directory: (directory / "model.safetensors").write_bytes(b"short"),
-        lambda directory: (directory / RECIPE_FILE).write_text("{"),
     ],
-    ids=["file missing", "file cut", "recipe unreadable"],
+    ids=["file missing", "file cut"],
 )
 def test_incomplete_directory_is_written_again(
     tiny: Path, tmp_path: Path, damage: Callable[[Path], object]
@@ -184,9 +186,90 @@ def test_other_recipe_replaces_the_directory(tmp_path: Path) -> None:
 
 def test_somebody_elses_files_are_kept_without_force(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("theirs")
-    with pytest.raises(ValueError, match=r"has files that are not ours; --force replaces them"):
+    with pytest.raises(ValueError, match=r"not ours, as config\.json; --force replaces them"):
         write_checkpoint(tmp_path, "tiny")
     assert (tmp_path / "config.json").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", ["NOTES.md", "eval-results/scores.json"])
+def test_files_that_somebody_put_beside_ours_are_kept_without_force(
+    tmp_path: Path, name: str
+) -> None:
+    directory = write_checkpoint(tmp_path / "checkpoint", "tiny")
+    file = directory / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("theirs")
+    assert write_checkpoint(directory, "tiny") == directory, "it is the same one"
+    first = Path(name).parts[0]
+    with pytest.raises(ValueError, match=rf"not ours, as {first}; --force replaces them"):
+        write_checkpoint(directory, "tiny", seed=1)
+    assert file.read_text() == "theirs"
+    write_checkpoint(directory, "tiny", seed=1, force=True)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"recipe": {}, "files": 3}'])
+def test_directory_with_an_unreadable_record_is_kept_without_force(
+    tmp_path: Path, text: str
+) -> None:
+    directory = write_checkpoint(tmp_path / "checkpoint", "tiny")
+    (directory / RECIPE_FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"not ours, as .*; --force replaces them"):
+        write_checkpoint(directory, "tiny")
+
+
+def test_directory_that_one_is_in_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(tmp_path / "checkpoint", "tiny")
+    monkeypatch.chdir(directory)
+    write_checkpoint(Path(), "tiny", seed=1)
+    assert json.loads((directory / RECIPE_FILE).read_text())["recipe"]["seed"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "disk" / "checkpoint", "tiny")
+    link = tmp_path / "link"
+    link.symlink_to(directory)
+    write_checkpoint(link, "tiny", seed=1)
+    assert link.is_symlink()
+    assert json.loads((directory / RECIPE_FILE).read_text())["recipe"]["seed"] == 1
+
+
+def test_what_an_earlier_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / f".checkpoint.{os.getpid()}.partial").mkdir()
+    assert (write_checkpoint(tmp_path / "checkpoint", "tiny") / "config.json").is_file()
+
+
+def test_directory_is_put_back_where_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    (directory / "old").touch()
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise OSError("not now")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="not now"), whole_directory(directory):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint", "old"]
+
+
+def test_full_disk_is_an_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match=r"^/.*/x\.safetensors cannot be written: No space left"):
+        write_shard({}, tmp_path / "x.safetensors")
 
 
 def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from actors.checkpoints.directory import (
     missing_from_checkpoint,
     unsupported_weights,
     verify_checkpoint,
+    weight_files,
 )
 from actors.checkpoints.errors import (
     DirectoryInUse,
@@ -234,13 +235,43 @@ def test_weights_that_cannot_be_served_are_named(
     assert len(why) < 300
 
 
-@pytest.mark.parametrize("text", ["not json", "{}", "[]", '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not json",
+        "{}",
+        "[]",
+        '{"weight_map": 3}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "b", "c": 1}}',
+        '{"weight_map": {"a": []}}',
+        '{"weight_map": {"a": ""}}',
+        f'{{"weight_map": {{"a": "{"x" * 5000}"}}}}',
+        "[" * 100_000,
+    ],
+)
 def test_unreadable_shard_index_is_named(tmp_path: Path, text: str) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     missing = missing_from_checkpoint(tmp_path)
     assert missing is not None
     assert missing.startswith("model.safetensors.index.json is unreadable")
+    assert "\n" not in missing
+    assert len(missing) < 300
+    assert unsupported_weights(tmp_path) is None, "it is told as what is missing"
+    with pytest.raises(ValueError, match=r"^model\.safetensors\.index\.json is unreadable"):
+        weight_files(tmp_path)
+
+
+def test_one_file_counts_before_an_index_as_transformers_has_it(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    assert [file.name for file in weight_files(tmp_path)] == [*SHARDS]
+    (tmp_path / SHARDS[0]).unlink()
+    assert missing_from_checkpoint(tmp_path) is not None
+    (tmp_path / "model.safetensors").touch()
+    assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
+    assert missing_from_checkpoint(tmp_path) is None
 
 
 def test_directory_equal_to_its_manifest_has_no_problems(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints quantised from given weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,31 @@ def test_what_it_does_not_take(tmp_path: Path) -> None:
         quantize_checkpoint(made, plain, "awq-4-128")
     quantize_checkpoint(made, plain, "awq-4-128", force=True)
     assert "awq" in (made / "config.json").read_text()
+
+
+def test_one_file_that_an_index_names_stays_so_and_others_are_left_out(tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path / "plain", "tiny")
+    shard = plain / "model-00001-of-00001.safetensors"
+    names = list(tensors_of(plain))
+    (plain / "model.safetensors").rename(shard)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard.name)}
+    (plain / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copyfile(shard, plain / "consolidated.safetensors")
+    made = quantize_checkpoint(tmp_path / "made", plain, "ct-w4a16")
+    assert missing_from_checkpoint(made) is None
+    assert [file.name for file in made.glob("*.safetensors")] == [shard.name]
+    checkpoint = quantized(made)
+    assert checkpoint is not None
+    assert len(checkpoint.projections) == 4 * 7
+
+
+def test_source_whose_index_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path / "plain", "tiny")
+    (plain / "model.safetensors").rename(tmp_path / "w.safetensors")
+    index = {"metadata": {}, "weight_map": {"w": "../w.safetensors"}}
+    (plain / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"names '\.\./w\.safetensors': not supported"):
+        quantize_checkpoint(tmp_path / "made", plain, "ct-w4a16")
 
 
 def test_the_command(tmp_path: Path) -> None:

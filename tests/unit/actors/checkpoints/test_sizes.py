@@ -1,5 +1,6 @@
 """Bytes of an image told by the headers of its checkpoint: those that the packed image has."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -57,3 +58,20 @@ def test_files_that_have_no_readable_header_are_told(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "model.safetensors")
     with pytest.raises(Unserved, match="of type C64"):
         image_sizes(tmp_path, "auto")
+
+
+@pytest.mark.parametrize("dtype", ["half", "torch.float16"])
+def test_type_of_a_checkpoint_may_have_another_name(dtype: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "plain", "tiny", dtype="float16")
+    expected = image_sizes(checkpoint, "auto")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    assert image_sizes(checkpoint, "auto") == expected
+
+
+@pytest.mark.parametrize("dtype", ["int8", "floaty", 5, ["float16"]])
+def test_type_that_there_is_not_is_told(dtype: object, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "plain", "tiny")
+    (checkpoint / "config.json").write_text(json.dumps({"dtype": dtype}))
+    with pytest.raises(ValueError, match=r"^config\.json has dtype .*; known are float64, "):
+        image_sizes(checkpoint, "auto")

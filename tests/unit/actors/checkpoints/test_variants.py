@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from actors.checkpoints.making import write_checkpoint
 from actors.checkpoints.variants import VARIANT_FILE, steps, variant_of, write_variant
 from actors.holder.obtain import load_from_disk
 from actors.image.packer import checkpoint_dtype, image_key, load_reference
@@ -72,6 +73,16 @@ def test_a_variant_is_written_again_and_nothing_else_is_overwritten(
         write_variant(tmp_path / "w", tiny_checkpoint, 0)
     with pytest.raises(ValueError, match="is not a checkpoint: the directory does not exist"):
         write_variant(tmp_path / "w", tmp_path / "nowhere", 1)
+
+
+def test_variant_of_another_base_has_no_file_of_the_first(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    sharded = write_checkpoint(tmp_path / "sharded", "tiny", seed=9, shards=2)
+    directory = write_variant(tmp_path / "v", tiny_checkpoint, 1)
+    write_variant(directory, sharded, 1)
+    assert not (directory / "model.safetensors").exists()
+    assert packed(directory) == packed(write_variant(tmp_path / "fresh", sharded, 1))
 
 
 def test_the_command_makes_one_or_says_what_it_needs(tiny_checkpoint: Path, tmp_path: Path) -> None:

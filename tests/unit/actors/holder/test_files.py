@@ -101,17 +101,35 @@ def test_files_that_nobody_wants_go_and_so_does_what_a_dead_process_left(
     image, other = packed(), packed("other")
     for each in (image, other):
         files.write(each.manifest, each.payloads)
-    mine = tmp_path / f"a.image.{os.getpid()}.unfinished"
-    gone = tmp_path / "b.image.4194999.unfinished"  # above the highest number of a process
-    strange = tmp_path / "notes.txt"
-    for path in (mine, gone, strange):
+    name = "0" * 32
+    mine = tmp_path / f"{name}.image.{os.getpid()}.unfinished"
+    gone = tmp_path / f"{name}.image.4194999.unfinished"  # above the highest number of a process
+    for path in (mine, gone):
         path.touch()
     files.keep_only([image.manifest.key])
     assert {path.name for path in tmp_path.iterdir()} == {
         files.path(image.manifest.key).name,
         mine.name,
-        strange.name,
     }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "notes.txt",
+        "backup.image",  # of a disk, say
+        f"{'0' * 32}.image",  # named as ours, and something else
+        f"{'0' * 31}g.image",
+        "backup.image.4194999.unfinished",
+        f"{'0' * 32}.image.new.unfinished",
+    ],
+)
+def test_files_of_others_in_the_same_folder_stay(
+    files: ImageFiles, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"theirs")
+    files.keep_only([])
+    assert (tmp_path / name).read_bytes() == b"theirs"
 
 
 def test_problems_of_a_folder_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from actors.checkpoints.making import write_checkpoint
+from actors.checkpoints.sizes import own_dtype
 from actors.engine.model.merged_projections import merge_projections
 from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.image import packer
@@ -225,6 +227,134 @@ def test_checkpoint_of_an_unknown_architecture_is_refused_in_a_line(
         build_on_meta(qwen2, torch.float32)
 
 
+def _configure(checkpoint: Path, **values: object) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_configuration_is_read_as_transformers_reads_it(kind: str, tmp_path: Path) -> None:
+    """But for what is left out, see below."""
+    ARCHITECTURES[kind]().save_pretrained(tmp_path)
+    assert packer.read_config(tmp_path) == AutoConfig.from_pretrained(tmp_path)
+
+
+def test_mistral_with_kinds_of_layers_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    MistralConfig(**SMALL, sliding_window=16).save_pretrained(tmp_path)
+    _configure(tmp_path, layer_types=["full_attention", "sliding_attention", "full_attention"])
+    assert packer.read_config(tmp_path) == AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("read", [packer.load_reference, build_on_meta])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"_attn_implementation": "flash_attention_2"},
+        {"attn_implementation": "flash_attention_2"},
+        {"_attn_implementation": "somebody/their-kernels"},
+        {"attn_implementation": {"": "somebody/their-kernels"}},
+        {"_attn_implementation_internal": "somebody/their-kernels"},
+        {"attribute_map": {"used": "_attn_implementation"}, "used": "somebody/their-kernels"},
+        {"_experts_implementation": "somebody/their-kernels"},
+        {"experts_implementation": "somebody/their-kernels"},
+    ],
+    ids=str,
+)
+def test_what_computes_a_model_is_not_for_its_checkpoint_to_say(
+    qwen2: Path, read: Callable[[Path, torch.dtype], PreTrainedModel], values: dict[str, object]
+) -> None:
+    """transformers would fetch the kernels of a repository and run them."""
+    expected = read(qwen2, torch.float32).config
+    _configure(qwen2, **values)
+    config = read(qwen2, torch.float32).config
+    assert config._attn_implementation == expected._attn_implementation
+    assert config._experts_implementation == expected._experts_implementation
+
+
+def test_nor_in_its_parts(tmp_path: Path) -> None:
+    Qwen2VLConfig().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    kernels = {"_attn_implementation": "somebody/their-kernels"}
+    parts = {name: written[name] | kernels for name in ("text_config", "vision_config")}
+    _configure(tmp_path, **parts)
+    config = packer.read_config(tmp_path)
+    for each in (config, config.text_config, config.vision_config):
+        assert each._attn_implementation is None
+
+
+@pytest.mark.parametrize("read", [packer.load_reference, build_on_meta])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hidden_act": "nope"},
+        {"hidden_size": "abc"},
+        {"hidden_size": -1},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": None},
+        {"num_hidden_layers": 10**9},
+        {"pad_token_id": 10**9},
+        {"rope_parameters": {"rope_type": "unheard of"}},
+        {"dtype": 5},
+        {"dtype": "int3"},
+    ],
+    ids=str,
+)
+def test_wrong_values_of_a_configuration_are_told_in_a_line(
+    qwen2: Path, read: Callable[[Path, torch.dtype], object], values: dict[str, object]
+) -> None:
+    _configure(qwen2, **values)
+    with pytest.raises(ValueError, match=r"^/.*/config\.json: no model can be made of it") as told:
+        read(qwen2, torch.float32)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
+def test_configuration_that_cannot_be_read_is_named(qwen2: Path, text: str) -> None:
+    (qwen2 / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^/.*/config\.json is unreadable \("):
+        packer.checkpoint_dtype(qwen2, "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("half", torch.float16),
+        ("float", torch.float32),
+        ("torch.bfloat16", torch.bfloat16),
+        ("bf16", torch.bfloat16),
+        ("double", torch.float64),
+        (None, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_type_of_a_checkpoint_has_several_names(
+    qwen2: Path, key: str, name: str | None, expected: torch.dtype
+) -> None:
+    _configure(qwen2, **{"dtype": None, key: name})
+    assert packer.checkpoint_dtype(qwen2, "auto") is expected
+    assert own_dtype(qwen2) == str(expected).removeprefix("torch.")
+
+
+def test_model_that_is_far_larger_than_its_files_is_refused_before_it_has_memory(
+    qwen2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_: object, **__: object) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr(packer.AutoModelForCausalLM, "from_pretrained", allocate)
+    _configure(qwen2, vocab_size=40_000_000)
+    with pytest.raises(
+        ValueError,
+        match=r"/config\.json is of a model of \d+ million numbers, and the files have 0 m",
+    ):
+        packer.load_reference(qwen2, torch.float32)
+
+
+def test_labels_of_classifiers_are_not_counted_out(qwen2: Path) -> None:
+    _configure(qwen2, num_labels=10**10)
+    assert packer.read_config(qwen2).num_labels == 2
+
+
 def test_key_changes_with_the_checkpoint_and_the_dtype(qwen2: Path) -> None:
     key = packer.image_key(qwen2, torch.float32)
     assert key == packer.image_key(qwen2, torch.float32)
@@ -289,7 +419,7 @@ def test_pickled_weights_are_never_read(qwen2: Path) -> None:
     state = packer.load_reference(qwen2, torch.float32).state_dict()
     torch.save(state, qwen2 / "pytorch_model.bin")
     (qwen2 / "model.safetensors").rename(qwen2 / "x.safetensors")
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint: there is no model\.safetensors"):
         packer.load_reference(qwen2, torch.float32)
 
 
