@@ -84,6 +84,7 @@ class Stage:
     """A front over two staged models that share a card, on a thread of its own."""
 
     def __init__(self, keys: KeyRing | None = None) -> None:
+        self.images: list[HeldImage] = []  # instead of one for each model
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stage")
         self._thread.start()
@@ -124,7 +125,7 @@ class Stage:
         return chat, code
 
     async def _images(self) -> list[HeldImage]:
-        return [
+        return self.images or [
             HeldImage(f"{name}@4f1c", model.replica.weights_bytes, 30, 18.3, 1, False, "disk")
             for name, model in self._models.items()
         ]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from actors.errors import DeviceMemoryShort
-from actors.protocol import ScheduleStatus
-from tests.browser.conftest import Stage, looking
+from actors.protocol import HeldImage, ScheduleStatus
+from tests.browser.conftest import GIB, Stage, looking
 from tests.e2e.conftest import config_with
 from tests.e2e.serve_process import ServeProcess
 
@@ -235,6 +235,67 @@ def test_page_returns_after_the_front_was_away(stage: Stage, browser: Any) -> No
         page.locator("#link[data-link=lost]").wait_for(timeout=10000)
         page.unroute("**/status/events")
         page.locator("#link[data-link=live]").wait_for(timeout=20000)
+
+
+def test_hidden_page_asks_for_nothing_whatever_it_was_waiting_for(
+    stage: Stage, browser: Any
+) -> None:
+    with looking(browser, stage.url, expect="ERR_FAILED") as page:
+        shows(page, "coder-3b", "awake")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.route("**/status/events", lambda route: route.abort())
+        hide(page, True)
+        hide(page, False)
+        page.locator("#link[data-link=lost]").wait_for(timeout=10000)
+        hide(page, True)
+        asked.clear()
+        page.unroute("**/status/events")
+        page.wait_for_timeout(4000)  # longer than it pauses at most
+        assert asked == []
+        hide(page, False)
+        page.locator("#link[data-link=live]").wait_for()
+
+
+def hide(page: Any, is_hidden: bool) -> None:
+    """As another tab in front of it does."""
+    page.evaluate(
+        """(hidden) => {
+            Object.defineProperty(document, "hidden", { get: () => hidden, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        is_hidden,
+    )
+
+
+def test_images_of_one_name_have_a_row_each(stage: Stage, browser: Any) -> None:
+    stage.images = [
+        HeldImage(f"/models/qwen@4f1c/{dtype}", size * GIB, 30, 18.3, 1, False, "disk")
+        for dtype, size in (("float32", 12), ("bfloat16", 6))
+    ]
+    with looking(browser, stage.url) as page:
+        rows = page.locator("#host ul.parts > li", has_text="image of qwen")
+        page.get_by_text("image of qwen (/models/qwen@4f1c/float32), used by 1 replica").wait_for()
+        for pause_s in (0.4, 0.3):  # no more of them as it draws again
+            stage.run(lambda pause_s=pause_s: stage.code.age(pause_s))  # type: ignore[misc]
+            page.wait_for_timeout(1500)
+            assert rows.count() == 2
+
+
+def test_events_are_those_of_the_front_that_answers(stage: Stage, browser: Any) -> None:
+    with looking(browser, stage.url) as page:
+        shows(page, "coder-3b", "awake")
+        entry = {"model": "coder-3b", "replica": "p81xw0ce", "state": "awake", "reason": "start"}
+        for at, state in ((1000.0, "failed"), (2000.0, "asleep")):
+            history = {"0": {**entry, "at": at, "state": state, "seconds": None, "missed": 0}}
+            page.evaluate(
+                """async (history) => {
+                    const { updateLog } = await import("./page/timeline.js");
+                    updateLog({ history });
+                }""",
+                history,
+            )
+            assert page.locator("#log .pill").all_inner_texts() == [state]
 
 
 def test_failed_wake_reason_is_shown(stage: Stage, browser: Any) -> None:

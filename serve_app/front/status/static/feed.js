@@ -4,7 +4,8 @@ import { $ } from "./dom.js";
 
 const LOST_AFTER_MS = 3000; // streams end now and then, and are there again at once
 const SILENT_AFTER_MS = 15000; // heartbeats come every 5 s
-const PAUSE_MS = 200; // before a stream that has ended is asked for again
+const PAUSE_MS = 200; // before a stream that has ended is asked for again; twice as long each time that there is none
+const LONGEST_PAUSE_MS = 2000;
 const REFUSED_PAUSE_MS = 2000;
 
 /** RFC 7386, in place. */
@@ -26,10 +27,11 @@ export class Feed {
   constructor(onState, onLink) {
     this.state = null;
     this.skew = 0; // the server's clock minus ours, seconds
+    this.pause = PAUSE_MS;
     this.onState = onState;
     this.onLink = onLink;
     document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
-    this.open();
+    if (!document.hidden) this.open();
     setInterval(() => this.checkSilence(), 5000);
   }
 
@@ -54,12 +56,14 @@ export class Feed {
     clearTimeout(this.lost);
     this.lost = undefined;
     this.source?.abort();
+    this.source = null; // nor later, when a pause is over
   }
 
   take(state) {
     this.state = state;
     this.skew = state.time - Date.now() / 1000;
     this.heardAt = Date.now();
+    this.pause = PAUSE_MS;
     clearTimeout(this.lost);
     this.lost = undefined;
     this.onLink("live");
@@ -70,7 +74,8 @@ export class Feed {
   failed(status) {
     this.lost ??= setTimeout(() => this.onLink("lost"), LOST_AFTER_MS);
     const source = this.source;
-    setTimeout(() => source === this.source && this.reopen(), status ? REFUSED_PAUSE_MS : PAUSE_MS);
+    setTimeout(() => source === this.source && this.reopen(), status ? REFUSED_PAUSE_MS : this.pause);
+    if (!status) this.pause = Math.min(2 * this.pause, LONGEST_PAUSE_MS);
     if ((status === 401 || status === 403) && this.refusedKey !== adminKey.get()) {
       this.refusedKey = adminKey.get(); // once for each, so that the panel can be closed
       $("key").open = true;

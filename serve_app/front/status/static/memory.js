@@ -70,7 +70,12 @@ function merged(parts) {
 
 function hostOf(host) {
   const images = Object.values(host.images ?? {});
-  const parts = images.map((image) => ({ kind: "image", label: imageLabel(image), size: image.bytes }));
+  const names = images.map(imageName);
+  const parts = images.map((image, i) => {
+    const isAlone = names.indexOf(names[i]) === names.lastIndexOf(names[i]);
+    const name = isAlone ? names[i] : `${names[i]} (${image.key})`;
+    return { kind: "image", key: image.key, label: imageLabel(name, image), size: image.bytes };
+  });
   const held = images.reduce((sum, image) => sum + image.bytes, 0);
   parts.push({ kind: "others", label: "everything else", size: Math.max(0, host.total - host.available - held) });
   return {
@@ -84,8 +89,9 @@ function hostOf(host) {
 }
 
 /** The key of an image begins with the checkpoint it was made of. */
-function imageLabel(image) {
-  const name = image.key.split("@")[0].split("/").at(-1);
+const imageName = (image) => image.key.split("@")[0].split("/").at(-1);
+
+function imageLabel(name, image) {
   const share = Math.round((100 * image.bytes) / image.device_bytes);
   return `image of ${name}${share < 100 ? `, compressed to ${share} %` : ""}, used by ${count(image.lessees, "replica")}`;
 }
@@ -106,7 +112,7 @@ function makeDevice() {
     bar.update(ghost.size > 0 ? [...device.parts, ghost] : device.parts, device.total, device.parts);
     const rows = [...device.parts, { kind: "free", label: "free", size: device.free }];
     if (ghost.size > 0) rows.push({ ...ghost, label: "of that, for a wake", size: device.ghost });
-    keep(parts, rows.map((row) => [row.label, row]), makePart);
+    keep(parts, rows.map((row) => [row.key ?? row.label, row]), makePart);
     setText(note, device.note ?? "");
     setText(warning, device.warning ?? "");
   };
@@ -118,7 +124,7 @@ export function makeBar() {
   const bar = h("div.bar", { role: "img" });
   bar.update = (parts, total, told) => {
     setAttribute(bar, "aria-label", told.map((part) => `${part.label} ${bytes(part.size)}`).join(", "));
-    keep(bar, parts.map((part) => [part.label, part]), () => h("i"), (slice, part) => {
+    keep(bar, parts.map((part) => [part.key ?? part.label, part]), () => h("i"), (slice, part) => {
       setAttribute(slice, "data-kind", part.kind);
       setAttribute(slice, "title", `${part.label}: ${bytes(part.size)}`);
       setText(slice, part.text ?? "");

@@ -105,10 +105,12 @@ function makeAxis() {
 
 export function updateLog(state) {
   const entries = Object.entries(state.history).slice(-LOG_ROWS).reverse();
-  keep($("log"), entries, makeEntry);
+  // Each front counts by itself, and after a pause another one may answer.
+  const key = ([number, { at, model, replica, state }]) => [number, at, model, replica, state].join(" ");
+  keep($("log"), entries.map((each) => [key(each), each[1]]), makeEntry);
 }
 
-function makeEntry(number, entry) {
+function makeEntry(key, entry) {
   const missed = entry.missed ? ` (and ${entry.missed} more between two looks)` : "";
   return h(
     "li",
