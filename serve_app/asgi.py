@@ -1,6 +1,6 @@
 """The HTTP front over models in this process, without Ray: `uvicorn serve_app.asgi:app`.
 
-SLEEPSERVE_MODELS names the models' files, as in configs/, separated by colons; the demo model's when absent.
+SLEEPSERVE_MODELS names the models' files, as in configs/, separated by colons; the demo model's when it names none.
 Keys come from SLEEPSERVE_API_KEYS and SLEEPSERVE_ADMIN_KEYS. One process, so one replica of each model; where it
 fails, its requests fail until the process is started anew.
 """
@@ -25,7 +25,8 @@ from actors.protocol import (
     TokenEvent,
 )
 from serve_app.config.compose import shipped
-from serve_app.config.files import load_model_config
+from serve_app.config.errors import ConfigError
+from serve_app.config.files import load_model_config, same_names
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
 from serve_app.config.model import ModelConfig
@@ -118,12 +119,18 @@ def make_app(
     configs: Sequence[ModelConfig],
     environment: Mapping[str, str],
     tracer: "Tracer | None" = None,
+    *,
+    files: Sequence[str] | None = None,
 ) -> Starlette:
     """The application, which loads the models when it is started and lets go of them when it is stopped.
 
+    Args:
+        files: where each model is configured, for messages.
+
     Raises:
-        ConfigError: a key of the environment is none.
+        ConfigError: two models have one name, or a key of the environment is none.
     """
+    _check_names(configs, files or [f"models.{index}" for index in range(len(configs))])
     settings = HttpSettings()
     clients = {
         config.model_id: LocalClient(config, Patience(settings.queue_timeout_s))
@@ -145,5 +152,22 @@ def make_app(
     return app
 
 
-_files = os.environ.get("SLEEPSERVE_MODELS", str(shipped("configs/demo.yaml"))).split(os.pathsep)
-app = make_app([load_model_config(file) for file in _files], os.environ, start_tracer(os.environ))
+def _check_names(configs: Sequence[ModelConfig], origins: Sequence[str]) -> None:
+    """Of two models with one name, one would answer for the other."""
+    for index, problem in same_names(configs, origins):
+        raise ConfigError([problem.inside(file=origins[index])])
+
+
+def _named(files: str) -> list[str]:
+    """What SLEEPSERVE_MODELS names. An empty name would be the current directory's."""
+    named = [file for file in files.split(os.pathsep) if file.strip()]
+    return named or [str(shipped("configs/demo.yaml"))]
+
+
+_files = _named(os.environ.get("SLEEPSERVE_MODELS", ""))
+app = make_app(
+    [load_model_config(file) for file in _files],
+    os.environ,
+    start_tracer(os.environ),
+    files=_files,
+)

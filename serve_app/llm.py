@@ -5,7 +5,7 @@ No HTTP, no Ray. torch comes in when a model is made.
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, PlainValidator
 
 from actors.checkpoints.source import DEFAULT_HUB, Hub, HubName
+from actors.errors import InvalidRequest
 from actors.protocol import (
     ChatPrompt,
     GenerateRequest,
@@ -191,7 +192,6 @@ class LLM:
         self._thread: LoopThread[Replica] = LoopThread(
             replica_in_process(config, checkpoint), "sleepserve-llm"
         )
-        self._replica = self._thread.value
 
     def generate(
         self,
@@ -209,7 +209,7 @@ class LLM:
             ReplicaFailed: the model has failed, for good.
         """
         listed = _listed(prompts)
-        if listed == []:
+        if isinstance(listed, list) and not listed:
             return []
         return self._generate(parse_form(_Prompts, {"prompt": listed}).prompt, sampling_params)
 
@@ -224,16 +224,22 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, by the model's chat template; raises as `generate`."""
-        several = bool(messages) and not isinstance(messages[0], Mapping)
+        listed = _listed(messages)
+        conversations = [listed]  # whatever else it is: the form refuses it
+        if isinstance(listed, list) and listed and not isinstance(listed[0], Mapping):
+            conversations = listed
         options = {
-            "tools": None if tools is None else list(tools),
+            "tools": list(tools) if isinstance(tools, Iterable) else tools,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            "chat_template_kwargs": dict(chat_template_kwargs or {}),
+            "chat_template_kwargs": (
+                dict(chat_template_kwargs)
+                if isinstance(chat_template_kwargs, Mapping)
+                else chat_template_kwargs
+            ),
         }
         prompts = [
-            parse_form(ChatForm, {"messages": _listed(each), **options}).prompt()
-            for each in (messages if several else [messages])
+            parse_form(ChatForm, {"messages": each, **options}).prompt() for each in conversations
         ]
         return self._generate(prompts, sampling_params)
 
@@ -277,10 +283,14 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    @property
+    def _replica(self) -> "Replica":
+        return self._thread.value
+
     def _generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None
     ) -> list[RequestOutput]:
-        sampling = sampling or SamplingParams()
+        sampling = SamplingParams() if sampling is None else _one(sampling)
         params = sampling.params(max_tokens=sampling.max_tokens, logprobs=sampling.logprobs)
         # On this thread: the event loop is for those who are being served. All before the first is begun.
         prepared = [
@@ -323,6 +333,19 @@ def _listed(value: object) -> object:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         return value
     return [_listed(each) for each in value]
+
+
+def _one(sampling: object) -> SamplingParams:
+    """What `sampling_params` is, if it is right: vLLM takes a list as well, one for each prompt.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    found = type(sampling).__name__
+    text = f"sampling_params must be one SamplingParams for all prompts, found {found}"
+    raise InvalidRequest(text, "sampling_params")
 
 
 def _completion(index: int, events: Sequence[TokenEvent]) -> CompletionOutput:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
@@ -26,13 +27,9 @@ _open: "set[LoopThread[Any]]" = set()
 class LoopThread(Generic[T]):
     """Holds an asynchronous context open. Any thread but its own may call.
 
-    One that is still open when the main thread ends is closed then.
-
-    Attributes:
-        value: what the context gave.
+    One that is still open when the main thread ends is closed then. A forked child has a copy without the thread:
+    it can do nothing with it but close it, for which there is nothing to do.
     """
-
-    value: T
 
     def __init__(self, context: AbstractAsyncContextManager[T], name: str) -> None:
         """Enter the context.
@@ -45,24 +42,40 @@ class LoopThread(Generic[T]):
         self._ended: Future[None] = Future()
         self._is_closing = False
         self._name = name
+        self._process_id = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._hold(context))
         # A daemon: whoever has to wait for its end does so in `close`.
         threading.Thread(target=self._run, name=name, daemon=True).start()
         try:
             _open.add(self)
-            self.value = self._ready.result()
+            self._ready.result()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def value(self) -> T:
+        """What the context gave.
+
+        Raises:
+            ShuttingDown: that was in another process.
+        """
+        self._require_own_process()
+        return self._ready.result()
 
     def call(self, work: Coroutine[Any, Any, R]) -> R:
         """What `work` comes to on the event loop; it is cancelled if the caller is interrupted.
 
         Raises:
-            ShuttingDown: the context was left before that.
+            ShuttingDown: the context was left before that, or entered in another process.
             Exception: whatever `work` raises.
         """
+        try:
+            self._require_own_process()
+        except ShuttingDown:
+            work.close()
+            raise
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:  # there is no event loop any more
@@ -84,11 +97,15 @@ class LoopThread(Generic[T]):
     def close(self) -> None:
         """Leave the context, and return when the thread has nothing more to do. Idempotent.
 
-        What hangs is waited for 60 s; from then on this process ends without it (`end_despite`).
+        What hangs is waited for 60 s; from then on this process ends without it (`end_despite`). In another process
+        than the context was entered in, nothing is done.
 
         Raises:
             Exception: whatever leaving it raises.
         """
+        if not self._is_own_process():
+            _open.discard(self)
+            return
         call_unless_closed(self._loop, self._cancel_once)
         wait([self._ended], _CLOSE_TIMEOUT_S)
         _open.discard(self)
@@ -96,6 +113,16 @@ class LoopThread(Generic[T]):
             self._ended.result()
         else:
             end_despite(f"{self._name} does not end")
+
+    def _is_own_process(self) -> bool:
+        return os.getpid() == self._process_id
+
+    def _require_own_process(self) -> None:
+        if not self._is_own_process():
+            raise ShuttingDown(
+                f"it was made in another process, {self._process_id}, whose threads a fork does not copy; "
+                "make one in this process, or use it there"
+            )
 
     def _cancel_once(self) -> None:
         """A second time would break off what the first has the context do."""

@@ -18,7 +18,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
 
+from serve_app import asgi
 from serve_app.asgi import make_app
+from serve_app.config.compose import shipped
+from serve_app.config.errors import ConfigError
 from serve_app.config.files import load_model_config
 from serve_app.config.model import ModelConfig
 from serve_app.tracing.tracer import tracer_to
@@ -159,6 +162,46 @@ def test_requests_beyond_what_the_configuration_allows_are_refused(tiny: ModelCo
 def test_keys_of_the_environment_are_asked_for(tiny: ModelConfig) -> None:
     client = client_of(make_app([tiny], {"SLEEPSERVE_API_KEYS": KEY}))
     assert client.get("/v1/models").status_code == 401
+
+
+def test_models_that_cannot_be_told_apart_are_refused(tiny: ModelConfig) -> None:
+    other = tiny.model_copy(update={"model_id": "other", "aliases": ("tiny",)})
+    with pytest.raises(ConfigError) as caught:
+        make_app([tiny, other], {}, files=["a.yaml", "b.yaml"])
+    assert str(caught.value) == "b.yaml: aliases: tiny is the name of a.yaml already"
+    with pytest.raises(ConfigError) as caught:
+        make_app([tiny, tiny], {})
+    assert str(caught.value) == "models.1: model_id: tiny is the name of models.0 already"
+
+
+@pytest.mark.parametrize(
+    ("named", "files"),
+    [
+        ("a.yaml:b.yaml", ["a.yaml", "b.yaml"]),
+        ("a.yaml:", ["a.yaml"]),
+        (":a.yaml:: :b.yaml", ["a.yaml", "b.yaml"]),
+        ("", [str(shipped("configs/demo.yaml"))]),
+        (":", [str(shipped("configs/demo.yaml"))]),
+    ],
+)
+def test_names_of_files_that_are_empty_name_none(named: str, files: list[str]) -> None:
+    assert asgi._named(named) == files
+
+
+@pytest.mark.slow
+def test_same_file_twice_ends_the_start_in_a_line(project: Path, tiny_checkpoint: Path) -> None:
+    name = "configs/tiny_cpu.yaml"
+    done = subprocess.run(
+        [sys.executable, "-c", "import serve_app.asgi"],
+        cwd=project,
+        env={**os.environ, "SLEEPSERVE_MODELS": f"{name}:{name}:"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"{name}: model_id: tiny is the name of {name} already" in done.stderr
 
 
 def test_uvicorn_serves_it_and_ends_at_ctrl_c(project: Path, tiny_checkpoint: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from serve_app.replica import in_process
 from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
 
 ENGINE_KEYS = ENGINE.model_dump(exclude_unset=True) | {"device": "cpu", "max_model_len": 512}
+HELLO = {"role": "user", "content": "hello"}
 GREEDY = SamplingParams(temperature=0, repetition_penalty=1, max_tokens=20)
 EXIT_S = 90  # of a whole script, on a machine that has other things to do
 
@@ -119,6 +121,44 @@ def test_bad_request_is_refused_by_name_and_wakes_nobody(llm: LLM) -> None:
     assert llm.is_sleeping()
 
 
+@pytest.mark.parametrize(
+    "prompts", [np.array([1, 2]), [np.array([1, 2])], {"prompt": "one"}, 5, None]
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize(
+    "messages", [HELLO, [[HELLO], HELLO], np.array([HELLO, HELLO]), {1}, 5, None, "hello", []]
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="messages"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": 5}, "tools must be an array"),
+        ({"tools": {"type": "function"}}, "tools must have"),
+        ({"chat_template_kwargs": ["thinking"]}, "chat_template_kwargs must be an object"),
+    ],
+)
+def test_wrong_option_of_a_chat_is_refused(llm: LLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.chat([HELLO], **options)
+
+
+@pytest.mark.parametrize("params", [[GREEDY, GREEDY], [], {"max_tokens": 1}, {}, "greedy"])
+def test_sampling_parameters_are_one_object_for_all(llm: LLM, params: Any) -> None:
+    found = type(params).__name__
+    with pytest.raises(InvalidRequest, match=f"one SamplingParams for all prompts, found {found}"):
+        llm.generate(["one", "two"], params)
+    with pytest.raises(InvalidRequest, match="sampling_params must be"):
+        llm.chat([HELLO], params)
+
+
 def test_threads_share_one_model(llm: LLM, expected: list[list[int]]) -> None:
     with ThreadPoolExecutor(4) as callers:
         answers = list(callers.map(lambda prompt: llm.generate(prompt, GREEDY), PROMPTS))
@@ -185,6 +225,42 @@ def test_script_ends_with_its_exception(tiny_checkpoint: Path, project: Path) ->
         _, err = process.communicate(timeout=EXIT_S)
     assert process.returncode == 1
     assert err.splitlines()[-1] == "OSError: mine"
+
+
+WHOSE_CHILDREN_END = """
+    import multiprocessing, os, sys, time
+    from actors.errors import ShuttingDown
+    def ask():
+        for use in (lambda: llm.generate("one"), llm.sleep, llm.wake_up, llm.is_sleeping):
+            try:
+                use()
+            except ShuttingDown as refused:
+                assert "made in another process" in str(refused)
+            else:
+                raise AssertionError("it was not refused")
+        llm.shutdown()
+    with make() as llm:
+        before = llm.generate("one")[0].outputs
+        begun_s = time.monotonic()
+        for work in (ask, int):
+            child = multiprocessing.get_context("fork").Process(target=work)
+            child.start()
+            child.join()
+            print(child.exitcode)
+        if (child := os.fork()) == 0:
+            sys.exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        assert time.monotonic() - begun_s < 30
+        assert len(llm.generate("one")[0].outputs) == len(before)
+    """
+
+
+def test_forked_children_of_a_script_end_at_once_and_are_told(
+    tiny_checkpoint: Path, project: Path
+) -> None:
+    with script(WHOSE_CHILDREN_END, tiny_checkpoint, project) as process:
+        out, err = process.communicate(timeout=EXIT_S)
+    assert (process.returncode, out) == (0, "0\n0\n0\n"), err
 
 
 WHILE_GENERATING = """

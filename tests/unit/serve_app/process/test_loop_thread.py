@@ -1,13 +1,15 @@
 import asyncio
+import os
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import pytest
 
 from actors.errors import InvalidRequest, ShuttingDown
-from serve_app.process import loop_thread
+from serve_app.process import ending, loop_thread
 from serve_app.process.loop_thread import LoopThread
 
 
@@ -113,6 +115,55 @@ def test_interrupted_caller_has_its_call_cancelled(monkeypatch: pytest.MonkeyPat
             thread.call(for_ever())
     assert cancelled.wait(20)
     assert thread.call(doubled(2)) == 4
+    thread.close()
+
+
+def exit_code_of_fork(work: Callable[[], object]) -> int:
+    """0 if `work` came to an end in a forked child; -9 if it hung there."""
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001  # nothing of it may run the tests of this process
+            os._exit(1)
+        os._exit(0)
+    ends_s = time.monotonic() + 20
+    while time.monotonic() < ends_s:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_forked_child_ends_without_waiting_for_a_thread_that_it_has_not() -> None:
+    held = Held()
+    thread = LoopThread(held(), "held")
+
+    def at_exit() -> None:
+        loop_thread._close_all()
+        assert not loop_thread._open
+        assert not ending._hung
+
+    assert exit_code_of_fork(at_exit) == 0
+    assert exit_code_of_fork(thread.close) == 0
+    assert held.steps == ["entered"]
+    assert thread.call(doubled(2)) == 4  # nothing of that reached this process
+    thread.close()
+    assert held.steps == ["entered", "left"]
+
+
+@pytest.mark.filterwarnings("error")  # of a coroutine that nobody awaited
+def test_forked_child_is_told_that_it_cannot_call() -> None:
+    thread = LoopThread(Held()(), "held")
+
+    def refused() -> None:
+        with pytest.raises(ShuttingDown, match=f"made in another process, {os.getppid()},"):
+            thread.call(doubled(2))
+        with pytest.raises(ShuttingDown, match="made in another process"):
+            thread.value  # noqa: B018
+
+    assert exit_code_of_fork(refused) == 0
     thread.close()
 
 
