@@ -275,11 +275,12 @@ def test_images_of_one_name_have_a_row_each(stage: Stage, browser: Any) -> None:
     ]
     with looking(browser, stage.url) as page:
         rows = page.locator("#host ul.parts > li", has_text="image of qwen")
-        page.get_by_text("image of qwen (/models/qwen@4f1c/float32), used by 1 replica").wait_for()
+        rows.first.wait_for()
         for pause_s in (0.4, 0.3):  # no more of them as it draws again
             stage.run(lambda pause_s=pause_s: stage.code.age(pause_s))  # type: ignore[misc]
             page.wait_for_timeout(1500)
-            assert rows.count() == 2
+            sizes = [re.findall(r"[\d.]+ GiB", text) for text in rows.all_inner_texts()]
+            assert sizes == [["12.0 GiB"], ["6.00 GiB"]]
 
 
 def test_events_are_those_of_the_front_that_answers(stage: Stage, browser: Any) -> None:

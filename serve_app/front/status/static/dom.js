@@ -42,8 +42,7 @@ export function keep(parent, items, make, update = (child, item) => child.update
   }
   let place = parent.firstElementChild;
   for (const [key, item] of items) {
-    const found = known.get(key);
-    const child = found ?? make(key, item);
+    const child = known.get(key) ?? make(key, item);
     child.key = key;
     known.delete(key);
     if (child === place) place = place.nextElementSibling;

@@ -4,8 +4,7 @@ import { $ } from "./dom.js";
 
 const LOST_AFTER_MS = 3000; // streams end now and then, and are there again at once
 const SILENT_AFTER_MS = 15000; // heartbeats come every 5 s
-const PAUSE_MS = 200; // before a stream that has ended is asked for again; twice as long each time that there is none
-const LONGEST_PAUSE_MS = 2000;
+const PAUSE_MS = 200; // before an ended stream is asked for again, then doubled
 const REFUSED_PAUSE_MS = 2000;
 
 /** RFC 7386, in place. */
@@ -56,7 +55,7 @@ export class Feed {
     clearTimeout(this.lost);
     this.lost = undefined;
     this.source?.abort();
-    this.source = null; // nor later, when a pause is over
+    this.source = null;
   }
 
   take(state) {
@@ -75,7 +74,7 @@ export class Feed {
     this.lost ??= setTimeout(() => this.onLink("lost"), LOST_AFTER_MS);
     const source = this.source;
     setTimeout(() => source === this.source && this.reopen(), status ? REFUSED_PAUSE_MS : this.pause);
-    if (!status) this.pause = Math.min(2 * this.pause, LONGEST_PAUSE_MS);
+    this.pause = Math.min(2 * this.pause, REFUSED_PAUSE_MS);
     if ((status === 401 || status === 403) && this.refusedKey !== adminKey.get()) {
       this.refusedKey = adminKey.get(); // once for each, so that the panel can be closed
       $("key").open = true;

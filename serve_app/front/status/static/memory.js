@@ -70,12 +70,7 @@ function merged(parts) {
 
 function hostOf(host) {
   const images = Object.values(host.images ?? {});
-  const names = images.map(imageName);
-  const parts = images.map((image, i) => {
-    const isAlone = names.indexOf(names[i]) === names.lastIndexOf(names[i]);
-    const name = isAlone ? names[i] : `${names[i]} (${image.key})`;
-    return { kind: "image", key: image.key, label: imageLabel(name, image), size: image.bytes };
-  });
+  const parts = images.map((image) => ({ kind: "image", key: image.key, label: imageLabel(image), size: image.bytes }));
   const held = images.reduce((sum, image) => sum + image.bytes, 0);
   parts.push({ kind: "others", label: "everything else", size: Math.max(0, host.total - host.available - held) });
   return {
@@ -89,9 +84,8 @@ function hostOf(host) {
 }
 
 /** The key of an image begins with the checkpoint it was made of. */
-const imageName = (image) => image.key.split("@")[0].split("/").at(-1);
-
-function imageLabel(name, image) {
+function imageLabel(image) {
+  const name = image.key.split("@")[0].split("/").at(-1);
   const share = Math.round((100 * image.bytes) / image.device_bytes);
   return `image of ${name}${share < 100 ? `, compressed to ${share} %` : ""}, used by ${count(image.lessees, "replica")}`;
 }

@@ -104,10 +104,9 @@ function makeAxis() {
 // --- the list of changes ---
 
 export function updateLog(state) {
-  const entries = Object.entries(state.history).slice(-LOG_ROWS).reverse();
-  // Each front counts by itself, and after a pause another one may answer.
-  const key = ([number, { at, model, replica, state }]) => [number, at, model, replica, state].join(" ");
-  keep($("log"), entries.map((each) => [key(each), each[1]]), makeEntry);
+  const entries = Object.values(state.history).slice(-LOG_ROWS).reverse();
+  // Numbers are each front's own.
+  keep($("log"), entries.map((each) => [each.at + each.replica, each]), makeEntry);
 }
 
 function makeEntry(key, entry) {
