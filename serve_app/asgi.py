@@ -25,8 +25,7 @@ from actors.protocol import (
     TokenEvent,
 )
 from serve_app.config.compose import shipped
-from serve_app.config.errors import ConfigError
-from serve_app.config.files import load_model_config, same_names
+from serve_app.config.files import check_names, load_model_config
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
 from serve_app.config.model import ModelConfig
@@ -130,7 +129,7 @@ def make_app(
     Raises:
         ConfigError: two models have one name, or a key of the environment is none.
     """
-    _check_names(configs, files or [f"models.{index}" for index in range(len(configs))])
+    check_names(configs, files or [f"models.{index}" for index in range(len(configs))])
     settings = HttpSettings()
     clients = {
         config.model_id: LocalClient(config, Patience(settings.queue_timeout_s))
@@ -150,12 +149,6 @@ def make_app(
 
     app.router.lifespan_context = lifespan  # the front's own is for several processes
     return app
-
-
-def _check_names(configs: Sequence[ModelConfig], origins: Sequence[str]) -> None:
-    """Of two models with one name, one would answer for the other."""
-    for index, problem in same_names(configs, origins):
-        raise ConfigError([problem.inside(file=origins[index])])
 
 
 def _named(files: str) -> list[str]:

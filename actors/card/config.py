@@ -9,9 +9,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+_LONGEST_SIZE = 40  # characters; of endless digits no float holds it
 
 
 def _check_budget(budget: float | str) -> float | str:
+    if isinstance(budget, str) and len(budget) > _LONGEST_SIZE:
+        raise ValueError(
+            f"write a share of the card, as 0.9, or a size, as 60 GiB; found {budget!r:.77}..."
+        )
     if isinstance(budget, str) and (_SIZE.fullmatch(budget) is None or not budget_bytes(budget, 1)):
         raise ValueError("write a share of the card, as 0.9, or a size, as 60 GiB or 512 MiB")
     if isinstance(budget, float) and not 0 < budget <= 1:

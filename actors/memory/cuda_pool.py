@@ -4,15 +4,13 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#using-custom-memory-allocat
 """
 
 import ctypes
-import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from actors.errors import DeviceMemoryError, DeviceMemoryShort
+from actors.garbage import without_collections
 from actors.memory.arena import RETRY_SHORT_AFTER_S, DeviceArena
 from actors.memory.driver import MemoryDriver
 
@@ -63,7 +61,8 @@ class CudaPool:
             return
         smalls = 0 if self._largest else _SMALLS
         try:
-            with _no_collection(), torch.cuda.use_mem_pool(self._pool, self._driver.device):
+            # A pool or a graph among the garbage would change torch's allocator while that allocates.
+            with without_collections(), torch.cuda.use_mem_pool(self._pool, self._driver.device):
                 # A storage's constructor keeps the GIL (torch/csrc/Storage.cpp); torch.empty does not.
                 pieces = [
                     torch.UntypedStorage(piece, device=self._driver.device)  # type: ignore[no-untyped-call]
@@ -105,21 +104,6 @@ class CudaPool:
             return None
         self._arenas.append(arena)
         return arena.address
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: a pool or a graph among it would change torch's allocator while that allocates.
-
-    Only for what keeps the GIL, as no other thread's garbage is collected either.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _address(function: Any) -> int:

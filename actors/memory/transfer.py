@@ -161,12 +161,16 @@ class Transfer:
         Raises:
             DeviceMemoryError: a copy failed.
         """
-        left = sum(copy.link_bytes for copy in self.copies)
+        left = self.link_bytes
         for copy, mark in zip(self.copies, self._marks[1:], strict=True):
             if left > early:
                 mark.wait()
             left -= copy.link_bytes
             yield copy
+
+    @property
+    def link_bytes(self) -> int:
+        return sum(copy.link_bytes for copy in self.copies)
 
     def wait(self) -> float:
         """Wait until everything has arrived; seconds from the start of the first copy to the end of the last. Blocks.

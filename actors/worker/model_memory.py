@@ -269,8 +269,7 @@ class ModelMemory:
         self.residue.begin_wake()
         self._arrival = _Arrival(transfer, image.manifest)
         self.gates.install(transfer.gate)
-        copied = sum(copy.link_bytes for copy in transfer.copies)
-        return MemoryChange(before, self.mapped_bytes, copied)
+        return MemoryChange(before, self.mapped_bytes, transfer.link_bytes)
 
     def abandon_wake(self) -> None:
         """Unmap what `begin_wake` has mapped, if the engine cannot use it: half a model must never be resumed."""
@@ -478,7 +477,7 @@ class ModelMemory:
             ),
             None,
         )
-        size = sum(copy.link_bytes for copy in transfer.copies)
+        size = transfer.link_bytes
         report = WakeReport(
             copied_bytes=size,
             link_s=seconds,

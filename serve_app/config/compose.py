@@ -17,11 +17,11 @@ from serve_app.config.files import (
     WEIGHTS,
     ServeConfig,
     as_written,
+    check_names,
     checkpoint_problem,
     is_serve_config,
     load_model_config,
     read_serve_config,
-    same_names,
 )
 from serve_app.config.model import ModelConfig, is_model_name
 from serve_app.config.paths import with_files
@@ -105,7 +105,7 @@ def shipped(name: str) -> Path:
 
 def _of_models(names: Sequence[str], models: Sequence[ModelConfig]) -> ServeConfig:
     """As serve_config.yaml has it, which says why."""
-    _check_names(models, names)
+    check_names(models, names)
     written = [as_written(model) for model in models]
     data = {
         "proxy_location": "HeadOnly",
@@ -130,12 +130,6 @@ def _of_models(names: Sequence[str], models: Sequence[ModelConfig]) -> ServeConf
     return ServeConfig(data, tuple(models))
 
 
-def _check_names(models: Sequence[ModelConfig], origins: Sequence[str]) -> None:
-    """As `AppArgs` will; of the options a model may get a name for a second time."""
-    for index, problem in same_names(models, origins):
-        raise ConfigError([problem.inside(file=origins[index])])
-
-
 def _of_file(file: str, options: Options) -> ServeConfig:
     config = read_serve_config(file)
     _check_options(len(config.models), options)
@@ -146,7 +140,7 @@ def _of_file(file: str, options: Options) -> ServeConfig:
         if application["import_path"] in ARGS_OF:
             args = application["args"]
             changed = [_merged(file, settings, options) for settings in args["models"]]
-            _check_names(changed, [file] * len(changed))
+            check_names(changed, [file] * len(changed))
             models.update((model.model_id, model) for model in changed)
             args["models"] = [as_written(model) for model in changed]
     return ServeConfig(config.data, tuple(models.values()), config.card)

@@ -59,7 +59,6 @@ from serve_app.config.paths import (
 )
 
 _PORTS = range(1, 2**16)
-_MAX_BUDGET_CHARS = 40  # as 512 MiB
 _MAX_NUMBER_CHARS = 100
 _MAX_VALUES = 100_000  # of a YAML file, its aliases written out
 _SHAPES = ("demo", "tiny")  # what `sleepserve make-checkpoint` makes in no time
@@ -147,6 +146,12 @@ def same_names(
             yield index, Problem(text, ("model_id",))
 
 
+def check_names(models: Sequence[ModelConfig], files: Sequence[str]) -> None:
+    """Raises ConfigError if two models, or one twice, have a name; it names the later one's file."""
+    for index, problem in same_names(models, files):
+        raise ConfigError([problem.inside(file=files[index])])
+
+
 def _find_disk_dir(host: HostConfig, info: ValidationInfo) -> HostConfig:
     if host.disk_dir is None:
         return host
@@ -176,22 +181,13 @@ def _find_key_files(http: HttpSettings, info: ValidationInfo) -> HttpSettings:
     return http.model_copy(update=found)
 
 
-def _refuse_endless_budget(card: object) -> object:
-    """Of so many digits that no float holds them, which pydantic would not tell of."""
-    budget = card.get("memory_budget") if isinstance(card, dict) else None
-    if isinstance(budget, str) and len(budget) > _MAX_BUDGET_CHARS:
-        text = f"write a share of the card, as 0.9, or a size, as 60 GiB; found {short(budget)}"
-        raise ConfigError([Problem(text, ("memory_budget",))])
-    return card
-
-
 class AppArgs(_ModelList):
     """Arguments of the `llm` application."""
 
     http: Annotated[HttpSettings, AfterValidator(_find_key_files)] = Field(
         default_factory=HttpSettings, description="What the HTTP front allows."
     )
-    card: Annotated[CardConfig, BeforeValidator(_refuse_endless_budget)] = Field(
+    card: CardConfig = Field(
         default_factory=CardConfig, description="Every card that the models share."
     )
 

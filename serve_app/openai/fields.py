@@ -12,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from actors.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
+from actors.garbage import without_collections
 from actors.text.validation import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from serve_app.config.errors import did_you_mean
-from serve_app.process.heap import without_collections
 
 # What a list or an object of a body may have. Each element costs time and memory before anybody knows
 # whether it is right, so lists that are too long are refused first, and then at the first element that is

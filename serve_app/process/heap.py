@@ -5,6 +5,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from actors.garbage import without_collections
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:
@@ -18,18 +20,6 @@ def uncollected() -> Iterator[None]:
             yield
         finally:
             gc.freeze()
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Have nothing collected in the body, for one that makes many objects without cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def set_aside() -> None:

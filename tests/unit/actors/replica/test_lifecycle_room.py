@@ -227,13 +227,7 @@ def test_frozen_requests_ask_again_where_there_was_no_room(
         bench = Bench()
         await bench.awake()
         request, ends = await bench.in_flight()
-        refusals = iter([NoRoom("full", clients_retry_after_s)] * 2)
-
-        def next_failure() -> None:
-            if bench.effects.calls[-1] == "wake":
-                bench.effects.failure = next(refusals, None)
-
-        bench.effects.at_end = next_failure
+        refuse_wakes(bench, 2, clients_retry_after_s)
         await bench.lifecycle.make_room(SleepMode.KEEP, "room")
         await until(lambda: bench.lifecycle.state is AWAKE)
         assert bench.effects.calls == ["sleep 1", "wake", "wake", "wake"]
@@ -243,9 +237,9 @@ def test_frozen_requests_ask_again_where_there_was_no_room(
     run(scenario)
 
 
-def refuse_wakes(bench: Bench, count: int) -> None:
+def refuse_wakes(bench: Bench, count: int, retry_after_s: float = 0.01) -> None:
     """The next so many."""
-    refusals = iter([NoRoom("full", 0.01)] * count)
+    refusals = iter([NoRoom("full", retry_after_s)] * count)
 
     def next_failure() -> None:
         is_wake = bench.effects.calls[-1] == "wake"
