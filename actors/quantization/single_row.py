@@ -8,6 +8,8 @@ weights while they add up the last ones. Weights are not rounded: they are multi
 # Kernels have no types that mypy knows.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +20,26 @@ from actors.quantization.unpacking import floats
 from actors.rounding import cdiv
 
 BLOCK = 128  # input channels that share a scale
-# Of a program, a turn; chosen among some ninety on an H100.
-_CHANNELS, _BLOCKS = 4, 4
-_WARPS, _STAGES = 2, 3
 _ALIGNED = 16  # bytes that a thread reads at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How `product` is launched.
+
+    Attributes:
+        channels: output channels of a program, which share a scale.
+        blocks: of BLOCK input channels, in a turn of a program's loop.
+        warps, stages: of a program.
+    """
+
+    channels: int
+    blocks: int
+    warps: int
+    stages: int
+
+
+TURN = Turn(channels=8, blocks=2, warps=1, stages=5)  # of 200 tried on an H200
 
 
 def fit(scheme: Scheme, K: int) -> bool:
@@ -29,13 +47,18 @@ def fit(scheme: Scheme, K: int) -> bool:
     one_scale = scheme.group >= K
     return (
         scheme.kind == "fp8"
-        and (one_scale or (scheme.group == BLOCK and scheme.rows % _CHANNELS == 0))
+        and (one_scale or (scheme.group == BLOCK and scheme.rows % TURN.channels == 0))
         and K % _ALIGNED == 0
     )
 
 
 def product(
-    x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme, converts_fp8: bool
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    scheme: Scheme,
+    converts_fp8: bool,
+    turn: Turn = TURN,
 ) -> Tensor:
     """The row `x` [1, K] times the weight [N, K]: [1, N]; see `products.matmul`, and `fit`.
 
@@ -45,7 +68,7 @@ def product(
     x = x.contiguous()
     K, N = x.size(1), len(weight)
     out = torch.empty((1, N), dtype=x.dtype, device=x.device)
-    _product[(cdiv(N, _CHANNELS),)](
+    _product[(cdiv(N, turn.channels),)](
         x,
         weight.view(torch.uint8),
         scales,
@@ -54,13 +77,13 @@ def product(
         K,
         scheme.rows,
         ONE_SCALE=scheme.group >= K,
-        WHOLE=K % (_BLOCKS * BLOCK) == 0,
+        WHOLE=K % (turn.blocks * BLOCK) == 0,
         FP8_UNIT=converts_fp8,
-        CHANNELS=_CHANNELS,
-        BLOCKS=_BLOCKS,
+        CHANNELS=turn.channels,
+        BLOCKS=turn.blocks,
         BLOCK=BLOCK,
-        STAGES=_STAGES,
-        num_warps=_WARPS,
+        STAGES=turn.stages,
+        num_warps=turn.warps,
     )
     return out
 

@@ -1,8 +1,8 @@
 """What products with quantised weights take beside bfloat16's, by rows: `python -m docs.results.quantized_matmul`.
 
 For each kind, and each projection of the 7B shape as it is merged there: torch's product of plain weights, `fused`
-with each of some tiles, `dequantised`, and of FP8 `pairs`, with quantised rows and
-`single_row`, of 4 bits `few_rows`. The last table says what `matmul` would
+with each of some tiles, `dequantised`, and of FP8 `pairs`, with quantised rows and,
+with each of some turns, `single_row`; of 4 bits `few_rows`, likewise. The last table says what `matmul` would
 choose at best, without and with quantised rows, and what the projections of all layers take then: what TILES in
 actors/quantization/kernels.py is made from.
 """
@@ -72,7 +72,7 @@ def candidates(kind: Kind) -> list[Tile]:
     return list(dict.fromkeys([tile for _, tile in TILES[SCHEMES[kind].kind]] + made))
 
 
-def turns() -> list[few_rows.Turn]:
+def few_turns() -> list[few_rows.Turn]:
     """The one in use, and others near it."""
     made = [
         few_rows.Turn(channels, warps, stages, programs)
@@ -81,6 +81,14 @@ def turns() -> list[few_rows.Turn]:
         )
     ]
     return list(dict.fromkeys([few_rows.TURN, *made]))
+
+
+def single_turns() -> list[single_row.Turn]:
+    """The one in use, and others near it."""
+    made = [
+        single_row.Turn(*each) for each in itertools.product((4, 8, 16), (2, 4), (1, 2), (3, 5, 6))
+    ]
+    return list(dict.fromkeys([single_row.TURN, *made]))
 
 
 def quantised(scheme: Scheme, K: int, N: int) -> tuple[Tensor, Tensor]:
@@ -180,19 +188,21 @@ def measure(
                         if pairs.fit(scheme, N, K, x.dtype)
                         else ()
                     ),
-                    "single_row_ms": milliseconds(
-                        [
-                            partial(single_row.product, x, *w, scheme, has_fp8(x.device))
-                            for w in weights
-                        ]
+                    "single_row_ms": {
+                        json.dumps(vars_of(turn)): milliseconds(
+                            [
+                                partial(single_row.product, x, *w, scheme, has_fp8(x.device), turn)
+                                for w in weights
+                            ]
+                        )
+                        for turn in single_turns()
                         if M == 1 and single_row.fit(scheme, K)
-                        else ()
-                    ),
+                    },
                     "few_rows_ms": {
                         json.dumps(vars_of(turn)): milliseconds(
                             with_each(few_rows.product, *parts, turn)
                         )
-                        for turn in turns()
+                        for turn in few_turns()
                         if few_rows.MOST_ROWS >= M and few_rows.fit(scheme, K)
                     },
                     "fused_ms": {
@@ -204,7 +214,7 @@ def measure(
     return found
 
 
-def vars_of(way: Tile | few_rows.Turn) -> dict[str, int]:
+def vars_of(way: Tile | few_rows.Turn | single_row.Turn) -> dict[str, int]:
     return {name: getattr(way, name) for name in way.__slots__}
 
 
@@ -220,7 +230,15 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
     """The best way of each, and the sums over the projections of all layers."""
     table = Table(
         *("kind", "rows", "projection", "bf16 us", "best written us", "MiB", "pairs us"),
-        *("quantised rows us", "single us", "best few us", "turn", "best fused us", "tile"),
+        *(
+            "quantised rows us",
+            "best single us",
+            "turn",
+            "best few us",
+            "turn",
+            "best fused us",
+            "tile",
+        ),
     )
     for row in found:
         table.add_row(
@@ -231,7 +249,7 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
             *best_of(row["dequantised_ms"]),
             f"{1e3 * row['pairs_ms']:.1f}",
             f"{1e3 * row['quantised_rows_ms']:.1f}",
-            f"{1e3 * row['single_row_ms']:.1f}",
+            *best_of(row["single_row_ms"]),
             *best_of(row["few_rows_ms"]),
             *best_of(row["fused_ms"]),
         )
@@ -247,7 +265,7 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
             min(
                 *row["dequantised_ms"].values(),
                 row["pairs_ms"],
-                row["single_row_ms"],
+                *row["single_row_ms"].values(),
                 *row["few_rows_ms"].values(),
                 *row["fused_ms"].values(),
             )

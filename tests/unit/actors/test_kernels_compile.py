@@ -125,10 +125,12 @@ def compile_products(capability: int) -> None:
         compiled(kernels._fused, capability, types, constants, options)
     for one_scale in (False, True):
         constants = {"ONE_SCALE": one_scale, "WHOLE": one_scale, "FP8_UNIT": capability >= 89}
-        constants |= {"CHANNELS": 4, "BLOCKS": 4, "BLOCK": single_row.BLOCK, "STAGES": 3}
+        turn = single_row.TURN
+        constants |= {"CHANNELS": turn.channels, "BLOCKS": turn.blocks, "STAGES": turn.stages}
+        constants |= {"BLOCK": single_row.BLOCK}
         pointers = {"x": "*bf16", "out": "*bf16", "weight": "*u8", "scales": "*fp32"}
         types = types_of(single_row._product, constants, pointers)
-        compiled(single_row._product, capability, types, constants, {"num_warps": 2})
+        compiled(single_row._product, capability, types, constants, {"num_warps": turn.warps})
     for in_pairs in (True, False) if capability == 90 else ():
         constants = {"PAIRS": in_pairs, "ONES": False, "ROWS": 8}
         constants |= {"BLOCK": pairs.BLOCK, "COLUMNS": 512}
