@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainValidator
 
+from actors.checkpoints.plan import is_directory
 from actors.checkpoints.source import DEFAULT_HUB, Hub, HubName
 from actors.errors import InvalidRequest
 from actors.protocol import (
@@ -164,8 +165,11 @@ class LLM:
         """
         from actors.checkpoints.download import ensure_checkpoint  # the hubs' libraries
 
-        is_here = Path(model).expanduser().is_dir()
-        source = {"hub": Hub.PATH if is_here else hub, "id": str(model), "revision": revision}
+        source = {
+            "hub": Hub.PATH if is_directory(str(model)) else hub,
+            "id": str(model),
+            "revision": revision,
+        }
         chosen = {
             "max_model_len": max_model_len,
             "gpu_memory_utilization": gpu_memory_utilization,

@@ -68,6 +68,9 @@ class CardConfig(BaseModel):
     )
 
 
+_MOST_PRIORITY = 2**31 - 1  # messages to the keeper have room for it
+
+
 class SharingConfig(BaseModel):
     """How a model shares its card, where `card.memory_budget` is set."""
 
@@ -84,6 +87,8 @@ class SharingConfig(BaseModel):
     )
     priority: int = Field(
         default=0,
+        ge=-_MOST_PRIORITY,
+        le=_MOST_PRIORITY,
         description="Who waits with a higher one comes first, and who has a lower one sleeps first. A busy model "
         "gives way to none of a lower one. Who has waited for half of its `max_wait_s` comes before all.",
     )

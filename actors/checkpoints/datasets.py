@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.checkpoints.plan import at_home
 from actors.checkpoints.source import Hub
 
 DEFAULT_DATASETS_DIR = Path("~/.cache/sleepserve/datasets")
@@ -23,7 +24,7 @@ class KnownText:
 
     def fetched(self, datasets_dir: Path) -> Path | None:
         """The first whole file that a download has left there, from whichever hub; None without one."""
-        base = datasets_dir.expanduser()
+        base = at_home(datasets_dir)
         found = (
             file
             for dataset in self.ids.values()

@@ -25,12 +25,13 @@ from pydantic import ValidationError
 from actors.checkpoints import directory as checkpoint_dir
 from actors.checkpoints import errors
 from actors.checkpoints.directory import Manifest, missing_from_checkpoint
-from actors.checkpoints.hubs.client import HubClient, first_line, unreachable
-from actors.checkpoints.hubs.network import route_to, why_no_connection
+from actors.checkpoints.hubs.client import ENDPOINT_VARIABLES, HubClient, first_line, unreachable
+from actors.checkpoints.hubs.network import check_addresses, route_to, why_no_connection
 from actors.checkpoints.plan import (
     DEFAULT_MODELS_DIR,
     DownloadRequest,
     Plan,
+    at_home,
     check_model_id,
     select_files,
 )
@@ -72,11 +73,11 @@ def ensure_checkpoint(
         DownloadError: the download failed.
     """
     if source.hub is Hub.PATH:
-        directory = base_dir / Path(source.id).expanduser()
+        directory = base_dir / at_home(Path(source.id))
         if (missing := missing_from_checkpoint(directory)) is not None:
             raise CheckpointMissing(_path_missing(source, directory, missing))
         return directory
-    configured = base_dir / Path(source.models_dir or DEFAULT_MODELS_DIR).expanduser()
+    configured = base_dir / at_home(Path(source.models_dir or DEFAULT_MODELS_DIR))
     request = DownloadRequest(source.hub, source.id, source.revision, models_dir or configured)
     # The commands in messages shall name this place, whatever the environment of the user's shell.
     request = replace(request, local_dir=request.directory)
@@ -188,6 +189,10 @@ def plan(
 def _client(request: DownloadRequest) -> HubClient:
     """The hub's client, once the id looks right and the network answers."""
     check_model_id(request.hub, request.id)
+    try:
+        check_addresses(ENDPOINT_VARIABLES[request.hub])
+    except ValueError as error:
+        raise errors.WrongRequest(str(error)) from error
     client: HubClient
     # Here, as the hubs' libraries take long to import.
     if request.hub is Hub.MODELSCOPE:

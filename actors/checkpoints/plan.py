@@ -1,5 +1,6 @@
 """What to download: the request, the hub's files, and which of them are wanted."""
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from actors.checkpoints.errors import InvalidModelId
+from actors.checkpoints.errors import InvalidModelId, WrongRequest
 from actors.checkpoints.source import Hub
 
 DEFAULT_MODELS_DIR = Path("~/.cache/sleepserve/models")
@@ -21,6 +22,25 @@ DEFAULT_EXCLUDES = (
 )
 # One or two words that are not all dots.
 _MODEL_ID = re.compile(r"(?!\.+(/|$))[\w.-]+(/(?!\.+$)[\w.-]+)?")
+
+
+def at_home(path: Path) -> Path:
+    """The path, with somebody's home for `~`.
+
+    Raises:
+        WrongRequest: nobody here has that name.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise WrongRequest(
+            f"{path}: no home directory is known of that name here; write the whole path"
+        ) from error
+
+
+def is_directory(name: str) -> bool:
+    """Whether a model is named by a directory of this machine; any text is taken, `~nobody` too."""
+    return os.path.isdir(os.path.expanduser(name))  # noqa: PTH111, PTH112 - those of Path raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +61,9 @@ class DownloadRequest:
     def directory(self) -> Path:
         """`local_dir`, else `models_dir/<owner>--<name>/<revision or default>`."""
         if self.local_dir is not None:
-            return self.local_dir.expanduser().absolute()
+            return at_home(self.local_dir).absolute()
         revision = (self.revision or "default").replace("/", "--")
-        return self.models_dir.expanduser().absolute() / self.id.replace("/", "--") / revision
+        return at_home(self.models_dir).absolute() / self.id.replace("/", "--") / revision
 
     def command(self) -> str:
         """The shell command that does, or continues, this download."""
@@ -143,7 +163,7 @@ def _id_hint(model_id: str) -> str:
             return f"give OWNER/NAME without the address: {path[0]}/{path[1]}"
     if "@" in model_id and model_id.count("/") == 1:
         return "give the revision apart: {} --revision {}".format(*model_id.split("@", 1))
-    if model_id and Path(model_id).expanduser().is_dir():
+    if is_directory(model_id):
         return f"it is a directory here; use it as source: {{hub: path, id: {model_id}}}"
     if "/" not in model_id:
         return f"give OWNER/NAME, such as Qwen/{model_id or 'Qwen3-0.6B'}"

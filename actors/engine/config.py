@@ -7,6 +7,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # docs/results/pages: what of the KV cache holds no token, and what it costs
 DEFAULT_PAGE_SIZE = 32
 REQUESTS_ON_CARD = 256  # in one step, at most, unless told otherwise
+# More than anybody uses; what is beyond them is a typo, and no memory is asked for by it.
+_MOST_POSITIONS = 2**31 - 1  # an int32 holds them
+_MOST_BATCH_TOKENS = 2**20
+_MOST_REQUESTS = 2**16
+_MOST_PAGE_TOKENS = 2**16
+_MOST_THREADS = 1024
 
 
 class EngineConfig(BaseModel):
@@ -24,6 +30,7 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(
         default=None,
         gt=0,
+        le=_MOST_POSITIONS,
         description="Tokens of prompt and output together; the checkpoint's own limit, or what the "
         "KV cache holds, whichever is smaller, when absent. Of a model with LongRoPE it says which "
         "frequencies hold, for all sequences: those for long ones if it is more than the length of training.",
@@ -31,6 +38,7 @@ class EngineConfig(BaseModel):
     page_size: int = Field(
         default=DEFAULT_PAGE_SIZE,
         gt=0,
+        le=_MOST_PAGE_TOKENS,
         description="Tokens in a page of the KV cache. What a sequence's last page does not hold is lost to "
         "others.",
     )
@@ -43,6 +51,7 @@ class EngineConfig(BaseModel):
     min_shared_prefix_tokens: int = Field(
         default=256,
         gt=0,
+        le=_MOST_POSITIONS,
         description="Remembered tokens from which on a prompt takes its beginning from the KV cache "
         "(prefix_caching); for fewer, reading the cache takes longer than computing them.",
     )
@@ -57,6 +66,7 @@ class EngineConfig(BaseModel):
     num_blocks: int | None = Field(
         default=None,
         gt=0,
+        le=_MOST_POSITIONS,
         description="Blocks in the KV cache; a block is one page in every layer. When absent, what "
         "gpu_memory_utilization has room for, but no more than max_requests_per_batch sequences of "
         "full length need; room for 16384 tokens on CPU. With `card.memory_budget` the most that the model may "
@@ -65,12 +75,14 @@ class EngineConfig(BaseModel):
     max_batch_tokens: int | None = Field(
         default=None,
         gt=0,
+        le=_MOST_BATCH_TOKENS,
         description="Tokens computed in one step, prompts and decodes together. When absent, 4096 (1024 "
         "for attention that writes scores out), fewer where memory is tight; 2048 on CPU.",
     )
     max_requests_per_batch: int | None = Field(
         default=None,
         gt=0,
+        le=_MOST_REQUESTS,
         description=f"Sequences computed in one step. When absent, {REQUESTS_ON_CARD}, fewer where memory is tight; "
         "32 on CPU.",
     )
@@ -109,6 +121,7 @@ class EngineConfig(BaseModel):
     cpu_threads: int | None = Field(
         default=None,
         gt=0,
+        le=_MOST_THREADS,
         description="Threads of torch's operators on the CPU; torch's default when absent, and 1 beside "
         "a GPU.",
     )

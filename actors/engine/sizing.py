@@ -5,6 +5,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
+
 from actors.engine.cache_shape import PADDING_SECTORS, CacheShape
 from actors.engine.config import REQUESTS_ON_CARD, EngineConfig
 from actors.engine.sampling.logits import Param
@@ -119,6 +121,11 @@ def _fixed_limits(config: EngineConfig, shape: CacheShape, cache_bytes: int | No
         # One that has no room for a sequence is refused by the keeper, which knows who has the rest.
         least = shape.blocks_for(config.max_model_len or 1)
         num_blocks = max(least, min(fit, requests * shape.blocks_for(longest)))
+    wanted, total = shape.cache_bytes(num_blocks), psutil.virtual_memory().total
+    if config.num_blocks is not None and wanted > total:
+        raise ValueError(
+            f"engine.num_blocks {num_blocks} takes {gib(wanted)}, and this machine has {gib(total)}"
+        )
     return Limits(
         num_blocks,
         tokens,

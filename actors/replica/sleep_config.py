@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from actors.replica.idle import IdleRules
 from actors.replica.schedule import ScheduleConfig
 
+_MOST_LAYERS = 2**16  # more than any model has
+
 
 class SleepConfig(BaseModel):
     """When a replica sleeps and how long anything may take."""
@@ -56,6 +58,7 @@ class SleepConfig(BaseModel):
     keep_layers: int = Field(
         default=0,
         ge=0,
+        le=_MOST_LAYERS,
         description="How many of the first decoder layers stay on the device while asleep.",
     )
     drain_timeout_s: float = Field(

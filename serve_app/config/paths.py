@@ -11,6 +11,8 @@ installed from with `pip install -e`. On a cluster of several nodes, write absol
 import os
 from pathlib import Path
 
+from actors.checkpoints.errors import WrongRequest
+from actors.checkpoints.plan import at_home
 from actors.checkpoints.source import Hub
 from actors.text.message_form import check_template, is_template_path
 from serve_app.config.errors import ConfigError, Problem
@@ -41,10 +43,9 @@ def located(path: str, project: Path, *key: str) -> Path:
         ConfigError: nobody here has that name; says so of `key`.
     """
     try:
-        return project / Path(path).expanduser()
-    except RuntimeError as error:
-        text = f"{path}: no home directory is known of that name here; write the whole path"
-        raise ConfigError([Problem(text, key)]) from error
+        return project / at_home(Path(path))
+    except WrongRequest as error:
+        raise ConfigError([Problem(str(error), key)]) from error
 
 
 def with_files(config: ModelConfig, project: Path) -> ModelConfig:

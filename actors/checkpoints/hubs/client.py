@@ -8,6 +8,8 @@ from actors.checkpoints.plan import DownloadRequest, Listing, Plan
 from actors.checkpoints.progress import Tracker
 from actors.checkpoints.source import Hub
 
+ENDPOINT_VARIABLES = {Hub.MODELSCOPE: "MODELSCOPE_ENDPOINT", Hub.HUGGINGFACE: "HF_ENDPOINT"}
+
 
 class HubClient(Protocol):
     """One hub. The variables are names in the environment, for messages."""

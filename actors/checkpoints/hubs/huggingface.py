@@ -22,14 +22,21 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from actors.checkpoints.directory import matches, partial_path
 from actors.checkpoints.errors import CorruptFile
-from actors.checkpoints.hubs.client import denied, no_model, no_revision, unreachable
+from actors.checkpoints.hubs.client import (
+    ENDPOINT_VARIABLES,
+    denied,
+    no_model,
+    no_revision,
+    unreachable,
+)
 from actors.checkpoints.plan import DownloadRequest, Listing, Plan, RemoteFile
 from actors.checkpoints.progress import Tracker
+from actors.checkpoints.source import Hub
 
 
 class HuggingFace:
     title = "Hugging Face"
-    endpoint_variable = "HF_ENDPOINT"
+    endpoint_variable = ENDPOINT_VARIABLES[Hub.HUGGINGFACE]
     token_variable = "HF_TOKEN"
 
     def __init__(self) -> None:

@@ -13,14 +13,21 @@ from modelscope_hub import HubApi, HubConfig, ProgressCallback, _download, error
 
 from actors.checkpoints.directory import LOCKS_NAME, bytes_on_disk
 from actors.checkpoints.errors import CorruptFile, DownloadError
-from actors.checkpoints.hubs.client import denied, no_model, no_revision, unreachable
+from actors.checkpoints.hubs.client import (
+    ENDPOINT_VARIABLES,
+    denied,
+    no_model,
+    no_revision,
+    unreachable,
+)
 from actors.checkpoints.plan import DownloadRequest, Listing, Plan, RemoteFile
 from actors.checkpoints.progress import Tracker
+from actors.checkpoints.source import Hub
 
 
 class ModelScope:
     title = "ModelScope"
-    endpoint_variable = "MODELSCOPE_ENDPOINT"
+    endpoint_variable = ENDPOINT_VARIABLES[Hub.MODELSCOPE]
     token_variable = "MODELSCOPE_API_TOKEN"
 
     def __init__(self) -> None:

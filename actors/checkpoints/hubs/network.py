@@ -1,5 +1,6 @@
 """Is there a way to a server? Asked before the hubs' libraries, which retry for half a minute."""
 
+import os
 import queue
 import socket
 import threading
@@ -9,6 +10,23 @@ from urllib.parse import urlsplit
 
 _TIMEOUT_S = 2.0
 _PORTS = {"https": 443, "socks5": 1080, "socks5h": 1080}
+
+
+_PROXY_VARIABLES = {"http_proxy", "https_proxy", "all_proxy"}
+
+
+def check_addresses(endpoint_variable: str) -> None:
+    """Of the hub and of proxies, as the environment has them; a hub's library falls over a wrong one as it is imported.
+
+    Raises:
+        ValueError: one is no address; names its variable, and not its value, where a password may stand.
+    """
+    for name, address in os.environ.items():
+        if name == endpoint_variable or name.lower() in _PROXY_VARIABLES:
+            try:
+                _ = urlsplit(address).port
+            except ValueError as error:
+                raise ValueError(f"{name} is no address: {error}") from error
 
 
 class Route(NamedTuple):

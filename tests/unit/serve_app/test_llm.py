@@ -95,6 +95,8 @@ def test_wrong_settings_are_refused_before_anything_is_loaded(tmp_path: Path) ->
         LLM(tmp_path, engine={"num_block": 5})
     with pytest.raises(ConfigError, match="dtype"):
         LLM(tmp_path, dtype="int4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="is not a model id: give OWNER/NAME of letters"):
+        LLM("~nobody-here/x")
     with pytest.raises(CheckpointMissing, match=r"config\.json"):
         LLM(tmp_path)
 

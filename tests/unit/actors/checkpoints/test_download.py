@@ -22,7 +22,9 @@ from actors.checkpoints.errors import (
     InvalidModelId,
     NothingSelected,
     PartialDownload,
+    WrongRequest,
 )
+from actors.checkpoints.hubs.client import ENDPOINT_VARIABLES
 from actors.checkpoints.plan import (
     DownloadRequest,
     Listing,
@@ -105,12 +107,35 @@ def test_include_brings_back_what_the_default_skips_and_exclude_wins() -> None:
         ("a/b/c", "OWNER/NAME"),
         ("../..", "it is a directory here"),
         ("", "OWNER/NAME"),
+        ("~nobody-here/a b", "letters"),
+        ("a/" * 3000, "OWNER/NAME"),
     ],
 )
 def test_malformed_id_is_refused_with_a_hint(model_id: str, hint: str) -> None:
     with pytest.raises(InvalidModelId) as refused:
         check_model_id(Hub.MODELSCOPE, model_id)
     assert hint in str(refused.value)
+
+
+@pytest.mark.parametrize("hub", [Hub.MODELSCOPE, Hub.HUGGINGFACE])
+@pytest.mark.parametrize("address", ["http://mirror:port", "http://mirror:99999", "http://[::1"])
+def test_wrong_addresses_are_told_before_the_hubs_libraries_read_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub: Hub, address: str
+) -> None:
+    request = DownloadRequest(hub, "owner/name", models_dir=tmp_path)
+    for name in (ENDPOINT_VARIABLES[hub], "HTTPS_PROXY", "all_proxy"):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, address.replace("mirror", "user:secret@mirror"))
+            with pytest.raises(WrongRequest) as refused:
+                downloads.download(request)
+        assert str(refused.value).startswith(f"{name} is no address: ")
+        assert "secret" not in str(refused.value)
+
+
+def test_unknown_home_directory_is_told(tmp_path: Path) -> None:
+    for places in ({"local_dir": Path("~nobody-here/x")}, {"models_dir": Path("~nobody-here/x")}):
+        with pytest.raises(WrongRequest, match="no home directory is known of that name here"):
+            _ = DownloadRequest(Hub.HUGGINGFACE, "gpt2", **places).directory
 
 
 def test_existing_directory_as_id_points_to_the_path_source(tmp_path: Path) -> None:

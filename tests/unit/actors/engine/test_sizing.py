@@ -6,8 +6,10 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers as tf
@@ -192,6 +194,18 @@ def test_shared_memory_of_a_cpu_limits_the_cache(
 ) -> None:
     found = plan_limits(EngineConfig(**config), SEVEN_B, None, SEVEN_B_WEIGHTS, budget)
     assert found.num_blocks == num_blocks
+
+
+def test_cache_that_no_memory_of_the_machine_holds_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks = (GIB // SEVEN_B.bytes_per_block) - 2
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=GIB))
+    assert plan_limits(EngineConfig(num_blocks=blocks), SEVEN_B).num_blocks == blocks
+    with pytest.raises(
+        ValueError, match=r"num_blocks 2147483647 takes .* this machine has 1\.00 GiB"
+    ):
+        plan_limits(EngineConfig(num_blocks=2**31 - 1), SEVEN_B)
 
 
 def test_tight_budget_gives_a_long_sequence_its_blocks_first() -> None:

@@ -394,12 +394,44 @@ def test_schedule_is_read_as_it_was_written(folder: Path) -> None:
             "source.id: 'Qwen3' is not a model id: give OWNER/NAME, such as Qwen/Qwen3",
         ),
         (
+            "model_id: demo\nsource: {hub: modelscope, id: ~nobody-here/x}",
+            "source.id: '~nobody-here/x' is not a model id: give OWNER/NAME of letters, digits, '.', '_' and '-'",
+        ),
+        (
             MODEL + "sleep: {max_keep_alive_s: -1}",
             "sleep.max_keep_alive_s: should be greater than or equal to 0, found -1",
         ),
         (
             MODEL + "engine: {num_blocks: 1.5}",
             "engine.num_blocks: expected a whole number, found 1.5",
+        ),
+        (
+            MODEL + f"engine: {{page_size: {2**62}}}",
+            f"engine.page_size: should be less than or equal to 65536, found {2**62}",
+        ),
+        (
+            MODEL + f"engine: {{num_blocks: {10**30}}}",
+            f"engine.num_blocks: should be less than or equal to 2147483647, found {10**30}",
+        ),
+        (
+            MODEL + f"engine: {{max_batch_tokens: {2**62}}}",
+            f"engine.max_batch_tokens: should be less than or equal to 1048576, found {2**62}",
+        ),
+        (
+            MODEL + f"engine: {{max_requests_per_batch: {2**62}}}",
+            f"engine.max_requests_per_batch: should be less than or equal to 65536, found {2**62}",
+        ),
+        (
+            MODEL + f"engine: {{cpu_threads: {2**40}}}",
+            f"engine.cpu_threads: should be less than or equal to 1024, found {2**40}",
+        ),
+        (
+            MODEL + f"sharing: {{priority: {10**30}}}",
+            f"sharing.priority: should be less than or equal to 2147483647, found {10**30}",
+        ),
+        (
+            MODEL + f"sleep: {{keep_layers: {10**30}}}",
+            f"sleep.keep_layers: should be less than or equal to 65536, found {10**30}",
         ),
         (
             MODEL + "engine: {gpu_memory_utilization: 90}",
