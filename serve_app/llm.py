@@ -334,7 +334,7 @@ class LLM:
 
 def _listed(value: object) -> object:
     """Sequences as lists, which is what JSON has, and the checks of HTTP bodies want."""
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Sequence):
         return value
     return [_listed(each) for each in value]
 

@@ -40,7 +40,8 @@ class LoopThread(Generic[T]):
         """
         self._ready: Future[T] = Future()
         self._ended: Future[None] = Future()
-        self._is_closing = False
+        self._takes_calls = True
+        self._is_closing = False  # as the event loop knows
         self._name = name
         self._process_id = os.getpid()
         self._loop = asyncio.new_event_loop()
@@ -68,11 +69,13 @@ class LoopThread(Generic[T]):
         """What `work` comes to on the event loop; it is cancelled if the caller is interrupted.
 
         Raises:
-            ShuttingDown: the context was left before that, or entered in another process.
+            ShuttingDown: the context was left before that or is being left, or was entered in another process.
             Exception: whatever `work` raises.
         """
         try:
             self._require_own_process()
+            if not self._takes_calls:
+                raise ShuttingDown("it has been shut down")
         except ShuttingDown:
             work.close()
             raise
@@ -106,6 +109,7 @@ class LoopThread(Generic[T]):
         if not self._is_own_process():
             _open.discard(self)
             return
+        self._takes_calls = False
         call_unless_closed(self._loop, self._cancel_once)
         wait([self._ended], _CLOSE_TIMEOUT_S)
         _open.discard(self)

@@ -101,6 +101,13 @@ def test_wrong_settings_are_refused_before_anything_is_loaded(tmp_path: Path) ->
         LLM(tmp_path)
 
 
+@pytest.mark.parametrize("prompts", [b"ab", bytearray(b"ab"), memoryview(b"ab")])
+def test_bytes_are_no_prompt(prompts: Any) -> None:
+    asked = LLM.__new__(LLM)
+    with pytest.raises(InvalidRequest, match="prompt"):
+        asked.generate(prompts)
+
+
 def test_events_become_one_output() -> None:
     likely = TokenLogprob(5, "a", b"a", -0.5)
     chosen = TokenLogprob(6, "b", b"b", -2.0, (likely,))

@@ -78,6 +78,28 @@ def test_calls_to_one_that_was_closed_are_refused() -> None:
         thread.call(doubled(2))
 
 
+def test_calls_while_it_is_left_are_refused() -> None:
+    leaving, may_leave = threading.Event(), threading.Event()
+
+    @asynccontextmanager
+    async def slow_to_leave() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            leaving.set()
+            await asyncio.to_thread(may_leave.wait, 10)
+
+    thread = LoopThread(slow_to_leave(), "slow")
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(thread.close)
+        assert leaving.wait(10)
+        with pytest.raises(ShuttingDown):
+            thread.call(doubled(2))
+        assert not closing.done()
+        may_leave.set()
+        closing.result(10)
+
+
 def test_call_under_way_ends_when_it_is_closed() -> None:
     thread = LoopThread(Held()(), "held")
     begun = threading.Event()
