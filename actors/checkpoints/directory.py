@@ -187,7 +187,7 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 def longest_sequence(directory: Path) -> int | None:
     """Tokens that the model knows positions for; None if its configuration does not say."""
-    config = json.loads((directory / CONFIG_NAME).read_bytes())
+    config = config_of(directory)
     for each in (config, config.get("text_config")):
         if isinstance(each, dict) and isinstance(each.get("max_position_embeddings"), int):
             return int(each["max_position_embeddings"])

@@ -1,6 +1,17 @@
-"""What transformers is told of a checkpoint's config.json: what the model is, not what computes it. No torch."""
+"""What transformers is told of a checkpoint's config.json: what the model is, not what computes it. No torch.
 
-from typing import Any
+All who read one for transformers do it here: weights, engine and tokenizer have to agree on it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.checkpoints.directory import CONFIG_NAME, config_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Who runs a model chooses these, not who wrote its file: "flash_attention_2" wants a package that is not here, and
 # of the name of a repository transformers would fetch and run code (`is_kernel` in modeling_utils.py, 5.23).
@@ -51,6 +62,46 @@ def dtype_name(value: object) -> str:
 def own_dtype(config: dict[str, Any]) -> str:
     """The type that a checkpoint's weights are served in unless another is named. Raises as `dtype_name`."""
     return dtype_name(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def read_config(checkpoint: Path) -> "PreTrainedConfig":
+    """Its config.json. Nothing is fetched for it, and none of its own code is run.
+
+    Without what is not a checkpoint's to say, see `told_config`.
+
+    Raises:
+        ValueError: transformers does not know such a model, or one of its values is wrong.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig  # which takes a while
+
+    try:
+        told = config_of(checkpoint)
+    except (ValueError, TypeError, RecursionError) as exc:
+        why = f"{type(exc).__name__}: {exc}"
+        raise ValueError(f"{checkpoint / CONFIG_NAME} is unreadable ({why})") from exc
+    kind = str(told.get("model_type"))[:80]
+    if kind not in CONFIG_MAPPING:  # transformers would say so on five lines, with advice
+        code = ", and the checkpoint's own code is never run" if "auto_map" in told else ""
+        raise ValueError(f"transformers has no model of type {kind}{code}: not supported")
+    if kind == "mistral" and "layer_types" in told:
+        kind = "ministral"  # as AutoConfig has it (transformers 5.23)
+    with wrong_values_told(checkpoint):
+        values = told_config(PreTrainedConfig._decode_special_floats(told))
+        values |= {"model_type": kind, "name_or_path": str(checkpoint)}
+        config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(values)
+    return config
+
+
+@contextmanager
+def wrong_values_told(checkpoint: Path) -> Iterator[None]:
+    """Raises ValueError, in one line, for whatever transformers comes upon in a configuration."""
+    try:
+        yield
+    except Exception as exc:  # a zero is divided by, a name not found, a text multiplied ...
+        why = " ".join(str(exc).split())[:300]
+        raise ValueError(
+            f"{checkpoint / CONFIG_NAME}: no model can be made of it ({type(exc).__name__}: {why})"
+        ) from exc
 
 
 def told_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from actors.checkpoints.directory import quantized
+from actors.checkpoints.model_config import read_config
 from actors.errors import LayoutMismatch
 from actors.image.layout import Layout, TensorSlot
-from actors.image.packer import (
-    BUILDING,
-    language_model,
-    read_config,
-    require_servable_weights,
-)
+from actors.image.packer import BUILDING, language_model, require_servable_weights
 from actors.memory.arena import DeviceArena
 from actors.quantization.loading import swap_projections
 

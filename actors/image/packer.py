@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from actors.checkpoints.directory import (
     CONFIG_NAME,
     INDEX_NAME,
-    config_of,
     damaged_weights,
     missing_from_checkpoint,
     quantization_of,
@@ -33,7 +26,7 @@ from actors.checkpoints.directory import (
     unsupported_weights,
     weight_files,
 )
-from actors.checkpoints.model_config import told_config
+from actors.checkpoints.model_config import read_config, wrong_values_told
 from actors.checkpoints.variants import VARIANT_FILE, steps, variant_of
 from actors.errors import LayoutMismatch
 from actors.image.checksum import checksum
@@ -65,32 +58,6 @@ def checkpoint_dtype(checkpoint: Path, dtype: str) -> torch.dtype:
     return found
 
 
-def read_config(checkpoint: Path) -> PreTrainedConfig:
-    """Its config.json. Nothing is fetched for it, and none of its own code is run.
-
-    Without what is not a checkpoint's to say, see `told_config`.
-
-    Raises:
-        ValueError: transformers does not know such a model, or one of its values is wrong.
-    """
-    try:
-        told = config_of(checkpoint)
-    except (ValueError, TypeError, RecursionError) as exc:
-        why = f"{type(exc).__name__}: {exc}"
-        raise ValueError(f"{checkpoint / CONFIG_NAME} is unreadable ({why})") from exc
-    kind = str(told.get("model_type"))[:80]
-    if kind not in CONFIG_MAPPING:  # transformers would say so on five lines, with advice
-        code = ", and the checkpoint's own code is never run" if "auto_map" in told else ""
-        raise ValueError(f"transformers has no model of type {kind}{code}: not supported")
-    if kind == "mistral" and "layer_types" in told:
-        kind = "ministral"  # as AutoConfig has it (transformers 5.23)
-    with _wrong_values_told(checkpoint):
-        values = told_config(PreTrainedConfig._decode_special_floats(told))
-        values |= {"model_type": kind, "name_or_path": str(checkpoint)}
-        config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(values)
-    return config
-
-
 def language_model(
     checkpoint: Path, config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
@@ -104,24 +71,12 @@ def language_model(
         raise ValueError(
             f"transformers has no causal language model of type {config.model_type}: not supported"
         )
-    with _wrong_values_told(checkpoint), torch.device("meta"):
+    with wrong_values_told(checkpoint), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             deepcopy(config), dtype=dtype, trust_remote_code=False
         )
     assert isinstance(model, PreTrainedModel)
     return model
-
-
-@contextmanager
-def _wrong_values_told(checkpoint: Path) -> Iterator[None]:
-    """Raises ValueError, in one line, for whatever transformers comes upon in a configuration."""
-    try:
-        yield
-    except Exception as exc:  # a zero is divided by, a name not found, a text multiplied ...
-        why = " ".join(str(exc).split())[:300]
-        raise ValueError(
-            f"{checkpoint / CONFIG_NAME}: no model can be made of it ({type(exc).__name__}: {why})"
-        ) from exc
 
 
 def _require_elements(

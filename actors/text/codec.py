@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from actors.checkpoints.model_config import read_config
 from actors.errors import ContextLengthExceeded, InvalidRequest
 from actors.protocol import ChatPrompt, MessageForm, Prompt, TokenLogprob
 from actors.text.detokenizer import ByteStream, StreamDecoder, TokenBytes, WindowStream
@@ -73,13 +79,11 @@ class TextCodec:
         together: chat models often name the end of a turn in only one of them.
 
         Raises:
-            ValueError: there is no tokenizer, or it is unreadable.
+            ValueError: there is no tokenizer, or it or the configuration is unreadable.
         """
         directory = Path(checkpoint_dir)
-        tokenizer = _read_tokenizer(directory)
-        config = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        ).get_text_config()
+        whole = read_config(directory)
+        tokenizer, config = _read_tokenizer(directory, whole), whole.get_text_config()
         sources = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
         sources.append(read_generation_config(directory).get("eos_token_id"))
         eos_ids: set[int] = set()
@@ -280,11 +284,11 @@ class TextCodec:
         return text
 
 
-def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+def _read_tokenizer(directory: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """See `TextCodec.load`. Where no file has one, transformers makes one up that knows special tokens alone."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
+            directory, config=config, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # whatever the library for its kind raises
         told = f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from actors.checkpoints.making import write_checkpoint
+from actors.checkpoints.model_config import read_config
 from actors.engine.batching.inputs import StepInputs
 from actors.engine.batching.kv_cache import KvCache
 from actors.engine.batching.sequence import LoopSequence
@@ -28,7 +29,7 @@ from actors.engine.sampling.logits import forbid, logprobs
 from actors.engine.sampling.sampler import SequenceSampling
 from actors.engine.sizing import STEP_SIZES, CardMemory, Limits, plan_limits
 from actors.image.attach import build_on_meta
-from actors.image.packer import checkpoint_dtype, read_config
+from actors.image.packer import checkpoint_dtype
 from actors.quantization.linear import QuantizedLinear
 from actors.quantization.making import QuantizeName
 from actors.quantization.scheme import Scheme

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from actors.checkpoints.making import write_checkpoint
+from actors.checkpoints.model_config import read_config
 from actors.checkpoints.sizes import own_dtype
 from actors.engine.model.merged_projections import merge_projections
 from actors.errors import LayoutMismatch, WeightsCorrupted
@@ -236,13 +237,13 @@ def _configure(checkpoint: Path, **values: object) -> None:
 def test_configuration_is_read_as_transformers_reads_it(kind: str, tmp_path: Path) -> None:
     """But for what is left out, see below."""
     ARCHITECTURES[kind]().save_pretrained(tmp_path)
-    assert packer.read_config(tmp_path) == AutoConfig.from_pretrained(tmp_path)
+    assert read_config(tmp_path) == AutoConfig.from_pretrained(tmp_path)
 
 
 def test_mistral_with_kinds_of_layers_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     MistralConfig(**SMALL, sliding_window=16).save_pretrained(tmp_path)
     _configure(tmp_path, layer_types=["full_attention", "sliding_attention", "full_attention"])
-    assert packer.read_config(tmp_path) == AutoConfig.from_pretrained(tmp_path)
+    assert read_config(tmp_path) == AutoConfig.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("read", [packer.load_reference, build_on_meta])
@@ -277,7 +278,7 @@ def test_nor_in_its_parts(tmp_path: Path) -> None:
     kernels = {"_attn_implementation": "somebody/their-kernels"}
     parts = {name: written[name] | kernels for name in ("text_config", "vision_config")}
     _configure(tmp_path, **parts)
-    config = packer.read_config(tmp_path)
+    config = read_config(tmp_path)
     for each in (config, config.text_config, config.vision_config):
         assert each._attn_implementation is None
 
@@ -352,7 +353,7 @@ def test_model_that_is_far_larger_than_its_files_is_refused_before_it_has_memory
 
 def test_labels_of_classifiers_are_not_counted_out(qwen2: Path) -> None:
     _configure(qwen2, num_labels=10**10)
-    assert packer.read_config(qwen2).num_labels == 2
+    assert read_config(qwen2).num_labels == 2
 
 
 def test_key_changes_with_the_checkpoint_and_the_dtype(qwen2: Path) -> None:

@@ -339,6 +339,25 @@ def test_load_joins_every_source_of_eos(tmp_path) -> None:  # type: ignore[no-un
     assert TextCodec.load(tmp_path).eos_ids == {7, tokenizer.eos_token_id}
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_labels": "10000000000"},  # a number would become as many entries of a table
+        {"attribute_map": {"vocab_size": "hidden_size"}},
+        {"dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_load_reads_the_configuration_as_who_loads_the_weights(
+    tiny_checkpoint: Path, tmp_path: Path, values: dict[str, object]
+) -> None:
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    codec, expected = TextCodec.load(checkpoint), TextCodec.load(tiny_checkpoint)
+    assert (codec.vocab_size, codec.eos_ids) == (expected.vocab_size, expected.eos_ids)
+
+
 # Stop strings
 
 
