@@ -25,7 +25,7 @@ from actors.checkpoints.model_config import read_config
 from actors.errors import ContextLengthExceeded, InvalidRequest
 from actors.protocol import ChatPrompt, MessageForm, Prompt, TokenLogprob
 from actors.text.detokenizer import ByteStream, StreamDecoder, TokenBytes, WindowStream
-from actors.text.generation_config import read_generation_config
+from actors.text.generation_config import GENERATION_CONFIG, read_generation_config
 from actors.text.message_form import ChatConfig, ends_in_reasoning, form_of
 from actors.text.validation import check_token_ids
 
@@ -79,17 +79,23 @@ class TextCodec:
         together: chat models often name the end of a turn in only one of them.
 
         Raises:
-            ValueError: there is no tokenizer, or it or the configuration is unreadable.
+            ValueError: there is no tokenizer, or it or a configuration is unreadable.
         """
         directory = Path(checkpoint_dir)
         whole = read_config(directory)
         tokenizer, config = _read_tokenizer(directory, whole), whole.get_text_config()
-        sources = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-        sources.append(read_generation_config(directory).get("eos_token_id"))
-        eos_ids: set[int] = set()
-        for source in sources:
-            ids = source if isinstance(source, list) else [source]
-            eos_ids.update(i for i in ids if i is not None and 0 <= i < config.vocab_size)
+        told = (
+            tokenizer.eos_token_id,
+            getattr(config, "eos_token_id", None),
+            read_generation_config(directory).get("eos_token_id"),
+        )
+        ids = [i for each in told for i in (each if isinstance(each, list) else [each])]
+        if any(type(i) not in (int, type(None)) for i in ids):
+            raise ValueError(
+                f"eos_token_id in {directory / GENERATION_CONFIG} must be a token id, or a list of them, "
+                f"found {json.dumps(told[-1]):.80}"
+            )
+        eos_ids = {i for i in ids if i is not None and 0 <= i < config.vocab_size}
         return cls(tokenizer, config.vocab_size, eos_ids, chat)
 
     @property

@@ -358,6 +358,16 @@ def test_load_reads_the_configuration_as_who_loads_the_weights(
     assert (codec.vocab_size, codec.eos_ids) == (expected.vocab_size, expected.eos_ids)
 
 
+@pytest.mark.parametrize("found", ["</s>", [2, "</s>"], {"id": 2}, True, 2.0], ids=str)
+def test_end_of_sequence_that_is_no_token_id_is_refused_in_a_line(
+    tiny_checkpoint: Path, tmp_path: Path, found: object
+) -> None:
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
+    with pytest.raises(ValueError, match=r"^eos_token_id in .*/generation_config\.json must be "):
+        TextCodec.load(checkpoint)
+
+
 # Stop strings
 
 
