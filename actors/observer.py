@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import wraps
 from typing import TYPE_CHECKING
 
 from actors.protocol import MemoryChange, WakeReport
@@ -170,54 +171,6 @@ class GuardedObserver(Observer):
         self._inner = inner
         self._failed: set[str] = set()
 
-    def waited(self, seconds: float) -> None:
-        self._tell(self._inner.waited, seconds)
-
-    def woke(self, cause: WakeCause, result: WakeResult, seconds: float) -> None:
-        self._tell(self._inner.woke, cause, result, seconds)
-
-    def slept(self, cause: SleepCause, level: int, seconds: float, change: MemoryChange) -> None:
-        self._tell(self._inner.slept, cause, level, seconds, change)
-
-    def drain_taken_back(self) -> None:
-        self._tell(self._inner.drain_taken_back)
-
-    def restarted(self) -> None:
-        self._tell(self._inner.restarted)
-
-    def granted(self, outcome: GrantOutcome, seconds: float) -> None:
-        self._tell(self._inner.granted, outcome, seconds)
-
-    def growth_asked(self, outcome: GrowthOutcome) -> None:
-        self._tell(self._inner.growth_asked, outcome)
-
-    def kv_changed(self, change: KvChange, parts: int, size: int) -> None:
-        self._tell(self._inner.kv_changed, change, parts, size)
-
-    def wake_phase(self, phase: WakePhase, seconds: float) -> None:
-        self._tell(self._inner.wake_phase, phase, seconds)
-
-    def restored(self, report: WakeReport) -> None:
-        self._tell(self._inner.restored, report)
-
-    def first_token(self, seconds: float) -> None:
-        self._tell(self._inner.first_token, seconds)
-
-    def stepped(self, prompt_tokens: int, tokens: int, gaps: Sequence[tuple[float, int]]) -> None:
-        self._tell(self._inner.stepped, prompt_tokens, tokens, gaps)
-
-    def looked_up(self, prompt_tokens: int, cached_tokens: int) -> None:
-        self._tell(self._inner.looked_up, prompt_tokens, cached_tokens)
-
-    def ended(self, course: Course, ending: Ending, now_s: float) -> None:
-        self._tell(self._inner.ended, course, ending, now_s)
-
-    def refused(self, error: Exception) -> None:
-        self._tell(self._inner.refused, error)
-
-    def obtained(self, source: str) -> None:
-        self._tell(self._inner.obtained, source)
-
     def _tell(self, method: Callable[..., None], *args: object) -> None:
         try:
             method(*args)
@@ -226,6 +179,19 @@ class GuardedObserver(Observer):
             if name not in self._failed:
                 logger.exception("telemetry: %s failed; later failures of it are not logged", name)
             self._failed.add(name)
+
+
+def _handed_on(event: Callable[..., None]) -> Callable[..., None]:
+    @wraps(event)
+    def hand_on(self: GuardedObserver, *args: object) -> None:
+        self._tell(getattr(self._inner, event.__name__), *args)
+
+    return hand_on
+
+
+# All that there is to tell, whatever comes to it.
+for _event in (each for name, each in vars(Observer).items() if not name.startswith("_")):
+    setattr(GuardedObserver, _event.__name__, _handed_on(_event))
 
 
 class EngineMeter:
