@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from actors.holder.held import Held, ImageGrant, Published
+from actors.holder.held import Held, Published, published
 from actors.holder.room import MakeRoom
 from actors.image.config import COMPRESSED_SHARES, MOST_STORED
 from actors.image.image import digest
@@ -101,7 +101,6 @@ def compressed(
     segments = [segment for segment, _, _ in kept]
     manifest = replace(
         before,
-        payload_offsets=tuple(segment.payload_offset for segment in segments),
         digests=tuple(found for _, found, _ in kept),
         compressed=tuple(parts for _, _, parts in kept),
     )
@@ -113,8 +112,7 @@ def compressed(
         manifest.stored_bytes / 2**30,
         took_s,
     )
-    grant = ImageGrant(manifest, tuple(segment.ref for segment in segments), held.grant.load_s)
-    return grant, segments
+    return published(manifest, segments, held.grant.load_s)
 
 
 def _fitting(segment: ReservedSegment, size: int) -> ReservedSegment:

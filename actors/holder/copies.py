@@ -3,10 +3,9 @@
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 
 from actors.errors import HostMemoryFull, WeightsCorrupted
-from actors.holder.held import HeldImages, ImageGrant, Published
+from actors.holder.held import HeldImages, Published, published
 from actors.holder.pull import Peer, pull
 from actors.holder.room import HostRoom, MakeRoom
 from actors.image.layout import ImageKey, Manifest
@@ -38,9 +37,7 @@ def from_file(
         del segments
         room.await_store(size)
         return None
-    offsets = tuple(segment.payload_offset for segment in segments)
-    manifest = replace(found, payload_offsets=offsets)
-    return _published(manifest, segments, str(files.path(key)), started_s)
+    return _copied(found, segments, str(files.path(key)), started_s)
 
 
 def from_peers(
@@ -58,7 +55,7 @@ def from_peers(
             if lent is None:
                 continue
             make_room(lent.stored_bytes)
-            manifest, segments = pull(lent, peer, images.recycled_bytes)
+            segments = pull(lent, peer, images.recycled_bytes)
         except HostMemoryFull:
             raise  # whoever it comes from
         except WeightsCorrupted as exc:
@@ -67,11 +64,11 @@ def from_peers(
         except Exception as exc:  # noqa: BLE001  # whatever it was, there is the disk
             logger.warning("no image %s from %s: %s: %s", key, peer.name, type(exc).__name__, exc)
         else:
-            return _published(manifest, segments, peer.name, started_s)
+            return _copied(lent, segments, peer.name, started_s)
     return None
 
 
-def _published(
+def _copied(
     manifest: Manifest, segments: list[ReservedSegment], source: str, started_s: float
 ) -> Published:
     load_s = time.monotonic() - started_s
@@ -82,7 +79,7 @@ def _published(
         source,
         load_s,
     )
-    return ImageGrant(manifest, tuple(s.ref for s in segments), load_s), segments
+    return published(manifest, segments, load_s)
 
 
 def _have_rechecked(peer: Peer, key: ImageKey) -> None:

@@ -40,11 +40,19 @@ class ImageGrant:
 
     manifest: Manifest
     refs: tuple["ray.ObjectRef[ByteArray]", ...]
+    offsets: tuple[int, ...]  # bytes into each object where the segment's payload starts
     load_s: float  # what loading it took, whenever that was
 
 
 # And the views that keep it from being spilled.
 Published = tuple[ImageGrant, list[ReservedSegment]]
+
+
+def published(manifest: Manifest, segments: list[ReservedSegment], load_s: float) -> Published:
+    """The image that has been written to these segments."""
+    refs = tuple(segment.ref for segment in segments)
+    offsets = tuple(segment.payload_offset for segment in segments)
+    return ImageGrant(manifest, refs, offsets, load_s), segments
 
 
 @dataclass(slots=True)
@@ -106,12 +114,12 @@ class HeldImages:
             self._images[key] = held
             self.recycled_bytes = max(0, self.recycled_bytes - held.size)
 
-    def replace(self, key: ImageKey, held: Held, published: Published) -> bool:
+    def replace(self, key: ImageKey, held: Held, copy: Published) -> bool:
         """Have another copy of an image in its place, with the same lessees; False if it has gone.
 
         Who looks at the one before does so until it leases the image again.
         """
-        grant, segments = published
+        grant, segments = copy
         with self._lock:
             if self._images.get(key) is not held:
                 return False

@@ -29,7 +29,14 @@ from actors.errors import HostMemoryFull, ImageMissing, LayoutMismatch, WeightsC
 from actors.holder.compression import ActorCompressor, compressed
 from actors.holder.config import HostConfig
 from actors.holder.copies import from_file, from_peers
-from actors.holder.held import Held, HeldImages, ImageGrant, ImageRequest, Published
+from actors.holder.held import (
+    Held,
+    HeldImages,
+    ImageGrant,
+    ImageRequest,
+    Published,
+    published,
+)
 from actors.holder.lookers import RayLookers, alive
 from actors.holder.pull import Peer
 from actors.holder.room import HostRoom, MakeRoom
@@ -277,11 +284,11 @@ class WeightHolder:
             if held.grant.manifest.compressed:
                 return True
             try:
-                published = await asyncio.to_thread(self._compress, held, worker)
+                compact = await asyncio.to_thread(self._compress, held, worker)
             except Exception as exc:  # noqa: BLE001  # whatever it was, the image is there as it was
                 logger.info("image %s is not compressed now: %s: %s", key, type(exc).__name__, exc)
                 return False
-            is_new = self._images.replace(key, held, published)
+            is_new = self._images.replace(key, held, compact)
         if not is_new:
             return False
         if (files := self._room.files) is not None:
@@ -392,14 +399,14 @@ class WeightHolder:
     def _obtain(self, request: ImageRequest, checkpoint: Path, key: ImageKey, evicts: bool) -> Held:
         with self._room.for_a_load(key, evicts) as make_room:
             origin: Origin = "file"
-            published = from_file(self._room, self._images, key, make_room)
-            if published is None:
+            found = from_file(self._room, self._images, key, make_room)
+            if found is None:
                 origin = "node"
-                published = from_peers(self._peers(), self._images, key, make_room)
-            if published is None:
+                found = from_peers(self._peers(), self._images, key, make_room)
+            if found is None:
                 origin = "disk"
-                published = self._publish(request.model_id, checkpoint, key, make_room)
-        grant, segments = published
+                found = self._publish(request.model_id, checkpoint, key, make_room)
+        grant, segments = found
         now_s = self._now()
         held = Held(grant, segments, origin, request, unused_since_s=now_s, leased_s=now_s)
         self._count(origin, held.size)
@@ -454,9 +461,6 @@ class WeightHolder:
         segments = reserve_all([segment.size for segment in layout.segments])
         digests, checksums = packer.pack(model, layout, [s.payload.data for s in segments])
         load_s = time.monotonic() - started_s
-        manifest = Manifest(
-            key, layout, tuple(s.payload_offset for s in segments), digests, checksums
-        )
         logger.info(
             "load_model key:%s: published %d tensors, %.2f GiB in %d segments, costed %.2f s",
             key,
@@ -465,8 +469,7 @@ class WeightHolder:
             len(segments),
             load_s,
         )
-        grant = ImageGrant(manifest, tuple(s.ref for s in segments), load_s)
-        return grant, segments
+        return published(Manifest(key, layout, digests, checksums), segments, load_s)
 
 
 def unread(checkpoint: Path, limit_s: float) -> str:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -233,7 +233,7 @@ def load_from_file(file: Path, key: ImageKey) -> WeightImage | None:
         file,
         time.monotonic() - started_s,
     )
-    return WeightImage(replace(found, payload_offsets=(0,) * len(buffers)), buffers, origin="disk")
+    return WeightImage(found, buffers, origin="disk")
 
 
 def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
@@ -243,7 +243,7 @@ def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
     layout = packer.plan(model)
     buffers = private_buffers([segment.size for segment in layout.segments])
     digests, checksums = packer.pack(model, layout, buffers)
-    manifest = Manifest(key, layout, (0,) * len(buffers), digests, checksums)
+    manifest = Manifest(key, layout, digests, checksums)
     logger.info(
         "Loaded %d tensors from disk, costed %.3f s",
         len(layout.tensors),
@@ -265,10 +265,10 @@ def _open(grant: ImageGrant, timeout_s: float) -> WeightImage:
         Exception: Ray's, when they cannot be had; with the holder they are gone.
     """
     objects = ray.get(list(grant.refs), timeout=timeout_s)
-    offsets, sizes = grant.manifest.payload_offsets, grant.manifest.stored_sizes
+    sizes = grant.manifest.stored_sizes
     buffers = [
         whole.data[offset : offset + size]
-        for whole, offset, size in zip(objects, offsets, sizes, strict=True)
+        for whole, offset, size in zip(objects, grant.offsets, sizes, strict=True)
     ]
     image = WeightImage(grant.manifest, buffers, origin="image")
     image.verify()

@@ -5,7 +5,6 @@ node. So the other holder's bytes come as results of calls, which belong to the 
 from both stores as soon as they have been copied into an object that is ours.
 """
 
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,7 +56,7 @@ class ActorPeer:
         return bool(ray.get(self._actor.recheck.remote(key), timeout=self._segment_timeout_s))
 
 
-def pull(lent: Manifest, peer: Peer, recycled_bytes: int) -> tuple[Manifest, list[ReservedSegment]]:
+def pull(lent: Manifest, peer: Peer, recycled_bytes: int) -> list[ReservedSegment]:
     """Copy what `peer` lends into this node's store, checked as it arrives.
 
     Args:
@@ -65,7 +64,7 @@ def pull(lent: Manifest, peer: Peer, recycled_bytes: int) -> tuple[Manifest, lis
         recycled_bytes: see `StoreRoom.require`.
 
     Returns:
-        The manifest of our copy, and its segments, which this process owns.
+        Its segments, which this process owns.
 
     Raises:
         StoreFull: there is no room for it, and for the segments on their way.
@@ -87,4 +86,4 @@ def pull(lent: Manifest, peer: Peer, recycled_bytes: int) -> tuple[Manifest, lis
             )
 
     on_threads(copy, range(len(segments)), at_once=_IN_FLIGHT)
-    return replace(lent, payload_offsets=tuple(segment.payload_offset for segment in own)), own
+    return own

@@ -126,7 +126,6 @@ class Manifest:
 
     key: ImageKey
     layout: Layout
-    payload_offsets: tuple[int, ...]  # per segment: bytes into its object where the payload starts
     digests: tuple[str, ...]  # per segment: xxh3_128 of its payload, hexadecimal
     checksums: tuple[Checksum, ...]  # per segment: what a device computes of its bytes
     # Per segment: its parts in their order, which cover it; none: the payload is the segment. Empty: so are all.

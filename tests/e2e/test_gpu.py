@@ -133,7 +133,7 @@ holder = serve.get_deployment_handle("WeightHolder", "weights")
 grant = holder.acquire.remote(request, key, "somebody").result()
 segment = len(grant.refs) // 2
 start = ray.get(grant.refs[segment]).__array_interface__["data"][0]
-middle = grant.manifest.payload_offsets[segment] + grant.manifest.layout.segments[segment].size // 2
+middle = grant.offsets[segment] + grant.manifest.layout.segments[segment].size // 2
 ctypes.c_uint8.from_address(start + middle).value ^= 0xFF
 print("done", flush=True)
 """

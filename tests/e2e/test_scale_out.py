@@ -54,7 +54,7 @@ key = packer.image_key(checkpoint, packer.checkpoint_dtype(checkpoint, "auto"))
 request = ImageRequest("tiny", ModelSource(id=str(checkpoint)), "auto")
 holder = serve.get_deployment_handle("WeightHolder", "weights")
 grant = holder.acquire.remote(request, key, "somebody").result(timeout_s=20)
-start = ray.get(grant.refs[1]).__array_interface__["data"][0] + grant.manifest.payload_offsets[1]
+start = ray.get(grant.refs[1]).__array_interface__["data"][0] + grant.offsets[1]
 ctypes.c_uint8.from_address(start).value ^= 0xFF
 """
 

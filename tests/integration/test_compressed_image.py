@@ -18,7 +18,7 @@ from actors.checkpoints.source import ModelSource
 from actors.errors import ImageMissing, Unavailable
 from actors.holder.compression import compressed
 from actors.holder.config import HostConfig
-from actors.holder.held import Held, ImageGrant, ImageRequest
+from actors.holder.held import Held, ImageRequest, published
 from actors.holder.holder import WeightHolder
 from actors.holder.obtain import FastLoad, load_from_disk
 from actors.image.compressing import compress_segment
@@ -226,7 +226,7 @@ class OfSize:
 
 def held(image: WeightImage) -> Held:
     segments = reserve_all([len(part) for part in image.segments])
-    grant = ImageGrant(image.manifest, tuple(segment.ref for segment in segments), 0.0)
+    grant, _ = published(image.manifest, segments, 0.0)
     request = ImageRequest("demo", ModelSource(id="demo"), "auto")
     return Held(grant, segments, "disk", request, 0.0)
 

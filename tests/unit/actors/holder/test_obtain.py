@@ -147,7 +147,7 @@ def store(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, 
     count = len(image.layout.segments)
     objects = [np.frombuffer(image.segment(i), np.uint8).copy() for i in range(count)]
     monkeypatch.setattr(ray, "get", lambda refs, timeout: [objects[ref] for ref in refs])
-    return objects, ImageGrant(image.manifest, tuple(range(count)), 1.0)  # type: ignore[arg-type]
+    return objects, ImageGrant(image.manifest, tuple(range(count)), (0,) * count, 1.0)  # type: ignore[arg-type]
 
 
 def test_image_from_the_store_is_told(tiny_checkpoint: Path, store: tuple[Any, ImageGrant]) -> None:

@@ -79,7 +79,7 @@ def bench(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             SimpleNamespace(payload=np.frombuffer(segment, np.uint8), ref=None)
             for segment in loaded.segments
         ]
-        return ImageGrant(loaded.manifest, (), 1.0), segments
+        return ImageGrant(loaded.manifest, (), (), 1.0), segments
 
     (tmp_path / "images").mkdir()
     checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "m"))

@@ -82,7 +82,7 @@ class Bench:
             SimpleNamespace(payload=np.frombuffer(payload, np.uint8)) for payload in made.payloads
         ]
         request = ImageRequest(name, ModelSource(id=f"/models/{name}"), "auto")
-        held = Held(ImageGrant(made.manifest, (), 1.0), segments, "disk", request, 0.0)
+        held = Held(ImageGrant(made.manifest, (), (), 1.0), segments, "disk", request, 0.0)
         held.leased_s = self.clock()
         self.images.put(made.manifest.key, held)
         if use is not None:

@@ -29,7 +29,6 @@ def packed(name: str = "model", sizes: tuple[int, ...] = SIZES, seed: int = 0) -
         Manifest(
             ImageKey(f"/models/{name}", "1", "bfloat16"),
             layout,
-            (512,) * len(sizes),
             tuple(digest(payload) for payload in payloads),
             (Checksum(1, -2),) * len(sizes),
         ),

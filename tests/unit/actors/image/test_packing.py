@@ -83,7 +83,7 @@ def packed(checkpoint: Path) -> tuple[PreTrainedModel, WeightImage]:
     buffers = [memoryview(bytearray(b"\xaa" * segment.size)) for segment in layout.segments]
     digests, checksums = packer.pack(reference, layout, buffers)
     key = packer.image_key(checkpoint, dtype)
-    manifest = Manifest(key, layout, (0,) * len(buffers), digests, checksums)
+    manifest = Manifest(key, layout, digests, checksums)
     return reference, WeightImage(manifest, buffers, "disk")
 
 
