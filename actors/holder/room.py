@@ -14,6 +14,7 @@ from actors.holder.files import ImageFiles
 from actors.holder.held import HeldImages
 from actors.holder.host_memory import ImageUse, Need, Resident, may_come, who_goes
 from actors.image.layout import ImageKey
+from actors.image.store import gib
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class HostRoom:
         if self.files is not None and self.files.has(key):
             file = str(self.files.path(key))
         return HostMemoryFull(
-            f"image {key} needs {_gib(size)} of a budget of {_gib(budget)} (host.memory_budget_gib), {why}",
+            f"image {key} needs {gib(size)} of a budget of {gib(budget)} (host.memory_budget_gib), {why}",
             file,
         )
 
@@ -192,7 +193,3 @@ class HostRoom:
         self.evictions += 1
         self._on_evicted(has_file)
         return True
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -44,18 +44,18 @@ class StoreRoom:
         """
         if size > self.available:
             raise StoreFull(
-                f"the image needs {_gib(size)} of the object store, which has "
-                f"{_gib(self.available)} of {_gib(self.capacity)} free: start Ray with a larger "
+                f"the image needs {gib(size)} of the object store, which has "
+                f"{gib(self.available)} of {gib(self.capacity)} free: start Ray with a larger "
                 "--object-store-memory"
             )
         if size > self.shared_memory_free + recycled:
             raise StoreFull(
-                f"the image needs {_gib(size)} of {SHARED_MEMORY}, which has "
-                f"{_gib(self.shared_memory_free)} free: enlarge it (containers: --shm-size)"
+                f"the image needs {gib(size)} of {SHARED_MEMORY}, which has "
+                f"{gib(self.shared_memory_free)} free: enlarge it (containers: --shm-size)"
             )
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
