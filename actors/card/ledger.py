@@ -166,9 +166,6 @@ class CardLedger:
             awake_since_s=now_s - account.awake_s,
             quiet_since_s=now_s - account.quiet_s,
             kv=account.kv,
-            kv_most=account.kv_most,
-            grown=account.grown,
-            spare=account.spare,
         )
 
     def lose(self, name: str) -> None:
@@ -412,7 +409,7 @@ def _shown(tenant: Tenant) -> CardTenant:
         tenant.held,
         tenant.residue,
         tenant.awake,
-        tenant.kv,
-        tenant.kv_most,
+        tenant.kv.size,
+        tenant.kv.most,
         tenant.moving or tenant.comes_free,
     )

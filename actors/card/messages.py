@@ -4,6 +4,7 @@ Up go accounts, whole ones, so that a keeper that has just begun knows as much a
 come answers to asks, in what order so ever, and orders to make room.
 """
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -12,6 +13,19 @@ from actors.card.config import Terms
 from actors.protocol import CardStatus, SleepMode
 
 # --- up ---
+
+
+@dataclass(frozen=True, slots=True)
+class KvNow:
+    """What a worker has of its KV cache; bytes."""
+
+    size: int = 0
+    most: int = 0  # that it may come to have
+    grown: int = 0  # of `size`, beside what it woke with
+    spare: int = 0  # of `grown`, what nobody uses: it can go back while the model is awake
+
+
+NO_KV = KvNow()
 
 
 class Account(msgspec.Struct, frozen=True, array_like=True):
@@ -35,10 +49,7 @@ class Account(msgspec.Struct, frozen=True, array_like=True):
     answered_order: int = -1  # the newest order that is done, or could not be
     device_free: int | None = None  # by the driver, a moment ago
     short: bool = False  # what was granted was not there
-    kv: int = 0  # of `held`, the KV cache
-    kv_most: int = 0  # that it may come to have
-    grown: int = 0  # of `kv`, what it has beside what it woke with
-    spare: int = 0  # of `grown`, what nobody uses now: it can go back while the model is awake
+    kv: KvNow = NO_KV  # part of `held`
     swap_s: float = 0.0  # that its last sleep and its last wake took, together
     resumes: bool = False  # it asks for frozen requests alone that have had their first token
 

@@ -198,7 +198,7 @@ def _never(card: Card, ask: Ask, who: Tenant) -> str | None:
     """Why an ask would not fit if everybody made room who ever does; None if it would."""
     others = [t for t in card.tenants if t.name != who.name and not t.gone]
     pinned = [t for t in others if t.terms.pin and t.awake]
-    stays = sum(t.held + t.residue - t.grown for t in pinned)
+    stays = sum(t.held + t.residue - t.kv.grown for t in pinned)
     room = card.budget - stays - who.held - who.residue
     if ask.size > room:
         beside = f" beside {', '.join(t.model for t in pinned)} (sharing.pin)" if pinned else ""

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from actors.card.config import Preempt, Terms
+from actors.card.messages import NO_KV, KvNow
 
 # Who wants a first token has busy models frozen then: who was about to be idle need not be.
 FREEZE_AFTER_S = 0.1
@@ -29,10 +30,8 @@ class Tenant:
         leaving: it was asked to make room, and has not answered.
         drains: it is leaving, and ends first what it has in flight; until then it may be told to stay.
         gone: its replica is lost, its process about to end.
-        kv, kv_most: of `held`, the KV cache, and the most that it may have.
-        grown: of `kv`, what it has beside what it woke with.
-        spare: of `grown`, what it does not use.
-        giving: of `spare`, what it was asked to give back, and has not answered.
+        kv: part of `held`.
+        giving: of `kv.spare`, what it was asked to give back, and has not answered.
         spare_from_s: it gave less than it had said a moment ago; it is asked again from then on.
         spared_until_s: it could not make room a moment ago.
     """
@@ -57,10 +56,7 @@ class Tenant:
     drains: bool = False
     gone: bool = False
     spared_until_s: float = -math.inf
-    kv: int = 0
-    kv_most: int = 0
-    grown: int = 0
-    spare: int = 0
+    kv: KvNow = NO_KV
     giving: int = 0
     spare_from_s: float = -math.inf
 
@@ -91,7 +87,7 @@ class Tenant:
     def gives(self, now_s: float) -> int:
         """Bytes that it can give back while it is awake."""
         is_ready = self.awake and not (self.moving or self.comes_free or self.giving)
-        return min(self.spare, self.frees) if is_ready and self.spare_from_s <= now_s else 0
+        return min(self.kv.spare, self.frees) if is_ready and self.spare_from_s <= now_s else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ import msgspec
 from actors.card.config import SharingConfig, Terms
 from actors.card.keeper_line import Connect, KeeperLine, Told
 from actors.card.messages import (
+    NO_KV,
     Account,
     Changed,
     GiveBack,
     Granted,
     Join,
+    KvNow,
     MakeRoom,
     Refused,
     Sight,
@@ -46,16 +48,6 @@ class CardOfWorker:
     id: str
     total: int
     budget: int  # for all tenants
-
-
-@dataclass(frozen=True, slots=True)
-class KvNow:
-    """What a worker has of its KV cache; bytes."""
-
-    size: int = 0
-    most: int = 0  # that it may come to have
-    grown: int = 0  # of `size`, beside what it woke with
-    spare: int = 0  # of `grown`, what nobody uses
 
 
 class CardClient:
@@ -162,7 +154,7 @@ class CardClient:
     def woken_with(self) -> int:
         """Bytes that the wake took, of who is awake."""
         account = self._account
-        return max(0, account.held - account.kept - account.grown) if account.awake else 0
+        return max(0, account.held - account.kept - account.kv.grown) if account.awake else 0
 
     async def until_there_is_a_keeper(self) -> bool:
         """Wait for as long as for room; whether there is one."""
@@ -195,8 +187,8 @@ class CardClient:
     ) -> None:
         """While it is awake: what it has now, after a part came or went, or was left by those who had it."""
         account = self._account
-        if (held, kv) != (account.held, _kv_of(account)) or short:
-            self._change(held=held, **_fields_of(kv), device_free=device_free, short=short)
+        if (held, kv) != (account.held, account.kv) or short:
+            self._change(held=held, kv=kv, device_free=device_free, short=short)
 
     def withdraw(self, reason: str) -> None:
         """Nobody wants any more what was asked for; who waits for it gets Unavailable."""
@@ -211,7 +203,7 @@ class CardClient:
         reached: bool = True,
         device_free: int | None = None,
         short: bool = False,
-        kv: KvNow = KvNow(),
+        kv: KvNow = NO_KV,
         swap_s: float = 0.0,
     ) -> None:
         """It is awake, or asleep; see Account."""
@@ -231,7 +223,7 @@ class CardClient:
             device_free=device_free,
             short=short,
             swap_s=swap_s,
-            **_fields_of(kv),
+            kv=kv,
         )
 
     def moves(self) -> None:
@@ -256,7 +248,7 @@ class CardClient:
         """
         self._quiet_since_s = self._now()
         reached = self._account.reached or not busy
-        self._change(busy=busy, reached=reached, **({} if kv is None else _fields_of(kv)))
+        self._change(busy=busy, reached=reached, kv=self._account.kv if kv is None else kv)
 
     def worker_ended(self) -> None:
         """Nothing is left of the worker's process, if there was one. What a wake was granted for the next one stays."""
@@ -418,14 +410,6 @@ class CardClient:
         elif self._line.connection is not keeper:
             return
         self._change(answered_order=number, device_free=self._device_free)
-
-
-def _kv_of(account: Account) -> KvNow:
-    return KvNow(account.kv, account.kv_most, account.grown, account.spare)
-
-
-def _fields_of(kv: KvNow) -> dict[str, int]:
-    return {"kv": kv.size, "kv_most": kv.most, "grown": kv.grown, "spare": kv.spare}
 
 
 async def _nobody(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from actors.card.tenant import CardClient, KvNow
+from actors.card.messages import KvNow
+from actors.card.tenant import CardClient
 from actors.errors import DeviceMemoryShort, NoRoom, ReplicaFailed, ServingError, Unavailable
 from actors.observer import WakeCause
 from actors.protocol import CardStatus, MemoryChange

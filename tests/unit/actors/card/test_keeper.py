@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.card.messages import GiveBack, MakeRoom, Stay
+from actors.card.messages import GiveBack, KvNow, MakeRoom, Stay
 from actors.card.plan import UNREACHED_S
-from actors.card.tenant import CardClient, KvNow
+from actors.card.tenant import CardClient
 from actors.errors import NeverFits, NoRoom, Unavailable
 from actors.observer import GrantOutcome, GrowthOutcome
 from actors.protocol import CardRoom, CardStatus, SleepMode

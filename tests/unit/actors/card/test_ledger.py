@@ -16,7 +16,7 @@ from actors.card.ledger import (
     Staying,
     Waiting,
 )
-from actors.card.messages import Account, Sight
+from actors.card.messages import Account, KvNow, Sight
 from actors.card.plan import RECENT_S
 from actors.protocol import CardTenant, CardWait
 
@@ -73,7 +73,7 @@ def test_grant_that_nobody_wanted_any_more_comes_back() -> None:
     assert book.card().free == 100
 
 
-GROWN = msgspec.structs.replace(AWAKE, held=90, kv=50, kv_most=60, grown=40, spare=40)
+GROWN = msgspec.structs.replace(AWAKE, held=90, kv=KvNow(50, 60, 40, 40))
 
 
 def test_cache_that_is_given_back_is_granted_once() -> None:
@@ -83,7 +83,7 @@ def test_cache_that_is_given_back_is_granted_once() -> None:
     wants(book, "c", 20)
     orders = [each for each in decide(book) if isinstance(each, Shrinking)]
     assert [(each.tenant, each.shrink.size) for each in orders] == [("a", 20)]
-    less = msgspec.structs.replace(GROWN, held=70, grown=20, spare=20, kv=30, answered_order=0)
+    less = msgspec.structs.replace(GROWN, held=70, kv=KvNow(30, 60, 20, 20), answered_order=0)
     book.account("a", less, 20.1)
     granted, order = [d for d in decide(book, 20.1) if isinstance(d, Granting | Shrinking)]
     assert granted == Granting("b", 1, at_once=False)
@@ -115,7 +115,7 @@ def test_growth_that_is_not_free_is_refused_at_once_and_idle_caches_shrink() -> 
     assert isinstance(refused, Refusing)
     assert isinstance(order, Shrinking)
     assert (order.tenant, order.shrink.size) == ("a", 10)
-    less = msgspec.structs.replace(GROWN, held=50, grown=30, spare=30, answered_order=0)
+    less = msgspec.structs.replace(GROWN, held=50, kv=KvNow(50, 60, 30, 30), answered_order=0)
     book.account("a", less, 20.1)
     book.ask("b", 3, 10, False, 20.2, 1.0, grows=True)
     assert decide(book, 20.2) == [Granting("b", 3, at_once=True)]
@@ -444,7 +444,7 @@ def test_others_may_have_what_the_budget_leaves() -> None:
 
 def test_status_tells_who_has_what_and_what_ends_each_wait() -> None:
     book = ledger("a", "b")
-    book.account("a", msgspec.structs.replace(AWAKE, residue=5, kv=20, kv_most=40, busy=True), 10.0)
+    book.account("a", msgspec.structs.replace(AWAKE, residue=5, kv=KvNow(20, 40), busy=True), 10.0)
     wants(book, "b")
     told = book.status("card", 120, 21.0)
     assert (told.id, told.total, told.budget, told.held) == ("card", 120, 100, 65)

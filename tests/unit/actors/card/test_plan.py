@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from actors.card.config import Preempt, Terms
+from actors.card.messages import KvNow
 from actors.card.plan import (
     GROWTH_QUIET_S,
     QUIET_S,
@@ -79,8 +80,8 @@ def shrunk(outcome: object) -> dict[str, int]:
 
 def cached(name: str, size: int = 30, spare: int = 10, **fields: object) -> Tenant:
     """Awake, with KV cache that nobody uses."""
-    grown = {"kv": spare * GIB, "grown": spare * GIB, "spare": spare * GIB}
-    return awake(name, size, **grown | fields)  # type: ignore[arg-type]
+    kv = KvNow(spare * GIB, grown=spare * GIB, spare=spare * GIB)
+    return awake(name, size, kv=kv, **fields)  # type: ignore[arg-type]
 
 
 def test_cache_that_nobody_uses_goes_before_anybody_sleeps() -> None:
@@ -131,7 +132,9 @@ def test_who_gave_less_than_it_had_said_is_asked_again_later() -> None:
 
 
 def test_pinned_cache_that_grew_is_no_reason_why_another_never_fits() -> None:
-    pinned = replace(cached("a", 90, 60, busy=True, terms=Terms(pin=True)), spare=0)
+    pinned = replace(
+        cached("a", 90, 60, busy=True, terms=Terms(pin=True)), kv=KvNow(60 * GIB, grown=60 * GIB)
+    )
     assert isinstance(plan(card(pinned), ask(60), NOW_S), Wait)
     outcome = plan(card(pinned), ask(71), NOW_S)
     assert isinstance(outcome, Refuse)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from actors.card.config import Preempt, Terms
 from actors.card.ledger import CardLedger, Granting, Ordering, Refusing, Shrinking, Staying
-from actors.card.messages import Account
+from actors.card.messages import Account, KvNow
 from actors.protocol import SleepMode
 
 BUDGET = 100
@@ -390,9 +390,11 @@ class World:
             read_ask=model.read_ask,
             answered_order=model.answered,
             short=short,
-            kv=model.grown,
-            grown=model.grown,
-            spare=(model.grown - model.used) // PART * PART,
+            kv=KvNow(
+                model.grown,
+                grown=model.grown,
+                spare=(model.grown - model.used) // PART * PART,
+            ),
         )
 
     def _tell(self, model: Model, short: bool = False) -> None:
