@@ -36,7 +36,7 @@ from actors.errors import (
     ShuttingDown,
     Unavailable,
 )
-from actors.holder.host_memory import ImageUse, Need
+from actors.holder.host_memory import Need
 from actors.image import packer
 from actors.image.attach import build_on_meta
 from actors.image.config import Compression
@@ -44,8 +44,7 @@ from actors.image.image import WeightImage
 from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.store import ByteArray
 from actors.memory.cpu_card import CpuCard
-from actors.memory.transfer import TransferStats
-from actors.protocol import DeviceNow, Grammar, MemoryChange, WakeReport
+from actors.protocol import DeviceNow, MemoryChange, WakeReport
 from actors.text.codec import TextCodec
 from actors.threads import ControlThread, start_apart
 from actors.worker.compilation import BackgroundCompilation
@@ -55,7 +54,6 @@ from actors.worker.kv_demand import KvDemand
 from actors.worker.messages import (
     Failed,
     KvResized,
-    NewRequest,
     Outputs,
     Send,
     Settled,
@@ -83,6 +81,8 @@ class ModelWorker:
 
     Attributes:
         memory: weights and KV cache. To be read; only this worker's control thread moves it.
+        image: what it needs its image for, and who may have it dropped.
+        submissions: what it is to generate.
         is_stopped: it was closed, and nothing here uses its memory any more.
     """
 
@@ -181,7 +181,7 @@ class ModelWorker:
             self._something_went_wrong,
         )
         grammars = GrammarCompiler(partial(TextCodec.load, checkpoint))
-        self._submissions = Submissions(self._engine, grammars, send)
+        self.submissions = Submissions(self._engine, grammars, send)
         self._compilation = BackgroundCompilation(
             self._engine,
             self._residency.begin_trimming,
@@ -189,7 +189,7 @@ class ModelWorker:
             self._watchdog.compile,
             self._is_busy,
         )
-        self._image = ImageNeed(
+        self.image = ImageNeed(
             self.memory,
             lambda image: self._on_control(self.memory.host.take, image),
             lambda prepared: self._on_control(self.memory.exchange, prepared),
@@ -199,12 +199,12 @@ class ModelWorker:
         )
         self._compression = ImageCompression(
             self.memory,
-            self._image,
+            self.image,
             self._residency.begin_trimming,
             # Whoever traces keeps the interpreter to itself: what is measured meanwhile is too slow.
             lambda: self._is_busy() or self._compilation.is_tracing,
         )
-        self._image.not_needed()
+        self.image.not_needed()
 
     def facts(self) -> WorkerFacts:
         return WorkerFacts(
@@ -239,11 +239,6 @@ class ModelWorker:
             kv_spare=memory.kv_spare_bytes(engine.kv_parts_in_use),
         )
 
-    @property
-    def last_transfer(self) -> TransferStats | None:
-        """Of the last settled wake."""
-        return self.memory.last_transfer
-
     def engine_stats(self) -> EngineStats:
         return self._engine.stats()
 
@@ -253,18 +248,6 @@ class ModelWorker:
             raise self._failure
         self._engine.check_health()
 
-    def submit(self, requests: Sequence[NewRequest]) -> None:
-        """See Submissions."""
-        self._submissions.submit(requests)
-
-    def cancel(self, sequence_ids: Sequence[str]) -> None:
-        """See Submissions."""
-        self._submissions.cancel(sequence_ids)
-
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """See Submissions."""
-        await self._submissions.check_grammar(grammar)
-
     async def wake(self) -> Woke:
         """Map, begin to copy, resume. `Settled` is sent when the bytes are there and were checked.
 
@@ -273,19 +256,19 @@ class ModelWorker:
         """
         resume_s = image_s = None
         started_s = time.perf_counter()
-        self._image.need = Need.CHANGING  # who holds images is told so from now on
+        self.image.need = Need.CHANGING  # who holds images is told so from now on
         try:
             if await self._on_control(self._resume):
                 resume_s = time.perf_counter() - started_s
                 started_s = time.perf_counter()
-            if await self._image.bring():
+            if await self.image.bring():
                 image_s = time.perf_counter() - started_s
                 started_s = time.perf_counter()
             change = await self._on_control(self._residency.wake)
         except Unavailable:
-            self._image.not_needed()
+            self.image.not_needed()
             raise
-        self._image.need = Need.AWAKE
+        self.image.need = Need.AWAKE
         self._scoring.awake.set()
         self._residency.begin_settling()
         if self._residency.missed_compiled:
@@ -299,20 +282,12 @@ class ModelWorker:
             deep: also what this process has of the device besides. Not if layers are being compiled, or where the
                 driver cannot: the change says so.
         """
-        self._image.need = Need.CHANGING
+        self.image.need = Need.CHANGING
         self._scoring.awake.clear()
         change = await self._on_control(self._sleep, level, deep)
-        await self._image.drop_asleep(level)
-        self._image.not_needed()
+        await self.image.drop_asleep(level)
+        self.image.not_needed()
         return change
-
-    def image_use(self, key: ImageKey) -> ImageUse | None:
-        """See ImageNeed."""
-        return self._image.use(key)
-
-    async def let_go(self, key: ImageKey) -> bool:
-        """See ImageNeed."""
-        return await self._image.let_go(key)
 
     async def compress_image(
         self, how: Compression, compress: Callable[[ImageKey], Awaitable[bool]]
@@ -404,7 +379,7 @@ class ModelWorker:
         self._residency.close()
         self._compilation.close()
         self._compression.close()
-        self._submissions.close()
+        self.submissions.close()
         last = self._control.submit(self._stop)
         self._control.shutdown(wait=False)
         # Not as a future of asyncio, which cancels what it stands for: should a thread that hangs come back, it

@@ -122,8 +122,8 @@ class WorkerService:
     def _receive(self, message: ToWorker) -> None:
         match message:
             case Sequences():
-                self._worker.submit(message.new)
-                self._worker.cancel(message.cancelled)
+                self._worker.submissions.submit(message.new)
+                self._worker.submissions.cancel(message.cancelled)
             case Call():
                 number = message.number
                 answering = self._calls[number] = asyncio.create_task(self._answer(message))
@@ -165,7 +165,7 @@ class WorkerService:
             case Score():
                 return worker.score(task.token_ids, task.top)
             case CheckGrammar():
-                return worker.check_grammar(task.grammar)
+                return worker.submissions.check_grammar(task.grammar)
             case ReadDevice():
                 return worker.device_now(task.node)
             case GrowKv():

@@ -66,7 +66,7 @@ class OurCycles:
             started_s = time.perf_counter()
             await self.model.settled()
         settled_s = time.perf_counter() - started_s
-        stats = worker.last_transfer
+        stats = worker.memory.last_transfer
         assert stats is not None
         assert stats.size == woke.copied_bytes
         cycle = {

@@ -131,7 +131,7 @@ async def _start(request: InstanceRequest, stages: Stages) -> dict[str, Any]:
     answer = await model.ask(model.prompt(), 1)
     stages.mark("first token")
     await model.settled()
-    transfer = model.worker.last_transfer
+    transfer = model.worker.memory.last_transfer
     assert transfer is not None
     return {
         "stages": stages.seconds,

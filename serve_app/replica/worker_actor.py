@@ -147,14 +147,14 @@ class WorkerActor:
         self._compressing = asyncio.create_task(compressing)
 
     async def image_use(self, key: "ImageKey") -> ImageUse | None:
-        """See ModelWorker; one that starts needs its image until it is ready. Asked by the holder of the image."""
+        """See ImageNeed; one that starts needs its image until it is ready. Asked by the holder of the image."""
         if self._worker is None:
             return ImageUse(Need.CHANGING)
-        return self._worker.image_use(key)
+        return self._worker.image.use(key)
 
     async def let_go(self, key: "ImageKey") -> bool:
-        """See ModelWorker. Asked by the holder of the image."""
-        return self._worker is not None and await self._worker.let_go(key)
+        """See ImageNeed. Asked by the holder of the image."""
+        return self._worker is not None and await self._worker.image.let_go(key)
 
     async def compressed_segment(
         self, key: "ImageKey", index: int, view: "ByteArray", offset: int, size: int

@@ -42,10 +42,10 @@ def test_sleeper_lets_go_and_wakes_right(
         for _ in range(3):
             await h.runtime.sleep(1)
             h.worker.memory.image.origin = "image"  # type: ignore[union-attr]  # of the one loaded anew
-            assert await h.worker.let_go(key)
+            assert await h.worker.image.let_go(key)
             assert h.worker.memory.image is None
-            assert h.worker.image_use(key) is None
-            assert await h.worker.let_go(key), "there is nothing that it looks at"
+            assert h.worker.image.use(key) is None
+            assert await h.worker.image.let_go(key), "there is nothing that it looks at"
             await h.runtime.wake()
             assert [await h.tokens(p) for p in PROMPTS[:2]] == before
         assert h.asked == ["reload"] * 3, "the lease is the holder's to end"
@@ -58,11 +58,11 @@ def test_awake_one_does_not_let_go(tiny_checkpoint: Path, image: WeightImage) ->
 
     async def scenario(h: Harness) -> None:
         before = await h.tokens(PROMPTS[0])
-        assert h.worker.image_use(key) == ImageUse(Need.AWAKE)
-        assert not await h.worker.let_go(key)
+        assert h.worker.image.use(key) == ImageUse(Need.AWAKE)
+        assert not await h.worker.image.let_go(key)
         assert await h.tokens(PROMPTS[0]) == before
         await h.runtime.sleep(1)
-        use = h.worker.image_use(key)
+        use = h.worker.image.use(key)
         assert use is not None
         assert use.need is Need.NONE
         assert 0 <= use.idle_s < 30
@@ -79,7 +79,7 @@ def test_wake_and_order_at_once_end_with_an_awake_model(
     async def scenario(h: Harness) -> None:
         before = await h.tokens(PROMPTS[0])
         await h.runtime.sleep(1)
-        both: list[Awaitable[object]] = [h.worker.let_go(key), h.worker.wake()]
+        both: list[Awaitable[object]] = [h.worker.image.let_go(key), h.worker.wake()]
         if wakes_first:
             both.reverse()
         tasks = [asyncio.ensure_future(each) for each in both]
@@ -102,8 +102,8 @@ def test_one_that_falls_asleep_or_wakes_is_changing(
         for change in (h.worker.sleep(1), h.worker.wake()):
             task: asyncio.Task[object] = asyncio.ensure_future(change)  # type: ignore[arg-type]
             await asyncio.sleep(0)  # it has begun
-            assert h.worker.image_use(key) == ImageUse(Need.CHANGING)
-            assert not await h.worker.let_go(key)
+            assert h.worker.image.use(key) == ImageUse(Need.CHANGING)
+            assert not await h.worker.image.let_go(key)
             await task
 
     run(tiny_checkpoint, image, scenario)
@@ -129,7 +129,7 @@ def test_private_copy_is_none_of_the_holder_s(tiny_checkpoint: Path) -> None:
 
     async def scenario(h: Harness) -> None:
         await h.runtime.sleep(1)
-        assert await h.worker.let_go(private.manifest.key)
+        assert await h.worker.image.let_go(private.manifest.key)
         assert h.worker.memory.image is private
 
     run(tiny_checkpoint, private, scenario)

@@ -179,8 +179,8 @@ def test_kept_layers_stay_mapped_and_are_not_copied_again(
             woke = await h.runtime.wake()
             assert woke.copied_bytes == h.worker.memory.weights_bytes - kept_bytes
             await h.runtime.settled()
-            assert h.worker.last_transfer is not None
-            moved = [copied.segment for copied in h.worker.last_transfer.segments]
+            assert h.worker.memory.last_transfer is not None
+            moved = [copied.segment for copied in h.worker.memory.last_transfer.segments]
             assert moved == [i for i in range(len(image.layout.segments)) if i not in kept]
             assert await h.tokens(PROMPTS[0]) == before
         slept = await h.runtime.sleep(2)

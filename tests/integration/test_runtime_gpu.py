@@ -345,7 +345,7 @@ def test_kept_layers_are_neither_unmapped_nor_moved(
                 assert woke.copied_bytes == h.worker.memory.weights_bytes - payload
                 assert await answers(h) == expected
                 await settled(h)
-                report, transfer = h.worker.memory.last_wake, h.worker.last_transfer
+                report, transfer = h.worker.memory.last_wake, h.worker.memory.last_transfer
                 assert report is not None
                 assert transfer is not None
                 assert report.copied_bytes == report.checked_bytes == woke.copied_bytes

@@ -133,7 +133,7 @@ async def watch_wake(
             answer = await model.ask(prompt, 1)
             answered_s = time.perf_counter() - started_s
         await model.settled()
-    stats = model.worker.last_transfer
+    stats = model.worker.memory.last_transfer
     assert stats is not None
     assert link.first is not None
     computed = []
