@@ -68,16 +68,13 @@ class HolderCounts:
     """What a holder has done since it started."""
 
     disk_loads: int = 0
-    disk_bytes: int = 0  # of the images that came out of it
     pulls: int = 0  # images copied from other nodes
     pulled_bytes: int = 0
     lent_bytes: int = 0  # segments handed to other nodes
     corrupted: int = 0  # images dropped because their bytes had changed
     file_loads: int = 0  # images read from packed files
-    file_bytes: int = 0
     evictions: int = 0  # images that left for others
     files: int = 0  # packed files that there are now
-    files_bytes: int = 0
 
 
 def nobody() -> Iterable[Peer]:
@@ -328,12 +325,7 @@ class WeightHolder:
 
     async def counts(self) -> HolderCounts:
         sizes = [] if self._room.files is None else await asyncio.to_thread(self._room.files.sizes)
-        return replace(
-            self._counts,
-            evictions=self._room.evictions,
-            files=len(sizes),
-            files_bytes=sum(sizes),
-        )
+        return replace(self._counts, evictions=self._room.evictions, files=len(sizes))
 
     async def stats(self) -> list[HeldImage]:
         files, images = self._room.files, self._images.snapshot()
@@ -418,10 +410,8 @@ class WeightHolder:
         match origin:
             case "disk":
                 counts.disk_loads += 1
-                counts.disk_bytes += size
             case "file":
                 counts.file_loads += 1
-                counts.file_bytes += size
             case "node":
                 counts.pulls += 1
                 counts.pulled_bytes += size
