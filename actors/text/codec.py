@@ -123,14 +123,18 @@ class TextCodec:
             ContextLengthExceeded: the text is longer than that.
         """
         max_chars = None if max_tokens is None else max_tokens * self._longest_token
-        ids = self._tokenize(prompt, add_special_tokens, max_chars)
+        ids = self.tokenize(prompt, add_special_tokens=add_special_tokens, max_chars=max_chars)
         if not ids:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequest("the prompt has no tokens; it must have at least one", param)
         return ids
 
     def tokenize(
-        self, prompt: Prompt, *, add_special_tokens: bool | None = None
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool | None = None,
+        max_chars: int | None = None,
     ) -> tuple[int, ...]:
         """The prompt's token ids.
 
@@ -138,12 +142,30 @@ class TextCodec:
             prompt: text, messages or ids.
             add_special_tokens: those that the tokenizer adds by itself, as BOS. When None, text gets
                 them, and messages only have those that the chat template writes.
+            max_chars: text that is longer is refused.
 
         Raises:
             InvalidRequest: ids outside the vocabulary, no chat template, or the template refused the
                 messages.
         """
-        return self._tokenize(prompt, add_special_tokens, None)
+        if isinstance(prompt, ChatPrompt):
+            param, text = "messages", self._render(prompt)
+            adds = bool(add_special_tokens)
+        elif isinstance(prompt, str):
+            param, text = "prompt", prompt
+            adds = add_special_tokens is not False
+        else:
+            check_token_ids(prompt, "prompt", self.vocab_size)
+            return tuple(prompt)
+        if max_chars is not None and len(text) > max_chars:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(text)} characters; the model's context (engine.max_model_len) "
+                f"never holds more than {max_chars}",
+                param,
+            )
+        ids = self._encode(text, param, add_special_tokens=adds)
+        check_token_ids(ids, param, self.vocab_size)
+        return ids
 
     def message_form(self, prompt: ChatPrompt, prompt_ids: Sequence[int]) -> MessageForm:
         """How the answer to these messages is written; `prompt_ids` are those of `prompt`."""
@@ -220,28 +242,6 @@ class TextCodec:
         )
         assert isinstance(text, str)
         return text
-
-    def _tokenize(
-        self, prompt: Prompt, add_special_tokens: bool | None, max_chars: int | None
-    ) -> tuple[int, ...]:
-        if isinstance(prompt, ChatPrompt):
-            param, text = "messages", self._render(prompt)
-            adds = bool(add_special_tokens)
-        elif isinstance(prompt, str):
-            param, text = "prompt", prompt
-            adds = add_special_tokens is not False
-        else:
-            check_token_ids(prompt, "prompt", self.vocab_size)
-            return tuple(prompt)
-        if max_chars is not None and len(text) > max_chars:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(text)} characters; the model's context (engine.max_model_len) "
-                f"never holds more than {max_chars}",
-                param,
-            )
-        ids = self._encode(text, param, add_special_tokens=adds)
-        check_token_ids(ids, param, self.vocab_size)
-        return ids
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         try:
