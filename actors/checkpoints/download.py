@@ -51,37 +51,19 @@ class CheckpointMissing(ValueError):
     """A configured directory is no complete checkpoint. One line: what is missing, what to do."""
 
 
-def ensure_checkpoint(
-    source: ModelSource,
-    *,
-    base_dir: Path = Path(),
-    models_dir: Path | None = None,
-    progress: ProgressCallback | None = None,
-) -> Path:
+def ensure_checkpoint(source: ModelSource) -> Path:
     """The checkpoint directory of a configured model, downloaded first when it is missing.
 
-    Of several processes one downloads and the others wait for it.
-
-    Args:
-        source: a directory or a hub's model.
-        base_dir: relative directories in `source` are looked up from here.
-        models_dir: where downloads go; `source.models_dir` when absent.
-        progress: called from any thread; without it, a line is logged every few seconds.
+    Of several processes one downloads and the others wait for it. A line is logged every few seconds.
 
     Raises:
         CheckpointMissing: the directory or the downloaded repository is no complete checkpoint.
         DownloadError: the download failed.
     """
     if source.hub is Hub.PATH:
-        directory = base_dir / at_home(Path(source.id))
-        if (missing := missing_from_checkpoint(directory)) is not None:
-            raise CheckpointMissing(_path_missing(source, directory, missing))
-        return directory
-    configured = base_dir / at_home(Path(source.models_dir or DEFAULT_MODELS_DIR))
-    request = DownloadRequest(source.hub, source.id, source.revision, models_dir or configured)
-    # The commands in messages shall name this place, whatever the environment of the user's shell.
-    request = replace(request, local_dir=request.directory)
-    download(request, progress)
+        return find_checkpoint(source)
+    request = _request(source)
+    download(request)
     if (missing := missing_from_checkpoint(request.directory)) is not None:
         raise CheckpointMissing(
             f"{source.id} in {request.directory} is no safetensors checkpoint: {missing}; "
@@ -98,12 +80,21 @@ def find_checkpoint(source: ModelSource) -> Path:
         CheckpointMissing: it is not, or not complete.
     """
     if source.hub is Hub.PATH:
-        return ensure_checkpoint(source)
+        directory = at_home(Path(source.id))
+        if (missing := missing_from_checkpoint(directory)) is not None:
+            raise CheckpointMissing(_path_missing(source, directory, missing))
+        return directory
+    directory = _request(source).directory
+    if (missing := missing_from_checkpoint(directory)) is not None:
+        raise CheckpointMissing(f"no checkpoint at {directory}: {missing}")
+    return directory
+
+
+def _request(source: ModelSource) -> DownloadRequest:
     models_dir = Path(source.models_dir or DEFAULT_MODELS_DIR)
     request = DownloadRequest(source.hub, source.id, source.revision, models_dir)
-    if (missing := missing_from_checkpoint(request.directory)) is not None:
-        raise CheckpointMissing(f"no checkpoint at {request.directory}: {missing}")
-    return request.directory
+    # The commands in messages shall name this place, whatever the environment of the user's shell.
+    return replace(request, local_dir=request.directory)
 
 
 def _path_missing(source: ModelSource, directory: Path, missing: str) -> str:

@@ -36,11 +36,9 @@ COMMAND = (
 )
 ENSURE = """
 import sys
-from pathlib import Path
 from actors.checkpoints.download import ensure_checkpoint
 from actors.checkpoints.source import ModelSource
-source = ModelSource(hub="modelscope", id="Owner/Name")
-print(ensure_checkpoint(source, base_dir=Path("."), models_dir=Path(sys.argv[1])))
+print(ensure_checkpoint(ModelSource(hub="modelscope", id="Owner/Name", models_dir=sys.argv[1])))
 """
 WEIGHTS = "model.safetensors"
 FILES = {
@@ -535,9 +533,11 @@ def test_server_finds_what_the_command_downloaded(
     source = ModelSource(hub=Hub.MODELSCOPE, id="Owner/Name", models_dir=str(home / "models"))
     assert downloads.ensure_checkpoint(source) == directory
     relative = source.model_copy(update={"models_dir": "models"})
-    assert downloads.ensure_checkpoint(relative, base_dir=home) == directory
+    monkeypatch.chdir(home)
+    assert downloads.ensure_checkpoint(relative) == directory
+    elsewhere = source.model_copy(update={"models_dir": str(home / "elsewhere")})
     with pytest.raises(HubUnreachable) as nowhere:
-        downloads.ensure_checkpoint(source, models_dir=home / "elsewhere")
+        downloads.ensure_checkpoint(elsewhere)
     place = home / "elsewhere" / "Owner--Name" / "default"
     assert f"sleepserve download Owner/Name --local-dir {place}\n" in str(nowhere.value)
 
@@ -547,9 +547,10 @@ def test_ensured_repository_without_safetensors_is_no_checkpoint(
 ) -> None:
     with FakeHub({"config.json": b"{}", "pytorch_model.bin": b"x"}) as hub:
         point_at(monkeypatch, hub.endpoint)
-        source = ModelSource(hub=Hub.MODELSCOPE, id="Owner/Name")
+        models = str(home / "models")
+        source = ModelSource(hub=Hub.MODELSCOPE, id="Owner/Name", models_dir=models)
         with pytest.raises(downloads.CheckpointMissing) as missing:
-            downloads.ensure_checkpoint(source, base_dir=home, models_dir=home / "models")
+            downloads.ensure_checkpoint(source)
     assert "there is no model.safetensors" in str(missing.value)
     assert "\n" not in str(missing.value)
 

@@ -172,13 +172,16 @@ def test_retry_command_repeats_every_option(tmp_path: Path) -> None:
     ]
 
 
-def test_path_source_is_looked_up_from_the_base_directory(tmp_path: Path) -> None:
+def test_path_source_is_a_path_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     write_checkpoint(tmp_path / "tiny")
     source = ModelSource(hub=Hub.PATH, id="tiny")
-    assert downloads.ensure_checkpoint(source, base_dir=tmp_path) == tmp_path / "tiny"
+    assert downloads.ensure_checkpoint(source).absolute() == tmp_path / "tiny"
     absolute = ModelSource(hub=Hub.PATH, id=str(tmp_path / "tiny"))
-    assert downloads.ensure_checkpoint(absolute, base_dir=Path("/")) == tmp_path / "tiny"
+    assert downloads.ensure_checkpoint(absolute) == tmp_path / "tiny"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_incomplete_path_source_names_what_is_missing(
     write_checkpoint(tmp_path)
     (tmp_path / spoil).unlink()
     with pytest.raises(downloads.CheckpointMissing) as missing:
-        downloads.ensure_checkpoint(ModelSource(id=str(tmp_path)), base_dir=Path("/"))
+        downloads.ensure_checkpoint(ModelSource(id=str(tmp_path)))
     assert isinstance(missing.value, ValueError)
     message = str(missing.value)
     assert named in message
@@ -203,9 +206,12 @@ def test_incomplete_path_source_names_what_is_missing(
     assert "`sleepserve download" in message
 
 
-def test_absent_path_source_that_looks_like_an_id_suggests_the_hub(tmp_path: Path) -> None:
+def test_absent_path_source_that_looks_like_an_id_suggests_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(downloads.CheckpointMissing, match="set hub: modelscope"):
-        downloads.ensure_checkpoint(ModelSource(id="Qwen/Qwen3-0.6B"), base_dir=tmp_path)
+        downloads.ensure_checkpoint(ModelSource(id="Qwen/Qwen3-0.6B"))
 
 
 def test_checkpoint_without_index_needs_one_safetensors_file(tmp_path: Path) -> None:
