@@ -130,9 +130,7 @@ class Watchdog:
         self.capture = Watch("capturing the engine's graphs", other_s, control)
         # Who grants it has a limit of its own, and says what it waits for.
         self.room = Watch("waiting for room on its card", ROOM_LIMIT_S + memory_s, control)
-        parts = self.pause, self.prompt, self.copy, self.map, self.unmap, self.unpin
-        alone = self.step, self.open, self.compile
-        self._watches = (*alone, control, *parts, self.collect, self.capture, self.room)
+        self._watches = [each for each in vars(self).values() if isinstance(each, Watch)]
         self._bark = bark
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()
