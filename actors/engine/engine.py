@@ -1,4 +1,4 @@
-"""The engine: a generation loop over transformers' modules, behind a Protocol.
+"""The engine: a generation loop over transformers' modules.
 
 Requests are validated before they enter (one that raises inside a step would end the loop for everybody),
 the KV cache lives in an arena that can be unmapped, and sequences in flight can be frozen over a sleep. How
@@ -8,7 +8,6 @@ steps are made is in `batching`.
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -41,116 +40,14 @@ logger = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 10.0
 
 
-class Engine(Protocol):
-    """Generates tokens for many sequences at once, on a thread of its own."""
-
-    max_model_len: int  # tokens of prompt and output together
-    vocab_size: int
-
-    @property
-    def paused(self) -> bool: ...
-
-    def submit(self, sequence_id: str, sequence: SequenceSampling) -> None:
-        """Queue a sequence that passed `actors.text.validation.check_request`; its outputs go to the sink.
-
-        Raises:
-            EngineDied: the loop has ended.
-        """
-
-    def cancel(self, sequence_id: str) -> None:
-        """Forget a sequence and free its blocks at the next step. No output follows."""
-
-    def pause(self) -> None:
-        """Return between two steps, with the device idle; nothing runs until `resume`.
-
-        Raises:
-            Exception: the device has failed. The engine has ended without another step, and is not paused.
-        """
-
-    def resume(self) -> None: ...
-
-    def drop_kv(self, *, saves: bool = False) -> None:
-        """Forget what the KV cache holds; running sequences start over from their tokens so far.
-
-        Only while paused.
-
-        Args:
-            saves: keep in host memory what of it is worth that, until these sequences go on or end; without it,
-                what an earlier call has kept is forgotten, too.
-        """
-
-    def reserve_host(self) -> bool:
-        """Take or give back some host memory, towards what the last `drop_kv` would have kept; whether to go on.
-
-        Only while paused.
-        """
-
-    def prepare_wake(self) -> None:
-        """Get ready for weights that arrive while the first batch runs. Only while paused.
-
-        What is mapped of the KV arena, its first part at least, is what sequences get from now on.
-        The next step waits for its weights: as a graph that was captured so, or module by module, held by hooks.
-        """
-
-    def end_gates(self) -> None:
-        """No hooks hold the model's modules any more. On any thread, at any time."""
-
-    def has_new_graphs(self) -> bool:
-        """Whether steps had some captured since this was asked before. Only while paused."""
-
-    def extend_kv(self) -> None:
-        """Let sequences have what has been mapped of the KV arena since. On any thread, at any time."""
-
-    def give_up_kv(self, size: int) -> list[int]:
-        """Use no longer the last segments of the KV arena that no sequence has anything in.
-
-        As many as have `size` bytes, if there are so many; never the first. While it runs, between two steps.
-
-        Returns:
-            These, to be unmapped once the device has done what it was given until now.
-
-        Raises:
-            EngineDied: the loop has ended.
-        """
-
-    def warm_up(self) -> None:
-        """Compile and capture what the device replays later, so that serving never does.
-
-        Weights and KV cache must be mapped; what they hold does not matter. Only while paused, and
-        before any sequence has been submitted. Optional: without it, steps are slower.
-        """
-
-    @property
-    def compiles(self) -> bool:
-        """Whether there is anything for `compile` to do."""
-
-    def compile(self) -> None:
-        """Compile for the device what can be; blocks for seconds, on any thread, and changes nothing.
-
-        The engine may run, be paused and have its memory unmapped meanwhile.
-
-        Raises:
-            DeviceMemoryShort: others have the memory for it; later it may go well.
-            Exception: compiling failed. The engine goes on as it is.
-        """
-
-    def use_compiled(self) -> None:
-        """Put to use what `compile` made. Under the conditions of `warm_up`."""
-
-    def stats(self) -> EngineStats: ...
-
-    def check_health(self) -> None:
-        """Raises EngineDied if the loop has ended."""
-
-    def stop(self) -> None:
-        """End the loop without another step; sequences in flight fail. Also while paused."""
-
-
 class TransformersEngine:
-    """Engine on transformers' modules.
+    """Generates tokens for many sequences at once, on a thread of its own.
 
     The model's tensors and the KV cache are views of arenas; `pause`, `resume` and `stop` are called
     from one thread.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together.
     """
 
     def __init__(
@@ -236,13 +133,24 @@ class TransformersEngine:
         return self._loop.paused
 
     def submit(self, sequence_id: str, sequence: SequenceSampling) -> None:
+        """Queue a sequence that passed `actors.text.validation.check_request`; its outputs go to the sink.
+
+        Raises:
+            EngineDied: the loop has ended.
+        """
         left = self.max_model_len - len(sequence.prompt_ids)
         self._loop.submit(sequence_id, sequence, min(left, sequence.params.max_tokens or left))
 
     def cancel(self, sequence_id: str) -> None:
+        """Forget a sequence and free its blocks at the next step. No output follows."""
         self._loop.cancel(sequence_id)
 
     def pause(self) -> None:
+        """Return between two steps, with the device idle; nothing runs until `resume`.
+
+        Raises:
+            Exception: the device has failed. The engine has ended without another step, and is not paused.
+        """
         self._loop.pause()
         if self._runner is None:
             return
@@ -261,34 +169,69 @@ class TransformersEngine:
         self._loop.resume()
 
     def drop_kv(self, *, saves: bool = False) -> None:
+        """Forget what the KV cache holds; running sequences start over from their tokens so far.
+
+        Only while paused.
+
+        Args:
+            saves: keep in host memory what of it is worth that, until these sequences go on or end; without it,
+                what an earlier call has kept is forgotten, too.
+        """
         assert self.paused, "not paused"
         self._loop.start_over(saves=saves)
         self._sampler.free()
 
     def reserve_host(self) -> bool:
+        """Take or give back some host memory, towards what the last `drop_kv` would have kept; whether to go on.
+
+        Only while paused.
+        """
         assert self.paused, "not paused"
         return self._loop.cache.saved.reserve()
 
     def prepare_wake(self) -> None:
+        """Get ready for weights that arrive while the first batch runs. Only while paused.
+
+        What is mapped of the KV arena, its first part at least, is what sequences get from now on.
+        The next step waits for its weights: as a graph that was captured so, or module by module, held by hooks.
+        """
         assert self.paused, "not paused"
         self.extend_kv()
         if self._runner is not None:
             self._runner.expect_gates()
 
     def end_gates(self) -> None:
+        """No hooks hold the model's modules any more. On any thread, at any time."""
         if self._runner is not None:
             self._runner.end_gates()
 
     def has_new_graphs(self) -> bool:
+        """Whether steps had some captured since this was asked before. Only while paused."""
         return self._runner is not None and self._runner.has_new_graphs()
 
     def extend_kv(self) -> None:
+        """Let sequences have what has been mapped of the KV arena since. On any thread, at any time."""
         self._loop.extend_cache()
 
     def give_up_kv(self, size: int) -> list[int]:
+        """Use no longer the last segments of the KV arena that no sequence has anything in.
+
+        As many as have `size` bytes, if there are so many; never the first. While it runs, between two steps.
+
+        Returns:
+            These, to be unmapped once the device has done what it was given until now.
+
+        Raises:
+            EngineDied: the loop has ended.
+        """
         return self._loop.give_up(size)
 
     def warm_up(self) -> None:
+        """Compile and capture what the device replays later, so that serving never does.
+
+        Weights and KV cache must be mapped; what they hold does not matter. Only while paused, and
+        before any sequence has been submitted. Optional: without it, steps are slower.
+        """
         assert self.paused, "not paused"
         assert self._loop.is_empty, "sequences in flight"
         self.extend_kv()
@@ -298,9 +241,18 @@ class TransformersEngine:
 
     @property
     def compiles(self) -> bool:
+        """Whether there is anything for `compile` to do."""
         return self._runner is not None and self._runner.compiles
 
     def compile(self) -> None:
+        """Compile for the device what can be; blocks for seconds, on any thread, and changes nothing.
+
+        The engine may run, be paused and have its memory unmapped meanwhile.
+
+        Raises:
+            DeviceMemoryShort: others have the memory for it; later it may go well.
+            Exception: compiling failed. The engine goes on as it is.
+        """
         assert self._runner is not None, "nothing to compile"
         try:
             self._runner.compile()
@@ -309,6 +261,7 @@ class TransformersEngine:
             raise DeviceMemoryShort(f"no memory for a copy of a layer on {device}") from exc
 
     def use_compiled(self) -> None:
+        """Put to use what `compile` made. Under the conditions of `warm_up`."""
         assert self.paused, "not paused"
         assert self._runner is not None, "nothing was compiled"
         self.extend_kv()
@@ -324,9 +277,11 @@ class TransformersEngine:
         )
 
     def check_health(self) -> None:
+        """Raises EngineDied if the loop has ended."""
         self._loop.check_health()
 
     def stop(self) -> None:
+        """End the loop without another step; sequences in flight fail. Also while paused."""
         # First of all: a loop that is let out of its pause would compute, on memory that may be unmapped.
         self._loop.refuse_steps()
         if self.paused:

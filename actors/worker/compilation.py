@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
-from actors.engine.engine import Engine
+from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort
 from actors.worker.kept_off import KeptOff
 from actors.worker.lull import Lull
@@ -30,7 +30,7 @@ class BackgroundCompilation(KeptOff):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TransformersEngine,
         tried: Callable[[], None],
         use: Callable[[], None],
         watch: AbstractContextManager[None],

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from actors.engine.engine import Engine
+from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort, Unavailable
 from actors.image.layout import ImageKey
 from actors.protocol import MemoryChange, WakeReport
@@ -36,7 +36,7 @@ class Residency:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TransformersEngine,
         memory: ModelMemory,
         restored: Callable[[WakeReport], None],
         control: Executor,
