@@ -44,11 +44,18 @@ def write_variant(directory: Path, base: Path, number: int) -> Path:
 
 
 def variant_of(directory: Path) -> int | None:
-    """The number of a variant; None of any other checkpoint."""
+    """The number of a variant; None of any other checkpoint.
+
+    Raises:
+        ValueError: the file that has it is unreadable.
+    """
+    file = directory / VARIANT_FILE
     try:
-        return int(json.loads((directory / VARIANT_FILE).read_text())["number"])
+        return int(json.loads(file.read_bytes())["number"])
     except FileNotFoundError:
         return None
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{file} is unreadable ({type(error).__name__}: {error})") from error
 
 
 def steps(number: int, length: int) -> int:

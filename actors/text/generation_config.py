@@ -23,7 +23,7 @@ def read_generation_config(checkpoint: Path) -> Mapping[str, Any]:
         raise ValueError(f"{file} is no UTF-8 text: {exc}") from exc
     try:
         found = json.loads(text)
-    except ValueError as exc:  # JSONDecodeError, or a number of too many digits
+    except (ValueError, RecursionError) as exc:  # JSONDecodeError, or a number of too many digits
         raise ValueError(f"{file} is no valid JSON: {exc}") from exc
     if not isinstance(found, dict):
         raise ValueError(f"{file} must hold a JSON object, found {text.strip()[:40]}")

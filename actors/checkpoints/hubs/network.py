@@ -24,7 +24,7 @@ def check_addresses(endpoint_variable: str) -> None:
     for name, address in os.environ.items():
         if name == endpoint_variable or name.lower() in _PROXY_VARIABLES:
             try:
-                _ = urlsplit(address).port
+                _ = urlsplit(address if "://" in address else f"http://{address}").port
             except ValueError as error:
                 raise ValueError(f"{name} is no address: {error}") from error
 

@@ -75,6 +75,15 @@ def test_a_variant_is_written_again_and_nothing_else_is_overwritten(
         write_variant(tmp_path / "w", tmp_path / "nowhere", 1)
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", '{"number": null}', '{"number": 1e999}', "x"])
+def test_variant_whose_number_cannot_be_read_is_refused_in_a_line(
+    tmp_path: Path, text: str
+) -> None:
+    (tmp_path / VARIANT_FILE).write_text(text)
+    with pytest.raises(ValueError, match=rf"^.*/{VARIANT_FILE} is unreadable \(\w+: .*\)$"):
+        variant_of(tmp_path)
+
+
 def test_variant_of_another_base_has_no_file_of_the_first(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ def test_value_at_its_bound_is_taken(tmp_path: Path, field: str, value: object) 
     [
         ("{", "is no valid JSON"),
         ('{"top_k": 1' + "0" * 5000 + "}", "is no valid JSON"),
+        pytest.param("[" * 100_000, "is no valid JSON", id="deep"),
         ("[1, 2]", "must hold a JSON object, found [1, 2]"),
         ("null", "must hold a JSON object, found null"),
     ],
