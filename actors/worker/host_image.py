@@ -7,7 +7,7 @@ from torch import Tensor
 from actors.errors import LayoutMismatch
 from actors.image.compressing import Decompress, decompressor
 from actors.image.image import WeightImage
-from actors.image.layout import Compressed, ImageKey, Manifest
+from actors.image.layout import Compressed, ImageKey
 from actors.memory.driver import HostLink, MemoryDriver
 from actors.memory.landing import LandingRing
 from actors.memory.transfer import Compact, CompactPart, Payload
@@ -34,9 +34,10 @@ class HostImage:
         self._driver = driver
         self._wanted = image.manifest.checksums
         self._decompress: Decompress | None = None  # once there was anything compressed
+        self.image: WeightImage | None = None
+        self.landing: LandingRing | None = None
         self._make_ready_for(image)
-        self.image: WeightImage | None = image
-        self.landing = self._landing_for(image.manifest)
+        self._set(image)
         self.link: HostLink | None = None
 
     def take(self, image: WeightImage) -> None:
@@ -124,9 +125,6 @@ class HostImage:
     def _set(self, image: WeightImage) -> None:
         if self.landing is not None:
             self.landing.release()
-        self.landing = self._landing_for(image.manifest)
+        sizes = [part.stored_size for part in image.manifest.all_parts]
+        self.landing = LandingRing(self._driver, max(sizes)) if sizes else None
         self.image = image
-
-    def _landing_for(self, manifest: Manifest) -> LandingRing | None:
-        sizes = [part.stored_size for part in manifest.all_parts]
-        return LandingRing(self._driver, max(sizes)) if sizes else None
