@@ -1,8 +1,9 @@
 """A model brought to its device and taken from it: engine and memory, moved together."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -115,21 +116,15 @@ class Residency:
         First tokens wait to be told that the bytes are right. What else ends a wake comes behind that.
         """
         before = self._memory.last_wake
-        try:
-            with self._watchdog.copy:
-                self._memory.check()
-        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
-            self._fail(exc, "a wake")
+        with self._failures_told("a wake"), self._watchdog.copy:
+            self._memory.check()
         report = self._memory.last_wake
         if report is None or report is before:
             return  # none to be settled, or its bytes have not arrived
         self._restored(report)
         self._engine.end_gates()
-        try:
-            with self._watchdog.unmap:
-                self._memory.end_wake()
-        except Exception as exc:  # noqa: BLE001  # likewise
-            self._fail(exc, "a wake")
+        with self._failures_told("a wake"), self._watchdog.unmap:
+            self._memory.end_wake()
 
     def resume_process(self) -> bool:
         """Before a wake; whether the process was suspended.
@@ -237,12 +232,9 @@ class Residency:
         """Have the device take back what it has cleared since a sleep."""
         if not self._engine.paused or self._memory.suspended:
             return  # the wake has done it, or does
-        try:
+        with self._failures_told("a sleep"):
             with self._watchdog.collect:
                 self._memory.collect_cleared()
-        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
-            self._fail(exc, "a sleep")
-        else:
             self._reserve_host()
 
     def close(self) -> None:
@@ -254,13 +246,17 @@ class Residency:
         """Behind a sleep, for the next one; what else was submitted meanwhile, as a wake, goes in between."""
         if not self._engine.paused or self._memory.suspended:
             return
+        with self._failures_told("a sleep"):
+            if self._engine.reserve_host():
+                submit_unless_closed(self._control, self._reserve_host, "host memory was pinned")
+
+    @contextmanager
+    def _failures_told(self, what: str) -> Iterator[None]:
+        """Around what nobody waits for: the replica must not serve on, nor hang. `check_health` tells, too."""
         try:
-            goes_on = self._engine.reserve_host()
-        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
-            self._fail(exc, "a sleep")
-            return
-        if goes_on:
-            submit_unless_closed(self._control, self._reserve_host, "host memory was pinned")
+            yield
+        except Exception as exc:  # noqa: BLE001
+            self._fail(exc, what)
 
     def _pause(self) -> None:
         with self._watchdog.pause:
@@ -269,11 +265,8 @@ class Residency:
     def _trim(self) -> None:
         if not self._engine.paused or self._memory.suspended:
             return  # the next sleep does it
-        try:
-            with self._watchdog.unmap:
-                self._memory.trim()
-        except Exception as exc:  # noqa: BLE001  # nobody waits for this; told by `check_health`
-            self._fail(exc, "a compilation")
+        with self._failures_told("a compilation"), self._watchdog.unmap:
+            self._memory.trim()
 
     def _use_compiled(self) -> None:
         """Now; or, if the model sleeps, behind its next wake: a sleeper takes no memory."""
@@ -284,12 +277,11 @@ class Residency:
             self._has_uncaptured = self.missed_compiled = True
             return
         try:
-            self.settle()
-            self._pause()
-            self._engine.drop_kv()
-            self._capture_compiled()
-        except Exception as exc:  # noqa: BLE001  # nobody waits for this; the replica must not hang
-            self._fail(exc, "capturing the compiled layers")
+            with self._failures_told("capturing the compiled layers"):
+                self.settle()
+                self._pause()
+                self._engine.drop_kv()
+                self._capture_compiled()
         finally:
             if self._engine.paused:
                 with self._watchdog.map:
