@@ -59,8 +59,9 @@ def dtype_name(value: object) -> str:
     return name
 
 
-def own_dtype(config: dict[str, Any]) -> str:
+def own_dtype(checkpoint: Path) -> str:
     """The type that a checkpoint's weights are served in unless another is named. Raises as `dtype_name`."""
+    config = config_of(checkpoint)
     return dtype_name(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 

@@ -3,8 +3,8 @@
 from collections import Counter
 from pathlib import Path
 
-from actors.checkpoints import model_config
-from actors.checkpoints.directory import config_of, quantized, weight_files
+from actors.checkpoints.directory import quantized, weight_files
+from actors.checkpoints.model_config import own_dtype
 from actors.quantization.checkpoint import headers
 from actors.quantization.formats import Projection, StoredTensor, Unserved
 
@@ -52,15 +52,6 @@ def image_sizes(checkpoint: Path, dtype: str) -> dict[str, int]:
     for projection in () if found is None else found.projections.values():
         sizes.update(_quantised(projection, own))
     return dict(sizes)
-
-
-def own_dtype(checkpoint: Path) -> str:
-    """The type that a checkpoint's weights are served in unless another is named.
-
-    Raises:
-        ValueError: the checkpoint names one that there is not.
-    """
-    return model_config.own_dtype(config_of(checkpoint))
 
 
 def _plain(tensor: StoredTensor, own: str) -> tuple[str, int]:

@@ -107,9 +107,7 @@ class ImageFiles:
 
     def forget(self, key: ImageKey) -> None:
         """Delete its file, if there is one: it has other bytes than the image now."""
-        path = self.path(key)
-        if path.is_file():
-            _delete(path)
+        _delete(self.path(key))
 
     def keep_only(self, keys: Collection[ImageKey]) -> None:
         """Delete the files of all other keys, and what a process that ended has left unfinished.

@@ -10,7 +10,7 @@ from actors.checkpoints.directory import quantized
 from actors.checkpoints.model_config import read_config
 from actors.errors import LayoutMismatch
 from actors.image.layout import Layout, TensorSlot
-from actors.image.packer import BUILDING, language_model, require_servable_weights
+from actors.image.packer import BUILDING, language_model, require_servable_weights, tensors_of
 from actors.memory.arena import DeviceArena
 from actors.quantization.loading import swap_projections
 
@@ -65,14 +65,7 @@ def _view(slot: TensorSlot, arena: DeviceArena) -> torch.Tensor:
 
 
 def _check_same_tensors(model: PreTrainedModel, layout: Layout) -> None:
-    found = {
-        name: tuple(tensor.shape)
-        for tensors in (
-            model.named_parameters(remove_duplicate=False),
-            model.named_buffers(remove_duplicate=False),
-        )
-        for name, tensor in tensors
-    }
+    found = {name: tuple(tensor.shape) for name, _, tensor in tensors_of(model)}
     wanted = {slot.name: slot.shape for slot in layout.tensors}
     if found != wanted:
         differing = sorted(set(found.items()) ^ set(wanted.items()))[:3]

@@ -31,7 +31,6 @@ and what lies between tensors. Their blocks follow the coded ones.
 What is written here runs on any device, in torch's operations. `cascade_kernel` does the same on a card.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,7 +38,7 @@ import torch
 
 from actors.errors import WeightsCorrupted
 from actors.image.layout import Compressed, FloatType
-from actors.rounding import cdiv
+from actors.rounding import cdiv, round_up
 
 BLOCK = 4096  # weights
 ROW = 8  # weights that a thread decodes together; a coded piece starts at a multiple of it, and has whole ones
@@ -323,7 +322,7 @@ def _regions(dtype: FloatType, pieces: int, blocks: int, coded: int, words: int)
 
 
 def _aligned_at(size: int) -> int:
-    return math.ceil(size / _REGION_ALIGNMENT) * _REGION_ALIGNMENT
+    return round_up(size, _REGION_ALIGNMENT)
 
 
 def _region(data: torch.Tensor, at: int, region: torch.Tensor) -> None:

@@ -86,7 +86,7 @@ def _require_elements(
 
     Which of its tensors the files lack or have in other shapes is told exactly once it is loaded.
     """
-    wanted = sum(tensor.numel() for _, _, tensor in _tensors(empty))
+    wanted = sum(tensor.numel() for _, _, tensor in tensors_of(empty))
     stored, _ = headers(weight_files(checkpoint))
     names = stored if found is None else found.plain
     have = sum(math.prod(stored[name].shape) for name in names)
@@ -212,7 +212,7 @@ def plan(model: PreTrainedModel) -> Layout:
     seen: dict[tuple[object, ...], str] = {}
     slots: dict[str, TensorSlot] = {}
     # Vectors behind matrices: the weights of projections of one input lie side by side, and so do their biases.
-    for name, kind, tensor in sorted(_tensors(model), key=lambda each: each[2].dim() <= 1):
+    for name, kind, tensor in sorted(tensors_of(model), key=lambda each: each[2].dim() <= 1):
         if not tensor.is_contiguous():
             raise LayoutMismatch(f"{name} is not contiguous: this architecture cannot be packed")
         identity = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
@@ -254,7 +254,7 @@ def pack(
     Returns:
         Per segment: its digest, and the checksum that a device will compute of it.
     """
-    tensors = {name: tensor for name, _, tensor in _tensors(model)}
+    tensors = {name: tensor for name, _, tensor in tensors_of(model)}
     by_segment: list[list[TensorSlot]] = [[] for _ in layout.segments]
     for slot in layout.stored():
         by_segment[slot.segment].append(slot)
@@ -279,7 +279,8 @@ def pack(
     return digests, checksums
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, TensorKind, torch.Tensor]]:
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, TensorKind, torch.Tensor]]:
+    """By each name that they have."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, "parameter", parameter
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -301,7 +302,7 @@ def _segment_names(model: PreTrainedModel, layers: Sequence[str]) -> dict[str, s
     early = {id(module) for module in embedding.modules()}
     names: dict[str, str] = {}
     order: dict[str, tuple[int, int]] = {}
-    for name, kind, _ in _tensors(model):
+    for name, kind, _ in tensors_of(model):
         if name.startswith(layers_prefix):
             index = int(name[len(layers_prefix) :].split(".", 1)[0])
             names[name], order[name] = _layer_segment(index), (1, index)

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from actors.checkpoints.download import ensure_checkpoint
-from actors.checkpoints.sizes import image_sizes, own_dtype
+from actors.checkpoints.model_config import own_dtype
+from actors.checkpoints.sizes import image_sizes
 from serve_app.bench.card_use import card_use
 from serve_app.bench.figures import environment
 from serve_app.bench.host_use import host_use

@@ -28,8 +28,7 @@ from transformers import (
 )
 
 from actors.checkpoints.making import write_checkpoint
-from actors.checkpoints.model_config import read_config
-from actors.checkpoints.sizes import own_dtype
+from actors.checkpoints.model_config import own_dtype, read_config
 from actors.engine.model.merged_projections import merge_projections
 from actors.errors import LayoutMismatch, WeightsCorrupted
 from actors.image import packer
