@@ -340,20 +340,23 @@ class Lifecycle:
         finally:
             self._commands_waiting -= 1
 
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether somebody waits for it to be awake, or has requests in it."""
+        return bool(self.waiting_for_wake or self._commands_waiting or self.idle.in_flight)
+
     def _sleeps_in_s(self) -> float:
         """Until it may sleep by being idle; math.inf while it does not idle.
 
         Who waits for a wake that has just ended goes on a little later, and would find it asleep again.
         """
-        is_wanted = self.waiting_for_wake or self._commands_waiting
-        if self._state is not ReplicaState.AWAKE or is_wanted:
+        if self._state is not ReplicaState.AWAKE or self._is_wanted:
             return math.inf
         return self.idle.left_s()
 
     def _deepens_in_s(self) -> float:
         """Until its sleep gets deep; math.inf if that is not to be. One that could not is tried again as late."""
-        is_wanted = self.waiting_for_wake or self._commands_waiting or self.idle.in_flight
-        if self._state is not ReplicaState.ASLEEP or self.deep or is_wanted:
+        if self._state is not ReplicaState.ASLEEP or self.deep or self._is_wanted:
             return math.inf
         after_s = self._config.deep_after_s
         return math.inf if after_s is None else self._asleep_since_s + after_s - self._now()
@@ -411,8 +414,7 @@ class Lifecycle:
 
     def _give_up_unwanted_wake(self) -> None:
         """Nobody sleeps to make room for a wake that nobody waits for."""
-        is_wanted = self.waiting_for_wake or self._commands_waiting or self.idle.in_flight
-        if self._state is ReplicaState.WAKING and not is_wanted:
+        if self._state is ReplicaState.WAKING and not self._is_wanted:
             self._give_up_wake("nobody waits for the wake any more")
 
     def _give_up_wake(self, reason: str) -> None:

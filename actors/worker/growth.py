@@ -42,15 +42,12 @@ class CacheGrowth:
 
     def begin(self) -> None:
         """Ask for what is missing; a wake does."""
-        self._cancel_retry()
+        self.cancel_retry()
         self.running = True
         self._submit()
 
-    def close(self) -> None:
-        """Ask no more. Any thread may call."""
-        self._cancel_retry()
-
-    def _cancel_retry(self) -> None:
+    def cancel_retry(self) -> None:
+        """Ask no more by itself. Any thread may call."""
         retry, self._retry = self._retry, None
         if retry is not None:
             retry.cancel()
@@ -67,7 +64,7 @@ class CacheGrowth:
             if not self._is_short:
                 logger.warning("the KV cache is smaller than planned for now: %s", exc)
             self._is_short = True
-            self._cancel_retry()
+            self.cancel_retry()
             self._retry = threading.Timer(RETRY_SHORT_AFTER_S, self._submit)
             self._retry.daemon = True
             self._retry.start()

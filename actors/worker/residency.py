@@ -240,7 +240,7 @@ class Residency:
     def close(self) -> None:
         """Begin nothing of its own any more. Any thread may call."""
         self._cleared.cancel()
-        self._growth.close()
+        self._growth.cancel_retry()
 
     def _reserve_host(self) -> None:
         """Behind a sleep, for the next one; what else was submitted meanwhile, as a wake, goes in between."""

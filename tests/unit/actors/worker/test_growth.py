@@ -52,6 +52,6 @@ def test_wakes_that_find_no_memory_leave_one_retry(timers: Timers) -> None:
             found.begin()
             control.submit(threading.Event().is_set).result()  # behind what `begin` has submitted
         assert len(timers.pending) == 1
-        found.close()
+        found.cancel_retry()
     assert timers.pending == []
     assert failures == []
