@@ -118,7 +118,9 @@ def test_malformed_id_is_refused_with_a_hint(model_id: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("hub", [Hub.MODELSCOPE, Hub.HUGGINGFACE])
-@pytest.mark.parametrize("address", ["http://mirror:port", "http://mirror:99999", "http://[::1", "mirror:port"])
+@pytest.mark.parametrize(
+    "address", ["http://mirror:port", "http://mirror:99999", "http://[::1", "mirror:port"]
+)
 def test_wrong_addresses_are_told_before_the_hubs_libraries_read_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub: Hub, address: str
 ) -> None:
