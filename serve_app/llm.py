@@ -29,6 +29,7 @@ from actors.protocol import (
 from actors.text.validation import MAX_LOGPROBS
 from serve_app.config.errors import validate
 from serve_app.config.model import ModelConfig
+from serve_app.config.paths import with_files
 from serve_app.openai.chat import ChatForm, Part
 from serve_app.openai.fields import (
     MAX_COUNT,
@@ -191,7 +192,7 @@ class LLM:
             },
         )
         # Here, where Ctrl-C breaks it off.
-        checkpoint = ensure_checkpoint(config.source)
+        checkpoint = ensure_checkpoint(with_files(config, Path.cwd()).source)
         self._ids = itertools.count()
         self._thread: LoopThread[Replica] = LoopThread(
             replica_in_process(config, checkpoint), "sleepserve-llm"

@@ -70,14 +70,15 @@ class StatusFeed:
         self._paused_at: float | None = None
 
     async def snapshot(self) -> View:
-        """As it is now; while somebody watches, as it was seen last, which is as good."""
-        if self._watchers:
+        """As it is now; while somebody watches, as everything was seen last, which is as good."""
+        views = self._views.values()
+        if self._watchers and self._host and all(view["asked"] for view in views):
             return self._shown()
         asked = (self._ask_once(model) for model in self._models.all.values())
-        host, *views = await asyncio.gather(self._look_at_host(), *asked)
+        host, *found = await asyncio.gather(self._look_at_host(), *asked)
         return self._shown() | {
             "host": host,
-            "models": dict(zip(self._models.all, views, strict=True)),
+            "models": dict(zip(self._models.all, found, strict=True)),
         }
 
     async def watch(self) -> AsyncGenerator[bytes, None]:

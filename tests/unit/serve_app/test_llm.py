@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import serve_app
+from actors.checkpoints import download
 from actors.checkpoints.download import CheckpointMissing
+from actors.checkpoints.source import ModelSource
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import FinishReason, GrammarKind, TokenEvent, TokenLogprob
 from serve_app import LLM, SamplingParams
@@ -106,6 +108,22 @@ def test_bytes_are_no_prompt(prompts: Any) -> None:
     asked = LLM.__new__(LLM)
     with pytest.raises(InvalidRequest, match="prompt"):
         asked.generate(prompts)
+
+
+def test_model_of_a_hub_is_looked_for_where_downloads_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLEEPSERVE_HOME", str(tmp_path))
+    asked: list[ModelSource] = []
+
+    def ensure(source: ModelSource) -> Path:
+        asked.append(source)
+        raise CheckpointMissing("nothing is downloaded here")
+
+    monkeypatch.setattr(download, "ensure_checkpoint", ensure)
+    with pytest.raises(CheckpointMissing):
+        LLM("owner/name")
+    assert [source.models_dir for source in asked] == [str(tmp_path / "models")]
 
 
 def test_events_become_one_output() -> None:

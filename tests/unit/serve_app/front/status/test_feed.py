@@ -101,6 +101,19 @@ async def test_snapshot_without_watchers_asks_once_and_keeps_no_history() -> Non
 
 
 @on_loop
+async def test_snapshot_asks_for_itself_while_the_first_watcher_knows_nothing_yet() -> None:
+    feed = feed_of(FakeModel())
+    watch = feed.watch()
+    kind, seen = await event(watch)
+    assert (kind, states(seen), seen["host"]) == ("snapshot", [], {})
+    shown = await feed.snapshot()
+    assert states(shown) == ["awake"]
+    assert shown["models"]["fake"]["asked"]
+    assert shown["host"]["total"] > 0
+    await watch.aclose()
+
+
+@on_loop
 async def test_watchers_share_one_poller_which_ends_with_the_last() -> None:
     model = Counting()
     feed = feed_of(model)
