@@ -3,7 +3,7 @@
 `EXPORTED` is what `/metrics` has, and what replicas tell Ray, where a colon in a name becomes an
 underscore and every name begins with `ray_`. Names with `vllm:` mean what they mean in vLLM
 (vllm/v1/metrics/loggers.py), with its buckets. The rest is counted where there is no replica, and told
-to Ray only; the functions at the end make those, once Ray runs.
+to Ray only; `in_ray` makes those, once Ray runs.
 """
 
 import itertools
@@ -108,6 +108,11 @@ def _histogram(
     **labels: tuple[str, ...],
 ) -> Metric:
     return Metric(name, Kind.HISTOGRAM, text, labels, buckets, in_ray)
+
+
+def _declared() -> tuple[Metric, ...]:
+    """All that stand above the line that asks."""
+    return tuple(each for each in globals().values() if isinstance(each, Metric))
 
 
 RUNNING = _gauge("vllm:num_requests_running", "Sequences in the engine's batches.")
@@ -307,6 +312,8 @@ IMAGE_BYTES = _gauge(
     "the device, which is more where it is compressed; 0 while it is released.",
     kind=("host", "device"),
 )
+OF_REPLICAS = _declared()
+
 # Known to the ingress only.
 REPLICAS = Metric(
     "sleepserve_replicas",
@@ -322,32 +329,7 @@ SILENT_REPLICAS = Metric(
     in_ray=False,
 )
 
-OF_REPLICAS = (
-    *(RUNNING, WAITING, KV_USAGE, SLEEP_STATE),
-    *(PROMPT_TOKENS, PREFIX_QUERIES, PREFIX_HITS, GENERATION_TOKENS, REQUESTS),
-    *(TTFT, INTER_TOKEN, TIME_PER_TOKEN, LATENCY),
-    *(QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME),
-    *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS),
-    *(SLEEPS, SLEEP_SECONDS, RELEASED_BYTES),
-    *(WAKES, WAKE_SECONDS, WAKE_PHASE_SECONDS, WAKE_CHECKS, WAKE_WAIT_SECONDS),
-    *(
-        GRANTS,
-        GRANT_SECONDS,
-        DRAINS_TAKEN_BACK,
-        GROWTH,
-        KV_PARTS,
-        KV_PARTS_BYTES,
-        CARD_WAITING,
-        RESTORED_BYTES,
-        RESTORE_RATE,
-        REFUSED,
-        WORKER_RESTARTS,
-        FASTLOAD,
-        IMAGES_OBTAINED,
-    ),
-    *(DEVICE_MEMORY, DEVICE_SAVED, DEVICE_SAVED_TIME, IMAGE_BYTES),
-)
-EXPORTED = (*OF_REPLICAS, REPLICAS, SILENT_REPLICAS)
+EXPORTED = _declared()
 
 SCALING_DECISIONS = _counter(
     "sleepserve_scaling_decisions_total",
@@ -378,36 +360,11 @@ IMAGE_EVICTIONS = _counter(
     "Images that left a node's store for others (`host.memory_budget_gib`): to a `file`, or to `nothing`.",
     to=("file", "nothing"),
 )
-RAY_ONLY = (
-    SCALING_DECISIONS,
-    SCALING_ERRORS,
-    IMAGE_LOADS,
-    IMAGE_LOADED_BYTES,
-    IMAGE_EVICTIONS,
-)
+RAY_ONLY = _declared()[len(EXPORTED) :]
 
 
-def scaling_decisions() -> Counter:
-    return _in_ray(SCALING_DECISIONS)
-
-
-def scaling_errors() -> Counter:
-    return _in_ray(SCALING_ERRORS)
-
-
-def image_loads() -> Counter:
-    return _in_ray(IMAGE_LOADS)
-
-
-def image_loaded_bytes() -> Counter:
-    return _in_ray(IMAGE_LOADED_BYTES)
-
-
-def image_evictions() -> Counter:
-    return _in_ray(IMAGE_EVICTIONS)
-
-
-def _in_ray(metric: Metric) -> Counter:
+def in_ray(metric: Metric) -> Counter:
+    """One of `RAY_ONLY`, once Ray runs."""
     counter = Counter(metric.ray_name, description=metric.help, tag_keys=tuple(metric.labels))
     begin_at_zero(counter, metric)
     return counter

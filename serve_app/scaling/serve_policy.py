@@ -165,7 +165,7 @@ class SleepAwarePolicy:
             decision.why,
             f"; to go: {', '.join(decision.remove_first)}" if decision.remove_first else "",
         )
-        self._count("scaling_decisions", ctx, why=decision.why.value)
+        self._count("SCALING_DECISIONS", ctx, why=decision.why.value)
 
     def _tell_once(self, ctx: "AutoscalingContext", exc: Exception) -> None:
         try:
@@ -175,7 +175,7 @@ class SleepAwarePolicy:
                 name = ctx.deployment_id.name
                 text = "%s: no decision, the number of replicas stays"
                 logger.error(text, name, exc_info=exc)
-            self._count("scaling_errors", ctx)
+            self._count("SCALING_ERRORS", ctx)
         except Exception:  # noqa: BLE001 - nothing is left to tell it to
             return
 
@@ -183,7 +183,7 @@ class SleepAwarePolicy:
         from serve_app.metrics import catalogue as metrics
 
         if name not in self._counters:
-            self._counters[name] = getattr(metrics, name)()
+            self._counters[name] = metrics.in_ray(getattr(metrics, name))
         where = {"application": ctx.app_name or "", "deployment": ctx.deployment_id.name}
         self._counters[name].inc(tags=where | labels)
 

@@ -185,8 +185,9 @@ def _request_for(model: ModelConfig) -> "ImageRequest":
 def _make_holder(peers: "Callable[[], Iterable[Peer]]") -> "WeightHolder":
     from actors.holder.holder import WeightHolder  # torch stays out of the module
 
-    loads, loaded = metrics.image_loads(), metrics.image_loaded_bytes()
-    evictions = metrics.image_evictions()
+    loads, loaded, evictions = map(
+        metrics.in_ray, (metrics.IMAGE_LOADS, metrics.IMAGE_LOADED_BYTES, metrics.IMAGE_EVICTIONS)
+    )
 
     def count(origin: str, size: int) -> None:
         loads.inc(tags={"origin": origin})

@@ -458,8 +458,8 @@ def test_every_counter_whose_labels_are_closed_begins_at_zero_in_ray_too(
     monkeypatch.setattr(metrics, "Counter", Counter)
     monkeypatch.setattr(ray_mirror.serves, "Counter", Counter)
     mirror = ray_mirror.RayMirror("m")
-    metrics.image_evictions()
-    metrics.scaling_decisions()
+    metrics.in_ray(metrics.IMAGE_EVICTIONS)
+    metrics.in_ray(metrics.SCALING_DECISIONS)
     begun = [(name, tuple(tags.values())) for name, value, tags in told if value == 0]
     expected = [
         (metric.ray_name, ("m", *values))

@@ -314,7 +314,7 @@ def test_decisions_are_logged_and_counted_when_they_change(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = Counted()
-    monkeypatch.setattr("serve_app.metrics.catalogue.scaling_decisions", lambda: counter)
+    monkeypatch.setattr("serve_app.metrics.catalogue.in_ray", lambda metric: counter)
     controller = Controller()
     with caplog.at_level(logging.INFO, "serve_app.scaling.decide"):
         controller.told(("a", AWAKE, 1, 0))
