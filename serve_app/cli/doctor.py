@@ -194,10 +194,10 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
     from actors.quantization.formats import Unserved
     from serve_app.config.cards import notes_on_cards
     from serve_app.config.errors import ConfigError
-    from serve_app.config.files import check_any, host_config
+    from serve_app.config.files import check_file
 
     try:
-        config = check_any(file)
+        config = check_file(file)
     except ConfigError as error:
         return Wanted(problems=tuple(map(str, error.problems)))
     sizes: dict[tuple[Path, str], int] = {}
@@ -220,7 +220,6 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
     image_bytes = sum(sizes.values())
     notes = [note for model in models if (note := model.unused_card(has_driver))]
     notes += notes_on_cards(models, config.card, devices)
-    host = host_config(file)
     return Wanted(
         http["host"],
         http["port"],
@@ -228,8 +227,8 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
         notes=tuple(notes),
         image_sizes=tuple(sizes.values()),
         compressed_sizes=tuple(compressed.values()),
-        image_budget=host.budget_bytes,
-        image_dir=None if host.disk_dir is None else Path(host.disk_dir),
+        image_budget=config.host.budget_bytes,
+        image_dir=None if config.host.disk_dir is None else Path(config.host.disk_dir),
     )
 
 

@@ -87,10 +87,10 @@ def check(
     """Tell what is wrong with a configuration, before anything starts."""
     from actors.engine.model.cards import has_nvidia_driver
     from serve_app.config.cards import notes_on_cards
-    from serve_app.config.files import check_any
+    from serve_app.config.files import check_file
 
     with errors_in_one_line():
-        config = check_any(file)
+        config = check_file(file)
     models = config.models
     for model in models:
         if note := model.unused_card(has_nvidia_driver()):

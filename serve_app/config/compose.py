@@ -5,7 +5,7 @@ Models stand in it in place and its paths are absolute, so it means the same in 
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ def _of_file(file: str, options: Options) -> ServeConfig:
             check_names(changed, [file] * len(changed))
             models.update((model.model_id, model) for model in changed)
             args["models"] = [as_written(model) for model in changed]
-    return ServeConfig(config.data, tuple(models.values()), config.card)
+    return replace(config, models=tuple(models.values()))
 
 
 def _check_options(models: int, options: Options) -> None:

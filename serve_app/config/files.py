@@ -10,6 +10,7 @@ Wrong configuration is a `ConfigError`: one line per mistake, naming file, key a
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -209,11 +210,13 @@ class ServeConfig:
         data: its text as Python has it, with its models' files written out, its paths absolute and its port there, a number.
         models: that its applications name, each once.
         card: of the application that serves them.
+        host: of the one that holds their images.
     """
 
     data: dict[str, Any]
     models: tuple[ModelConfig, ...]
     card: CardConfig = field(default_factory=CardConfig)
+    host: HostConfig = field(default_factory=HostConfig)
 
 
 def as_written(config: BaseModel) -> dict[str, Any]:
@@ -230,12 +233,16 @@ def load_model_config(path: str | Path) -> ModelConfig:
         ConfigError: no such file, or something in it is wrong.
     """
     file = Path(path)
-    try:
+    with _told_of(file):
         config = validate(ModelConfig, _read_yaml(file))
-    except ConfigError as error:
-        raise error.inside(file=shown(file)) from error
-    try:
         return with_files(config, project_around(file.absolute().parent))
+
+
+@contextmanager
+def _told_of(file: Path) -> Iterator[None]:
+    """Have a ConfigError name the file."""
+    try:
+        yield
     except ConfigError as error:
         raise error.inside(file=shown(file)) from error
 
@@ -286,19 +293,14 @@ def _missing(folder: Path) -> Problem:
     return Problem(f"no checkpoint in {shown(folder)}; {remedy}", ("source", "id"))
 
 
-def check_file(path: str | Path) -> tuple[ModelConfig, ...]:
-    """Every model that a serve_config.yaml, or a file of `configs/`, names; all of it valid.
+def check_file(path: str | Path) -> ServeConfig:
+    """What a serve_config.yaml, or a file of `configs/`, says.
 
     Raises:
         ConfigError: something is wrong, or a checkpoint is not there.
     """
-    return check_any(path).models
-
-
-def check_any(path: str | Path) -> ServeConfig:
-    """What a serve_config.yaml, or a file of `configs/`, says. Raises as `check_file`."""
     file = Path(path)
-    try:
+    with _told_of(file):
         data = _read_yaml(file)
         if data.keys() & ModelConfig.model_fields.keys():
             config = load_model_config(file)
@@ -307,21 +309,6 @@ def check_any(path: str | Path) -> ServeConfig:
             _require_checkpoints((config,), [str(file.absolute())], file.parent)
             return ServeConfig(data, (config,))
         return _check_serve_config(data, project_around(file.absolute().parent))
-    except ConfigError as error:
-        raise error.inside(file=shown(file)) from error
-
-
-def host_config(path: str | Path) -> HostConfig:
-    """What a valid serve_config.yaml, or a file of `configs/`, says of the hosts' memory.
-
-    Raises:
-        ConfigError: something is wrong.
-    """
-    if not is_serve_config(path):
-        return HostConfig()
-    applications = read_serve_config(path).data["applications"]
-    said = (each["args"].get("host", {}) for each in applications if each["import_path"] == WEIGHTS)
-    return HostConfig.model_validate(next(said, {}))
 
 
 def is_serve_config(path: str | Path) -> bool:
@@ -331,10 +318,8 @@ def is_serve_config(path: str | Path) -> bool:
         ConfigError: it is a file, but not of YAML's mappings.
     """
     file = Path(path)
-    try:
+    with _told_of(file):
         return file.is_file() and "applications" in _read_yaml(file)
-    except ConfigError as error:
-        raise error.inside(file=shown(file)) from error
 
 
 def read_serve_config(path: str | Path) -> ServeConfig:
@@ -344,39 +329,32 @@ def read_serve_config(path: str | Path) -> ServeConfig:
         ConfigError: something is wrong, or a checkpoint is not there.
     """
     file = Path(path)
-    try:
+    with _told_of(file):
         return _check_serve_config(_read_yaml(file), project_around(file.absolute().parent))
-    except ConfigError as error:
-        raise error.inside(file=shown(file)) from error
 
 
 def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
     """What `data` says, all of it valid; relative paths start from `project`."""
     from ray.serve.schema import (
         DeploymentSchema,
-        HTTPOptionsSchema,
         ServeApplicationSchema,
         ServeDeploySchema,
-        gRPCOptionsSchema,
     )
 
-    problems = list(_no_mappings(data))
-    if problems:
+    if problems := list(_no_mappings(data)):
         raise ConfigError(problems)
     problems = list(unknown_keys(data, ServeDeploySchema))  # here, too, Ray drops them
     problems += variables_in(data)
     schema = validate(ServeDeploySchema, data)
-    http = data.get("http_options") or {}
-    problems += [p.inside(("http_options",)) for p in unknown_keys(http, HTTPOptionsSchema)]
-    grpc = data.get("grpc_options") or {}
-    problems += [p.inside(("grpc_options",)) for p in unknown_keys(grpc, gRPCOptionsSchema)]
     for key, options in (
         ("http_options", schema.http_options),
         ("grpc_options", schema.grpc_options),
     ):
+        problems += [p.inside((key,)) for p in unknown_keys(data.get(key) or {}, type(options))]
         if options.port not in _PORTS:
             text = f"expected {_PORTS.start} to {_PORTS.stop - 1}, found {options.port}"
             problems.append(Problem(text, (key, "port")))
+    http = data.get("http_options") or {}
     if "host" not in http:
         text = "missing, and Ray would listen on every interface; write host: 127.0.0.1"
         problems.append(Problem(text, ("http_options", "host")))
@@ -393,7 +371,7 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
     http["port"] = schema.http_options.port
 
     models: dict[str, ModelConfig] = {}
-    card = CardConfig()
+    card, host = CardConfig(), HostConfig()
     for application, written in zip(schema.applications, data["applications"], strict=True):
         try:
             args = _check_application(application.import_path, application.args, project)
@@ -409,9 +387,11 @@ def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:
             written["args"] = as_written(args)
         if isinstance(args, AppArgs):
             card = args.card
+        elif isinstance(args, WeightsArgs):
+            host = args.host
     if problems:
         raise ConfigError(problems)
-    return ServeConfig(data, tuple(models.values()), card)
+    return ServeConfig(data, tuple(models.values()), card, host)
 
 
 def _no_mappings(data: dict[str, Any]) -> Iterator[Problem]:

@@ -164,7 +164,7 @@ def test_serve_config_is_as_it_says_in_every_folder(
 def test_what_is_printed_can_be_served(folder: Path) -> None:
     result = run("a/b", "m.yaml", "--print-config")
     (folder / "printed.yaml").write_text(result.stdout)
-    assert [model.model_id for model in check_file("printed.yaml")] == ["a/b", "m"]
+    assert [model.model_id for model in check_file("printed.yaml").models] == ["a/b", "m"]
     assert run("printed.yaml", "--print-config").exit_code == 0
 
 

@@ -25,7 +25,6 @@ from serve_app.config.files import (
     as_written,
     check_file,
     checkpoint_problem,
-    host_config,
     load_model_config,
     read_serve_config,
 )
@@ -83,13 +82,13 @@ def test_shipped_model_config_loads(file: Path) -> None:
 
 
 def test_shipped_serve_config_is_valid_as_it_is() -> None:
-    (model,) = check_file(PROJECT / "serve_config.yaml")
+    (model,) = check_file(PROJECT / "serve_config.yaml").models
     assert model.model_id == "demo"
     assert checkpoint_problem(model) is None
 
 
 def test_shipped_config_of_many_models_is_valid_as_it_is() -> None:
-    models = check_file(MANY)
+    models = check_file(MANY).models
     assert len({model.model_id for model in models}) == 8
     assert all(checkpoint_problem(model) is None for model in models)
 
@@ -181,13 +180,12 @@ def _with_host(folder: Path, host: str) -> str:
 def test_budget_and_folder_of_images_are_read(folder: Path) -> None:
     (folder / "images").mkdir()
     file = _with_host(folder, "{memory_budget_gib: 1.5, disk_dir: images}")
-    host = host_config(file)
+    host = check_file(file).host
     assert host.budget_bytes == 3 * 2**29
     assert host.disk_dir == str(folder / "images")
-    check_file(file)
     weights = read_serve_config(file).data["applications"][0]["args"]
     assert WeightsArgs.model_validate(weights).host == host
-    assert host_config(folder / "configs" / "demo.yaml").budget_bytes is None
+    assert check_file(folder / "configs" / "demo.yaml").host.budget_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -234,7 +232,7 @@ def test_folder_of_downloads_starts_from_the_project_or_from_home(
     source = f"source: {{hub: modelscope, id: a/b, models_dir: {written}}}\n"
     _write(folder / "configs" / "demo.yaml", f"model_id: demo\n{source}")
     monkeypatch.chdir("/")
-    (model,) = check_file(folder / "configs" / "demo.yaml")
+    (model,) = check_file(folder / "configs" / "demo.yaml").models
     assert model.source.models_dir == str(folder / "models")
 
 
@@ -523,7 +521,7 @@ def test_chat_template_in_place_or_from_a_file_of_the_project(
     _write(folder / "chats" / "mine.jinja", template)
     named = "chats/mine.jinja" if is_file else template
     _write(folder / "configs" / "demo.yaml", f"{MODEL}chat: {{template: {json.dumps(named)}}}\n")
-    (model,) = check_file("serve_config.yaml")
+    (model,) = check_file("serve_config.yaml").models
     assert model.chat.template == template
 
 
@@ -802,7 +800,7 @@ def test_mistake_in_a_named_file_is_told_once_with_that_file(folder: Path) -> No
 def test_somebody_elses_application_may_stand_beside_ours(folder: Path) -> None:
     theirs = "  - {name: theirs, route_prefix: /theirs, import_path: 'theirs:app'}\n"
     _write(folder / "serve_config.yaml", SERVE + theirs)
-    assert [model.model_id for model in check_file("serve_config.yaml")] == ["demo"]
+    assert [model.model_id for model in check_file("serve_config.yaml").models] == ["demo"]
 
 
 # --- sleepserve check ---

@@ -208,7 +208,7 @@ def test_check_reads_key_files_beside_the_yaml(serve_config: Path) -> None:
     with pytest.raises(ConfigError, match=r"llm\.args\.http\.api_keys_file: .* cannot be read"):
         check_file(serve_config)
     written(serve_config.parent / "keys", ALICE)
-    assert [model.model_id for model in check_file(serve_config)] == ["tiny"]
+    assert [model.model_id for model in check_file(serve_config).models] == ["tiny"]
 
 
 def test_check_finds_keys_in_runtime_env(serve_config: Path) -> None:
