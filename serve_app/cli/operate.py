@@ -8,7 +8,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
 from serve_app.config.keys import ADMIN_KEY_VARIABLE, REMEDIES, bearer
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
     from rich.table import Table
 
 _WRONG_ORDER = (400, 404)  # answers that mean: not this server's fault
@@ -68,25 +69,25 @@ def status(
     """Show every replica: awake or asleep, why, its memory. Wakes none."""
     from rich.live import Live
 
+    def look() -> dict[str, Any]:
+        return _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
+
     if not watch:
-        told = _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
-        _show(told, as_json)
+        _show(look(), as_json, status_view)
         return
+    console = _console()
+    # Elsewhere Live would draw at its end only.
+    redraws = not as_json and console.is_terminal and not console.is_dumb_terminal
     try:
-        if as_json:
+        with Live(console=console, auto_refresh=False) if redraws else nullcontext() as live:
             while True:
-                told = _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
-                print(json.dumps(told), flush=True)
-                time.sleep(interval_s)
-        console = _console()
-        redraws = console.is_terminal and not console.is_dumb_terminal
-        while not redraws:  # Live would draw at its end only
-            _show(_ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S), as_json)
-            time.sleep(interval_s)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                told = _ask(url, "GET", "/status", api_key, _STATUS_TIMEOUT_S)
-                live.update(status_view(told), refresh=True)
+                told = look()
+                if as_json:
+                    print(json.dumps(told), flush=True)
+                elif live is None:
+                    console.print(status_view(told))
+                else:
+                    live.update(status_view(told), refresh=True)
                 time.sleep(interval_s)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -114,7 +115,7 @@ def sleep(
 ) -> None:
     """Put a model to sleep, and tell how it is then."""
     form = {"model": model, "level": level, "mode": mode, "hold": hold, "deep": deep}
-    _tell(_ask(url, "POST", "/sleep", api_key, timeout_s, form), as_json)
+    _show(_ask(url, "POST", "/sleep", api_key, timeout_s, form), as_json, _order_view)
 
 
 def wake(
@@ -125,7 +126,8 @@ def wake(
     api_key: Key = None,
 ) -> None:
     """Wake a model, end a hold, and tell how it is then."""
-    _tell(_ask(url, "POST", "/wake_up", api_key, timeout_s, {"model": model}), as_json)
+    form = {"model": model}
+    _show(_ask(url, "POST", "/wake_up", api_key, timeout_s, form), as_json, _order_view)
 
 
 # --- asking ---
@@ -197,14 +199,14 @@ def _answer_of(url: str, code: int, body: bytes) -> dict[str, Any]:
 
 def status_table(told: Mapping[str, Any]) -> "Table":
     """Of `GET /status`."""
-    table = _table("in flight", "quiet", "device memory", "last wake", "why")
+    table = _table("in flight", "quiet", "device memory", "last wake")
     for name, model in told["models"].items():
         if model["why_silent"] is not None:
-            _row(table, name, "", "silent", "", "", "", "", model["why_silent"])
+            _row(table, name, "", "silent", why=model["why_silent"])
         elif not model["replicas"]:
             scale = model.get("scale") or {}
             state = "failed" if scale.get("gave_up") else "no replica"
-            _row(table, name, "", state, "", "", "", "", scale.get("why", ""))
+            _row(table, name, "", state, why=scale.get("why", ""))
         for number, replica in enumerate(model["replicas"].values()):
             _row(
                 table,
@@ -212,10 +214,10 @@ def status_table(told: Mapping[str, Any]) -> "Table":
                 replica["replica_id"],
                 _state(replica),
                 str(replica["in_flight"] + replica["waiting_for_wake"]),
-                _seconds(max(0.0, told["time"] - replica["quiet_since"])),
+                _seconds(told["time"] - replica["quiet_since"]),
                 _gib(replica["mapped_bytes"]),
                 _seconds(replica["last_wake_s"]),
-                "; ".join(filter(None, (replica["reason"], _stays(replica)))),
+                why="; ".join(filter(None, (replica["reason"], _stays(replica)))),
             )
     return table
 
@@ -269,8 +271,8 @@ def _card_line(device: str, card: Mapping[str, Any]) -> str:
 
 def _wait_lines(card: Mapping[str, Any], now_s: float) -> Iterator[str]:
     for wait in card["waiting"]:
-        waited = f"{_seconds(max(0.0, now_s - wait['since']))} of {_seconds(wait['limit_s'])}"
-        turn = "" if wait["turn"] is None else f" in {_seconds(max(0.0, wait['turn'] - now_s))}"
+        waited = f"{_seconds(now_s - wait['since'])} of {_seconds(wait['limit_s'])}"
+        turn = "" if wait["turn"] is None else f" in {_seconds(wait['turn'] - now_s)}"
         why = f"; {wait['reason']}{turn}" if wait["reason"] else ""
         yield f"  {wait['model_id']} waits for {in_words(wait['size'])}, {waited}{why}"
 
@@ -280,7 +282,7 @@ def _sleep_lines(replicas: Iterable[Mapping[str, Any]], now_s: float) -> Iterato
     asleep = [one for one in replicas if one["state"] == "asleep" and one["last_sleep"]]
     for replica in sorted(asleep, key=lambda one: one["last_sleep"]["at"], reverse=True):
         slept = replica["last_sleep"]
-        ago = _seconds(max(0.0, now_s - slept["at"]))
+        ago = _seconds(now_s - slept["at"])
         yield f"  {replica['model_id']} went to sleep {ago} ago: {_why_slept(slept)}"
 
 
@@ -297,10 +299,10 @@ def _awake_tenant(tenant: Mapping[str, Any]) -> str:
 
 def order_table(told: Replicas) -> "Table":
     """Of the answer to `POST /sleep` and `/wake_up`."""
-    table = _table("device memory", "sleep took", "wake took", "why")
+    table = _table("device memory", "sleep took", "wake took")
     for name, replicas in told.items():
         if not replicas:
-            _row(table, name, "", "no replica", "", "", "", "")
+            _row(table, name, "", "no replica")
         for number, replica in enumerate(replicas):
             _row(
                 table,
@@ -310,23 +312,22 @@ def order_table(told: Replicas) -> "Table":
                 _gib(replica["mapped_bytes"]),
                 _seconds(replica["last_sleep_s"]),
                 _seconds(replica["last_wake_s"]),
-                replica["reason"],
+                why=replica["reason"],
             )
     return table
 
 
-def _show(told: Mapping[str, Any], as_json: bool) -> None:
+def _order_view(told: Mapping[str, Any]) -> "Table":
+    return order_table(told["models"])
+
+
+def _show(
+    told: dict[str, Any], as_json: bool, view: "Callable[[dict[str, Any]], RenderableType]"
+) -> None:
     if as_json:
         print(json.dumps(told, indent=2))
     else:
-        _console().print(status_view(told))
-
-
-def _tell(told: Mapping[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(told, indent=2))
-    else:
-        _console().print(order_table(told["models"]))
+        _console().print(view(told))
 
 
 def _console() -> Any:
@@ -340,13 +341,15 @@ def _table(*columns: str) -> "Table":
     from rich import box
     from rich.table import Table
 
-    return Table("model", "replica", "state", *columns, box=box.SIMPLE_HEAD)
+    return Table("model", "replica", "state", *columns, "why", box=box.SIMPLE_HEAD)
 
 
-def _row(table: "Table", *cells: str) -> None:
+def _row(table: "Table", *cells: str, why: str = "") -> None:
+    """One with these cells and the last; those between them are empty."""
     from rich.text import Text
 
-    table.add_row(*map(Text, cells))  # Text, so that brackets are no markup
+    empty = [""] * (len(table.columns) - len(cells) - 1)
+    table.add_row(*map(Text, (*cells, *empty, why)))  # Text, so that brackets are no markup
 
 
 def _state(replica: Mapping[str, Any]) -> str:
@@ -357,6 +360,7 @@ def _state(replica: Mapping[str, Any]) -> str:
 def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
+    value = max(0.0, value)  # of times that two clocks tell
     if value < 1:
         return f"{value * 1000:.0f} ms"
     if value < 120:
