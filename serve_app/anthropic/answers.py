@@ -4,9 +4,9 @@ A generation that a sleep aborted has `stop_reason` "max_tokens", since it is cu
 no word for that. `signature` of a thinking block is empty: whatever comes back in one is taken.
 """
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -22,18 +22,6 @@ _STOP: Mapping[FinishReason, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """A piece of a text or thinking block, whose text is in the field of the same name."""
-
-    kind: str
-    text: str
-
-    def block(self, text: str) -> dict[str, Any]:
-        signature = {"signature": ""} if self.kind == "thinking" else {}
-        return {"type": self.kind, self.kind: text, **signature}
-
-
 class MessageAnswer(GrowingAnswer):
     """POST /v1/messages: one continuation of one prompt."""
 
@@ -47,22 +35,18 @@ class MessageAnswer(GrowingAnswer):
         _, continuation = self._count(prompt_index, event)
         events: list[dict[str, Any]] = []
         if continuation.parser is None:
-            continuation.parser = self._parser(continuation)
             events.append({"type": "message_start", "message": self._message([], None, 0)})
-        ended = event.finish_reason is not None
-        for piece in self._pieces(continuation, event.text, last=ended):
-            if isinstance(piece, _Text):
-                if self._open != piece.kind:
-                    events += [*self._stop(), self._start(piece.block(""))]
-                    self._open = piece.kind
-                events.append(self._delta({"type": f"{piece.kind}_delta", piece.kind: piece.text}))
-            else:
+        for kind, piece in self._pieces(continuation, event.text):
+            if isinstance(piece, ToolCall):
                 events += [*self._stop(), self._start(_call_block(piece, {}))]
-                self._open = "tool_use"
-                events.append(
-                    self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
-                )
-        if ended:
+                delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+            else:
+                if self._open != kind:
+                    events += [*self._stop(), self._start(_text_block(kind, ""))]
+                delta = {"type": f"{kind}_delta", kind: piece}
+            self._open = kind
+            events.append(self._delta(delta))
+        if event.finish_reason is not None:
             stopped = _stopped(event, continuation.calls)
             events += self._stop()
             events.append({"type": "message_delta", "delta": stopped, "usage": self._usage()})
@@ -71,22 +55,15 @@ class MessageAnswer(GrowingAnswer):
 
     def written(self) -> bytes:
         (grown,) = self._continuations
-        whole = Continuation(form=grown.form, parser=self._parser(grown))
-        blocks: list[tuple[_Text, list[str]] | ToolCall] = []
-        for piece in self._pieces(whole, "".join(grown.text), last=True):
-            if isinstance(piece, ToolCall):
-                blocks.append(piece)
-            elif blocks and isinstance(blocks[-1], tuple) and blocks[-1][0].kind == piece.kind:
-                blocks[-1][1].append(piece.text)
-            else:
-                blocks.append((piece, [piece.text]))
-        content = [
-            _call_block(block, json.loads(block.arguments))
-            if isinstance(block, ToolCall)
-            else block[0].block("".join(block[1]))
-            for block in blocks
-        ]
-        return to_json(self._message(content, grown.last, whole.calls))
+        content: list[dict[str, Any]] = []
+        pieces = self._pieces(grown, "".join(grown.text))
+        for kind, group in itertools.groupby(pieces, key=lambda piece: piece[0]):
+            alike = [piece for _, piece in group]
+            if texts := [piece for piece in alike if isinstance(piece, str)]:
+                content.append(_text_block(kind, "".join(texts)))
+            calls = [piece for piece in alike if isinstance(piece, ToolCall)]
+            content += [_call_block(call, json.loads(call.arguments)) for call in calls]
+        return to_json(self._message(content, grown.last, grown.calls))
 
     def keep_alive(self) -> dict[str, Any]:
         return {"type": "ping"}
@@ -95,19 +72,14 @@ class MessageAnswer(GrowingAnswer):
         """The last chunk has the usage."""
 
     def _pieces(
-        self, continuation: Continuation, text: str, *, last: bool
-    ) -> list[_Text | ToolCall]:
-        assert continuation.parser is not None
-        reasoning, found = continuation.parser.pieces(text, last=last)
-        pieces: list[_Text | ToolCall] = [_Text("thinking", reasoning)] if reasoning else []
-        for part in found:
-            if isinstance(part, ToolCall):
-                wanted = self._wanted([part], continuation.calls)
-                continuation.calls += len(wanted)
-                pieces += wanted
-            elif part:
-                pieces.append(_Text("text", part))
-        return pieces
+        self, continuation: Continuation, text: str
+    ) -> Iterator[tuple[str, str | ToolCall]]:
+        """Each with the type of its block."""
+        reasoning, found = self._taken_apart(continuation, text)
+        if reasoning:
+            yield "thinking", reasoning
+        for piece in found:
+            yield "tool_use" if isinstance(piece, ToolCall) else "text", piece
 
     def _message(
         self, content: Sequence[Mapping[str, Any]], last: TokenEvent | None, calls: int
@@ -147,6 +119,12 @@ class MessageAnswer(GrowingAnswer):
         self._open = None
         self._index += 1
         return [{"type": "content_block_stop", "index": self._index - 1}]
+
+
+def _text_block(kind: str, text: str) -> dict[str, Any]:
+    """Its text is in the field of the type's name."""
+    signature = {"signature": ""} if kind == "thinking" else {}
+    return {"type": kind, kind: text, **signature}
 
 
 def _call_block(call: ToolCall, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from actors.protocol import TokenEvent
-from serve_app import __version__
 from serve_app.anthropic.answers import MessageAnswer
 from serve_app.config.http import HttpSettings
 from serve_app.front.endpoints import catalogue
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 Answer = ChatAnswer | CompletionAnswer | MessageAnswer | ResponseAnswer
 A = TypeVar("A", bound=Answer)
-C = TypeVar("C", ChatAnswer, CompletionAnswer)
 
 _LARGE_ANSWER = 16 * 1024  # bytes; what is smaller is written in a millisecond or two
 
@@ -50,27 +49,15 @@ class Generation:
 
     def handlers(self) -> Handlers:
         return [
-            Handler(
-                catalogue.CHAT, lambda request, ask: self._answer(request, ask, _openai(ChatAnswer))
-            ),
-            Handler(
-                catalogue.COMPLETION,
-                lambda request, ask: self._answer(request, ask, _openai(CompletionAnswer)),
-            ),
-            Handler(
-                catalogue.RESPONSES,
-                lambda request, ask: self._answer(
-                    request, ask, lambda _, name: ResponseAnswer(ask, name, int(time.time()))
-                ),
-            ),
-            Handler(
-                catalogue.MESSAGES, lambda request, ask: self._answer(request, ask, MessageAnswer)
-            ),
+            Handler(catalogue.CHAT, partial(self._answer, _dated(ChatAnswer))),
+            Handler(catalogue.COMPLETION, partial(self._answer, _dated(CompletionAnswer))),
+            Handler(catalogue.RESPONSES, partial(self._answer, _dated(ResponseAnswer))),
+            Handler(catalogue.MESSAGES, partial(self._answer, MessageAnswer)),
             Handler(catalogue.SEED_COMPLETION, self.seed_completion),
         ]
 
     async def _answer(
-        self, request: Request, ask: Ask, make: Callable[[Ask, str], Answer]
+        self, make: Callable[[Ask, str], Answer], request: Request, ask: Ask
     ) -> Response:
         answer, generations = self._begin(request, ask, make)
         if not ask.stream:
@@ -88,7 +75,7 @@ class Generation:
 
     async def seed_completion(self, request: Request, ask: Ask) -> Response:
         """The form of the project this one started from; the prompt leads the output."""
-        answer, generations = self._begin(request, ask, _openai(CompletionAnswer))
+        answer, generations = self._begin(request, ask, _dated(CompletionAnswer))
         prompt = str(ask.prompts[0])
         if ask.stream:
             return HeldResponse(text_stream(generations, answer, prompt), TEXT)
@@ -137,6 +124,6 @@ class Generation:
         return await loop.run_in_executor(self._writer, answer.written)
 
 
-def _openai(kind: type[C]) -> Callable[[Ask, str], C]:
-    """OpenAI's answers tell of when and by what they were made."""
-    return lambda ask, model_id: kind(ask, model_id, int(time.time()), f"sleepserve-{__version__}")
+def _dated(kind: Callable[[Any, str, int], A]) -> Callable[[Any, str], A]:
+    """OpenAI's answers tell when they were made."""
+    return lambda ask, model_id: kind(ask, model_id, int(time.time()))

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from actors.protocol import FinishReason, TokenEvent, TokenLogprob
+from serve_app import __version__
 from serve_app.openai.growing import Continuation, GrowingAnswer, to_json
-from serve_app.openai.message import Parts
 from serve_app.openai.requests import Ask
 from serve_app.openai.tool_calls import ToolCall
 
@@ -33,13 +33,13 @@ class _Answer(GrowingAnswer):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, ask: Ask, model_id: str, created: int, fingerprint: str) -> None:
+    def __init__(self, ask: Ask, model_id: str, created: int) -> None:
         super().__init__(ask, f"{self.prefix}-{uuid4().hex}")
         self._head = {
             "id": self.answer_id,
             "created": created,
             "model": model_id,
-            "system_fingerprint": fingerprint,
+            "system_fingerprint": f"sleepserve-{__version__}",
         }
 
     def chunks(self, prompt_index: int, event: TokenEvent) -> list[dict[str, Any]]:
@@ -126,20 +126,17 @@ class ChatAnswer(_Answer):
     def _deltas(self, continuation: Continuation, event: TokenEvent) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         if continuation.parser is None:
-            continuation.parser = self._parser(continuation)
             deltas.append({"role": "assistant", "content": ""})
         ended = event.finish_reason is not None
-        parts = continuation.parser.feed(event.text, last=ended)
-        begun = len(deltas)
-        if parts.reasoning:
-            deltas.append({"reasoning_content": parts.reasoning})
-        if parts.content:
-            deltas.append({"content": parts.content})
-        if calls := self._told_calls(parts, continuation.calls):
-            first = continuation.calls
-            indexed = [{"index": first + i, **call} for i, call in enumerate(calls)]
+        begun, first_call = len(deltas), continuation.calls
+        reasoning, content, calls = self._parts(continuation, event.text)
+        if reasoning:
+            deltas.append({"reasoning_content": reasoning})
+        if content:
+            deltas.append({"content": content})
+        if calls:
+            indexed = [{"index": index, **call} for index, call in enumerate(calls, first_call)]
             deltas.append({"tool_calls": indexed})
-            continuation.calls += len(calls)
         if len(deltas) == begun and (event.logprobs or ended):
             deltas.append({"content": ""} if event.logprobs else {})
         choices: list[dict[str, Any]] = [
@@ -152,20 +149,25 @@ class ChatAnswer(_Answer):
         return choices
 
     def _choice(self, continuation: Continuation) -> dict[str, Any]:
-        parts = self._parser(continuation).feed("".join(continuation.text), last=True)
-        calls = self._told_calls(parts, 0)
-        nothing_else = not (parts.reasoning or calls)
-        content = parts.content if parts.content or nothing_else else None
-        message = {"role": "assistant", "content": content, "refusal": None}
-        if parts.reasoning:
-            message["reasoning_content"] = parts.reasoning
+        reasoning, content, calls = self._parts(continuation, "".join(continuation.text))
+        nothing_else = not (reasoning or calls)
+        told = content if content or nothing_else else None
+        message = {"role": "assistant", "content": told, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         return {
             "message": {**message, "tool_calls": calls} if calls else message,
             "finish_reason": _finish_reason(continuation.last, bool(calls)),
         }
 
-    def _told_calls(self, parts: Parts, told: int) -> list[dict[str, Any]]:
-        return [_shown_call(call) for call in self._wanted(parts.calls, told)]
+    def _parts(
+        self, continuation: Continuation, text: str
+    ) -> tuple[str, str, list[dict[str, Any]]]:
+        """Reasoning, content and calls."""
+        reasoning, pieces = self._taken_apart(continuation, text)
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [_shown_call(piece) for piece in pieces if isinstance(piece, ToolCall)]
+        return reasoning, content, calls
 
     def _logprobs(
         self, entries: Sequence[TokenLogprob], continuation: Continuation

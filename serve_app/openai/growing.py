@@ -36,8 +36,8 @@ class Continuation:
     last: TokenEvent | None = None  # the event with the finish reason
     offsets: TextOffsets = field(default_factory=TextOffsets)
     form: MessageForm | None = None
-    parser: MessageParser | None = None  # of a streamed chat, once it has begun
-    calls: int = 0  # told so far
+    parser: MessageParser | None = None  # of a message, once it has begun
+    calls: int = 0  # that it had so far
 
 
 class GrowingAnswer:
@@ -89,12 +89,26 @@ class GrowingAnswer:
             continuation.last = event
         return index, continuation
 
-    def _parser(self, continuation: Continuation) -> MessageParser:
-        return MessageParser(continuation.form or MessageForm(), self._ask.tools)
+    def _taken_apart(
+        self, continuation: Continuation, text: str
+    ) -> tuple[str, list[str | ToolCall]]:
+        """What is certain now that this text came: reasoning, and behind it content and calls in their order.
 
-    def _wanted(self, calls: Sequence[ToolCall], told: int) -> Sequence[ToolCall]:
-        """Those that the client wants: one at most, if it said so."""
-        return calls if self._ask.parallel_tool_calls else calls[: max(0, 1 - told)]
+        Calls are those that the client wants: one at most, if it said so.
+        """
+        if continuation.parser is None:
+            form = continuation.form or MessageForm()
+            continuation.parser = MessageParser(form, self._ask.tools)
+        pieces: list[str | ToolCall] = []
+        reasoning, found = continuation.parser.feed(text, last=continuation.last is not None)
+        for piece in found:
+            if isinstance(piece, ToolCall):
+                if continuation.calls and not self._ask.parallel_tool_calls:
+                    continue
+                continuation.calls += 1
+            if piece:
+                pieces.append(piece)
+        return reasoning, pieces
 
 
 def to_json(value: object) -> bytes:

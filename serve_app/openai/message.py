@@ -1,7 +1,6 @@
 """One chat message as it grows: reasoning, content and tool calls, from text that arrives in pieces."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from actors.protocol import MessageForm
@@ -13,15 +12,6 @@ from serve_app.openai.tool_calls import ToolCall, tool_parser
 _PIECE = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a piece of text, or a whole message, consists of."""
-
-    reasoning: str
-    content: str
-    calls: tuple[ToolCall, ...]
-
-
 class MessageParser:
     """Takes one message apart. How its text is cut into pieces makes no difference to the whole."""
 
@@ -29,16 +19,7 @@ class MessageParser:
         self._reasoning = reasoning_parser(form.reasoning, form.in_reasoning)
         self._tools = tool_parser(form.tools, tools)
 
-    def feed(self, text: str, *, last: bool = False) -> Parts:
-        """The parts that are certain now, content and calls apart. See `pieces`."""
-        reasoning, found = self.pieces(text, last=last)
-        return Parts(
-            reasoning,
-            "".join(part for part in found if isinstance(part, str)),
-            tuple(part for part in found if isinstance(part, ToolCall)),
-        )
-
-    def pieces(self, text: str, *, last: bool = False) -> tuple[str, list[str | ToolCall]]:
+    def feed(self, text: str, *, last: bool = False) -> tuple[str, list[str | ToolCall]]:
         """What is certain now: reasoning, and behind it content and calls in their order.
 
         Args:

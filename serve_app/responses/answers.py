@@ -90,22 +90,17 @@ class ResponseAnswer(GrowingAnswer):
 
     def _grow(self, continuation: Continuation, text: str) -> list[Event]:
         """Put what comes into `_output`, and tell of it."""
-        if continuation.parser is None:
-            continuation.parser = self._parser(continuation)
-        last = continuation.last
-        reasoning, pieces = continuation.parser.pieces(text, last=last is not None)
+        reasoning, pieces = self._taken_apart(continuation, text)
         self._chars["all"] += len(text)
         self._chars["reasoning"] += len(reasoning)
         events = self._text("reasoning", reasoning)
         for piece in pieces:
             if isinstance(piece, ToolCall):
-                for call in self._wanted([piece], continuation.calls):
-                    continuation.calls += 1
-                    events += self._call(call)
+                events += self._call(piece)
             else:
                 events += self._text("message", piece)
-        if last is not None:
-            events += self._close(_status(last))
+        if continuation.last is not None:
+            events += self._close(_status(continuation.last))
         return events
 
     def _text(self, kind: str, text: str) -> list[Event]:

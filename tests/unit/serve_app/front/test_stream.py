@@ -66,11 +66,11 @@ async def aiter_of(source: EventSource) -> AsyncIterator[tuple[int, TokenEvent]]
 
 def chat_answer(**fields: Any) -> ChatAnswer:
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **fields}
-    return ChatAnswer(parse_chat(body), "m", 1, "f")
+    return ChatAnswer(parse_chat(body), "m", 1)
 
 
 def text_answer(**fields: Any) -> CompletionAnswer:
-    return CompletionAnswer(parse_completion({"prompt": "hi", **fields}, 64), "m", 1, "f")
+    return CompletionAnswer(parse_completion({"prompt": "hi", **fields}, 64), "m", 1)
 
 
 def stream(

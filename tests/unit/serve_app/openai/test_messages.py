@@ -6,14 +6,14 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.protocol import MessageForm
-from serve_app.openai.message import MessageParser, Parts
+from serve_app.openai.message import MessageParser
 from serve_app.openai.tool_calls import ToolCall
 
 THINK = MessageForm(reasoning="think")
@@ -27,10 +27,22 @@ SUN = ToolCall("weather", '{"city": "Köln", "days": 2}')
 TIME = ToolCall("time", "{}")
 
 
+class Parts(NamedTuple):
+    reasoning: str
+    content: str
+    calls: tuple[ToolCall, ...]
+
+
+def feed(parser: MessageParser, text: str, *, last: bool = False) -> Parts:
+    reasoning, pieces = parser.feed(text, last=last)
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    return Parts(reasoning, content, tuple(each for each in pieces if isinstance(each, ToolCall)))
+
+
 def parse(form: MessageForm, *pieces: str, tools: Any = TOOLS) -> Parts:
     parser = MessageParser(form, tools)
-    parts = [parser.feed(piece) for piece in pieces]
-    parts.append(parser.feed("", last=True))
+    parts = [feed(parser, piece) for piece in pieces]
+    parts.append(feed(parser, "", last=True))
     return Parts(
         "".join(part.reasoning for part in parts),
         "".join(part.content for part in parts),
@@ -68,12 +80,12 @@ def test_reasoning(form, text, reasoning, content):
 
 def test_reasoning_is_told_as_it_comes():
     parser = MessageParser(OPENED, ())
-    assert parser.feed("I ") == Parts("I", "", ())
-    assert parser.feed("add") == Parts(" add", "", ())
-    assert parser.feed("\n</thi") == Parts("", "", ())
-    assert parser.feed("nk>\n") == Parts("", "", ())
-    assert parser.feed("4") == Parts("", "4", ())
-    assert parser.feed(" ", last=True) == Parts("", " ", ())
+    assert feed(parser, "I ") == Parts("I", "", ())
+    assert feed(parser, "add") == Parts(" add", "", ())
+    assert feed(parser, "\n</thi") == Parts("", "", ())
+    assert feed(parser, "nk>\n") == Parts("", "", ())
+    assert feed(parser, "4") == Parts("", "4", ())
+    assert feed(parser, " ", last=True) == Parts("", " ", ())
 
 
 # --- tool calls ---
@@ -291,9 +303,9 @@ def test_without_tools_all_is_text(form):
 
 def test_text_in_front_of_a_call_is_told_as_it_comes():
     parser = MessageParser(QWEN, TOOLS)
-    assert parser.feed("Let me see.\n").content == "Let me see."
-    assert parser.feed("<tool_call>" + TIME_JSON) == Parts("", "", ())
-    assert parser.feed("</tool_call>").calls == (TIME,)
+    assert feed(parser, "Let me see.\n").content == "Let me see."
+    assert feed(parser, "<tool_call>" + TIME_JSON) == Parts("", "", ())
+    assert feed(parser, "</tool_call>").calls == (TIME,)
 
 
 # --- any text, any cut ---
