@@ -35,14 +35,7 @@ class RoutingReport:
     deep: bool = False
 
     def as_stats(self) -> dict[str, Any]:
-        return {
-            "version": self.version,
-            "state": self.state.value,
-            "held": self.held,
-            "room": self.room.value,
-            "waiting": self.waiting,
-            "deep": self.deep,
-        }
+        return {_SENT: self.as_names()}
 
     def as_names(self) -> list[str]:
         fields = (
@@ -74,22 +67,8 @@ class RoutingNews:
 
 def newest_report(stats: Mapping[str, Any], names: Iterable[str]) -> RoutingReport | None:
     """The router's end: the newer of what was asked for and what was sent; None if there is nothing."""
-    told = [_from_stats(stats), *map(_from_name, names)]
+    told = map(_from_name, (*stats.get(_SENT, ()), *names))
     return max((report for report in told if report), key=lambda r: r.version, default=None)
-
-
-def _from_stats(stats: Mapping[str, Any]) -> RoutingReport | None:
-    try:
-        return RoutingReport(
-            int(stats["version"]),
-            ReplicaState(stats["state"]),
-            bool(stats["held"]),
-            CardRoom(stats["room"]),
-            int(stats["waiting"]),
-            bool(stats["deep"]),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _from_name(name: str) -> RoutingReport | None:
@@ -178,8 +157,9 @@ class ScalingSample:
 
 
 def state_of_number(number: float | None) -> ReplicaState | None:
-    known = number is not None and number in range(len(_STATES))
-    return _STATES[int(number)] if known and number is not None else None
+    if number is None or number not in range(len(_STATES)):
+        return None
+    return _STATES[int(number)]
 
 
 def card_number(card: str) -> float:

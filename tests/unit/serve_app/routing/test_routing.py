@@ -282,23 +282,20 @@ def test_newest_report_counts_whichever_way_it_came(sent_first: bool) -> None:
     assert newest_report({}, sent.as_names()) == sent
 
 
-STATS = RoutingReport(1, ASLEEP).as_stats()
-
-
 @pytest.mark.parametrize(
     ("stats", "names"),
     [
         ({}, []),
         (
-            STATS | {"state": "drowsy"},
+            {"sleepserve": ["sleepserve:1:asleep:0:free:0"]},
             ["sleepserve:1:drowsy:0:free:0:0"],
         ),
         (
-            STATS | {"version": "x"},
+            {"sleepserve": ["sleepserve:x:asleep:0:free:0:0"]},
             ["somebody:1:awake:0:free:0:0", "lora"],
         ),
         (
-            STATS | {"room": "cosy"},
+            {"sleepserve": ["sleepserve:1:asleep:0:cosy:0:0"]},
             ["sleepserve:1:asleep:0:free:few:0"],
         ),
         ({"state": "awake"}, ["sleepserve:1:awake"]),
