@@ -41,8 +41,7 @@ from serve_app.routing.rank import CONTROL_ROOM
 from serve_app.scaling.serve_scaler import ServeScaler
 from serve_app.signals.hold import ClusterStore
 from serve_app.tracing.tracer import start_tracer
-from serve_app.weights.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder
-from serve_app.weights.images import held_images
+from serve_app.weights.holders import HOLDER_DEPLOYMENT, NO_GPU, Holder, held_images
 
 _MAX_HTTP_REQUESTS = 10_000  # an ingress only passes things on; the models' own limits come first
 # Beside a GPU one ingress would be the narrowest part: an event takes it 0.3 to 0.4 ms, and a replica sends up to 3500 a

@@ -59,11 +59,11 @@ class ConfigError(ValueError):
         return ConfigError(problem.inside(key, file) for problem in self.problems)
 
 
-def validate(model: type[Model], data: object, context: Mapping[str, Any] | None = None) -> Model:
+def validate(model: type[Model], data: object) -> Model:
     """`model.model_validate`, its ValidationError turned into a ConfigError."""
     refuse_switches_for_numbers(data, model)
     try:
-        return model.model_validate(data, context=context)
+        return model.model_validate(data)
     except ValidationError as error:
         raise ConfigError(problems_of(error, model)) from error
 

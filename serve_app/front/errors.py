@@ -101,8 +101,6 @@ TABLE: Mapping[type[errors.ServingError], Row] = {
     errors.CannotStart: Row(500, _SERVER, "cannot_start"),
 }
 
-_UNEXPECTED = Row(500, _SERVER, "internal_error")
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -122,8 +120,9 @@ def describe(exc: Exception, request_id: str, dialect: Dialect = OPENAI) -> Prob
     root = unwrap(exc)
     if not isinstance(root, errors.ServingError):
         logger.error("request %s failed unexpectedly", request_id, exc_info=exc)
+        row = TABLE[errors.ServingError]
         message = f"internal error; the server's log has it under request id {request_id}"
-        return Problem(_UNEXPECTED.status, _error_body(dialect, _UNEXPECTED, message))
+        return Problem(row.status, _error_body(dialect, row, message))
     row = row_of(type(root))
     if row.status == 500:
         logger.error("request %s failed: %s", request_id, root, exc_info=exc)

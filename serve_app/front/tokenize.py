@@ -1,7 +1,6 @@
 """Routes that tokenise: vLLM's /tokenize, /detokenize, /tokenizer_info, and Anthropic's count. They wake no model."""
 
 import asyncio
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from serve_app.front.bodies import MAX_MESSAGE_BYTES
 from serve_app.front.endpoints import catalogue
 from serve_app.front.endpoints.endpoint import Handler, Handlers
 from serve_app.models.registry import ServedModels
+from serve_app.openai.growing import to_json
 from serve_app.openai.requests import DetokenizeForm, ModelQuery, TokenizeAsk
 
 # Written in a millisecond.
@@ -85,21 +85,17 @@ def _answer(answer: Mapping[str, Any]) -> Response:
 def _written(answer: Mapping[str, Any]) -> Iterator[bytes]:
     """An object, piece by piece: json keeps the interpreter's lock for as long as it writes."""
     for at, (name, value) in enumerate(answer.items()):
-        yield (b"," if at else b"{") + _json(name) + b":"
+        yield (b"," if at else b"{") + to_json(name) + b":"
         if isinstance(value, list | tuple):
             yield b"["
             for begin in range(0, len(value), _AT_A_TIME):
-                yield (b"," if begin else b"") + _json(value[begin : begin + _AT_A_TIME])[1:-1]
+                yield (b"," if begin else b"") + to_json(value[begin : begin + _AT_A_TIME])[1:-1]
             yield b"]"
         elif isinstance(value, str):
             yield b'"'
             for begin in range(0, len(value), _CHARS_AT_A_TIME):
-                yield _json(value[begin : begin + _CHARS_AT_A_TIME])[1:-1]
+                yield to_json(value[begin : begin + _CHARS_AT_A_TIME])[1:-1]
             yield b'"'
         else:
-            yield _json(value)
+            yield to_json(value)
     yield b"}"
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -142,11 +142,7 @@ class ReplicaTraces(GuardedObserver):
 
     def _trace_copies(self, wake: "Span", report: WakeReport, end_ns: int) -> None:
         begin_ns = end_ns - int((report.link_s + report.check_s) * 1e9)
-        attributes = {"sleepserve.copied_bytes": report.copied_bytes}
-        span = self._tracer.start_span(
-            "wake.copy", _under(wake), attributes=attributes, start_time=begin_ns
-        )
-        span.end(end_ns)
+        self._child(wake, "wake.copy", begin_ns, end_ns, copied_bytes=report.copied_bytes)
 
     def _trace_sequence(self, course: Course, ending: Ending, now_s: float) -> None:
         """What the worker did, as the replica saw it."""
@@ -175,8 +171,12 @@ class ReplicaTraces(GuardedObserver):
             span.add_event("first token", timestamp=at(course.first_s))
         span.end(at(now_s))
 
-    def _child(self, above: "Span", name: str, begin_ns: int, end_ns: int) -> None:
-        self._tracer.start_span(name, _under(above), start_time=begin_ns).end(end_ns)
+    def _child(self, above: "Span", name: str, begin_ns: int, end_ns: int, **told: int) -> None:
+        attributes = {f"sleepserve.{key}": value for key, value in told.items()}
+        span = self._tracer.start_span(
+            name, _under(above), attributes=attributes, start_time=begin_ns
+        )
+        span.end(end_ns)
 
 
 def _under(span: "Span | None"):  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ disk, and replicas ask only that of their own node.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +197,17 @@ def _make_holder(peers: "Callable[[], Iterable[Peer]]") -> "WeightHolder":
         evictions.inc(tags={"to": "file" if has_file else "nothing"})
 
     return WeightHolder(peers=peers, on_load=count, on_evicted=count_eviction)
+
+
+async def held_images() -> Sequence[HeldImage]:
+    """Ask the deployment, which is the holder of one node. It answers when it has brought torch in.
+
+    Raises:
+        Exception: there is no holder, or it is dead.
+    """
+    handle = serve.get_deployment_handle(HOLDER_DEPLOYMENT, HOLDER_APP)
+    images: Sequence[HeldImage] = await handle.stats.remote()
+    return images
 
 
 # --- the replicas' side ---

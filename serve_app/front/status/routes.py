@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,11 @@ class StatusRoutes:
             shows_names: whether anybody may learn which models there are.
             read_images: asks the weight holder; None where there is none.
         """
-        about = {"sleepserve": __version__, "ray": _ray(), "python": platform.python_version()}
+        about = {
+            "sleepserve": __version__,
+            "ray": version("ray"),
+            "python": platform.python_version(),
+        }
         self._feed = StatusFeed(models, about, read_images)
         self._models = models
         self._shows_names = shows_names
@@ -100,10 +104,3 @@ def _quality(parameters: list[str]) -> float:
         return float(given)
     except ValueError:  # no weight that anybody defined
         return 0.0
-
-
-def _ray() -> str:
-    try:
-        return version("ray")
-    except PackageNotFoundError:
-        return "unknown"

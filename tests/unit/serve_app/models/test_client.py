@@ -302,7 +302,7 @@ def test_failed_replica_that_is_asked_again_is_waited_for_until_that_is_known(
 def test_a_full_queue_tells_how_long_others_wait() -> None:
     async def scenario() -> None:
         model = client(Handle([event("a")], [BackPressureError(1, 1)]))
-        model._patience._note(17.0)
+        model._patience.note(17.0)
         await texts(model)  # at once
         with pytest.raises(QueueFull) as refusal:
             await texts(model)
