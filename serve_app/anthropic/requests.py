@@ -8,20 +8,19 @@ template: `max_tokens` is the bound of all that is generated, whatever `budget_t
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import ChatPrompt, SamplingParams
-from serve_app.openai.chat import Part, must_call
+from serve_app.openai.chat import Part, must_call, thinking
 from serve_app.openai.fields import (
     MAX_COUNT,
-    MAX_INSIDE,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
-    bounded_inside,
     parse_form,
     shown,
+    small_inside,
     to_text,
     unsupported,
     wrong,
@@ -204,15 +203,9 @@ class ThinkingConfig(Part):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-def _few_inside(tools: list[ToolParam]) -> list[ToolParam]:
-    bounded_inside([tool.input_schema for tool in tools], MAX_INSIDE)
-    return tools
-
-
-def _few_inputs(messages: list[MessageParam]) -> list[MessageParam]:
+def _inputs(messages: list[MessageParam]) -> list[dict[str, Any]]:
     blocks = (block for message in messages for block in message.content)
-    bounded_inside([block.input for block in blocks if isinstance(block, ToolUseBlock)], MAX_INSIDE)
-    return messages
+    return [block.input for block in blocks if isinstance(block, ToolUseBlock)]
 
 
 class CountTokensBody(Part):
@@ -223,12 +216,12 @@ class CountTokensBody(Part):
     messages: Annotated[
         list[MessageParam],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        AfterValidator(_few_inputs),
+        small_inside(_inputs),
     ]
     tools: Annotated[
         list[ToolParam],
         Field(max_length=MAX_TOOLS, fail_fast=True),
-        AfterValidator(_few_inside),
+        small_inside(lambda tools: [tool.input_schema for tool in tools]),
     ] = Field(default=[])
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: ThinkingConfig | None = None
@@ -243,10 +236,8 @@ class CountTokensBody(Part):
         messages = [each for message in self.messages for each in message.for_template()]
         tools = tuple(tool.function for tool in self.tools)
         options: dict[str, Any] = {}
-        if self.thinking is not None:  # as Qwen's templates call it, and as DeepSeek's do
-            options = dict.fromkeys(
-                ("enable_thinking", "thinking"), self.thinking.type != "disabled"
-            )
+        if self.thinking is not None:
+            options = thinking(self.thinking.type != "disabled")
         if continues := self.messages[-1].role == "assistant":
             if not isinstance(self.messages[-1].content[-1], TextBlock):
                 raise InvalidRequest(

@@ -7,26 +7,22 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
-    field_validator,
     model_validator,
 )
 
 from actors.errors import InvalidRequest
 from actors.protocol import ChatPrompt
 from serve_app.openai.fields import (
-    MAX_INSIDE,
     MAX_MESSAGES,
     MAX_OPTIONS,
     MAX_PARTS,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
-    bounded_inside,
     shown,
     small_inside,
     to_text,
@@ -110,21 +106,19 @@ class _Message(Part):
 class ChatForm(Part):
     """Messages, and how the chat template is to read them."""
 
-    messages: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: Annotated[
+        list[_Message],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        small_inside(lambda messages: [message.tool_calls for message in messages]),
+    ]
     tools: Annotated[
         tuple[Mapping[str, Any], ...], PlainValidator(to_tools, json_schema_input_type=_Tools)
     ] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(small_inside)] = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], small_inside()] = Field(
         default={}, max_length=MAX_OPTIONS
     )
-
-    @field_validator("messages")
-    @classmethod
-    def _has_few_values(cls, messages: list[_Message]) -> list[_Message]:
-        bounded_inside([message.tool_calls for message in messages], MAX_INSIDE)
-        return messages
 
     def prompt(self, *, with_tools: bool = True, must_call: tuple[str, ...] = ()) -> ChatPrompt:
         template_kwargs = dict(self.chat_template_kwargs)
@@ -137,6 +131,11 @@ class ChatForm(Part):
             add_generation_prompt=self.add_generation_prompt,
             must_call=must_call,
         )
+
+
+def thinking(wanted: bool) -> dict[str, Any]:
+    """Whether there is to be any: as Qwen's templates call it, and as DeepSeek's do."""
+    return dict.fromkeys(("enable_thinking", "thinking"), wanted)
 
 
 def must_call(tools: Sequence[Mapping[str, Any]], name: str | None) -> tuple[str, ...]:

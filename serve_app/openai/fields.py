@@ -4,11 +4,11 @@
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from actors.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
@@ -49,6 +49,7 @@ _COUNTED = (
 )
 MAX_COUNT = 2**31 - 1  # of tokens; the model's own limit is the engine's to check
 
+T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -226,19 +227,29 @@ def to_logit_bias(value: object) -> dict[int, float]:
     return biases
 
 
-def to_text(value: object) -> object:
-    """The text of a message's content. Parts are joined by newlines, as vLLM does."""
+_TEXT_OF = {"text": "text"}
+
+
+def to_text(
+    value: object, *, text_of: Mapping[str, str] = _TEXT_OF, kinds: str = "type text"
+) -> object:
+    """The text of a message's content. Parts are joined by newlines, as vLLM does.
+
+    Args:
+        text_of: by the type of a part, the field that has its text.
+        kinds: these types in words.
+    """
     if not isinstance(value, list):
         return value
     bounded(value, MAX_PARTS)
     texts: list[str] = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            if isinstance(kind, str):
-                raise unsupported(f"may only have parts of type text, found {shown(kind)}")
+        if not isinstance(kind, str):
             raise wrong("must be a string or an array of text parts")
-        text = part.get("text")
+        if kind not in text_of:
+            raise unsupported(f"may only have parts of {kinds}, found {shown(kind)}")
+        text = part.get(text_of[kind])
         if not isinstance(text, str):
             raise wrong('must have a string as "text" in every part')
         texts.append(text)
@@ -302,9 +313,14 @@ def to_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def small_inside(value: dict[str, Any]) -> dict[str, Any]:
-    bounded_inside(value, MAX_INSIDE)
-    return value
+def small_inside(of: Callable[[Any], object] = lambda value: value) -> AfterValidator:
+    """Refuses a value if there are more than `MAX_INSIDE` values in this of it, at any depth."""
+
+    def check(value: T) -> T:
+        bounded_inside(of(value), MAX_INSIDE)
+        return value
+
+    return AfterValidator(check)
 
 
 _TOOL_CHOICES = (

@@ -8,27 +8,26 @@ chats. Of `reasoning.effort` only whether there is to be any reaches the chat te
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag
 
 from actors.errors import InvalidRequest, UnsupportedParameter
 from actors.protocol import ChatPrompt, Grammar, GrammarKind, SamplingParams
 from actors.text.validation import check_grammar
-from serve_app.openai.chat import Part, must_call
+from serve_app.openai.chat import Part, must_call, thinking
 from serve_app.openai.fields import (
     MAX_COUNT,
-    MAX_INSIDE,
     MAX_MESSAGES,
     MAX_OPTIONS,
     MAX_PARTS,
     MAX_TOOLS,
-    bounded,
-    bounded_inside,
     parse_form,
     parsed,
     shown,
     small_inside,
+    to_text,
     unsupported,
     wrong,
 )
@@ -54,37 +53,19 @@ _LOGPROBS = "message.output_text.logprobs"
 MAX_TOLD_CHARS = 2**18
 _TOLD_AS_THEY_CAME = ("metadata", "text", "tool_choice", "tools")
 
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TextKind = Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+_TEXT_OF = {**dict.fromkeys(get_args(_TextKind), "text"), "refusal": "refusal"}
 
 
 class _TextPart(Part):
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    type: _TextKind
     text: str
-
-
-def _to_text(value: object) -> object:
-    """The text of parts, joined by newlines, as in chats."""
-    if not isinstance(value, list):
-        return value
-    bounded(value, MAX_PARTS)
-    texts: list[str] = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise wrong("must be a string or an array of text parts")
-        text = part.get("refusal") if kind == "refusal" else part.get("text")
-        if kind not in (*_TEXT_PARTS, "refusal"):
-            raise unsupported(f"may only have parts of text, found {shown(kind)}")
-        if not isinstance(text, str):
-            raise wrong('must have a string as "text" in every part')
-        texts.append(text)
-    return "\n".join(texts)
 
 
 _Texts = Annotated[
     str,
     BeforeValidator(
-        _to_text,
+        partial(to_text, text_of=_TEXT_OF, kinds="text"),
         json_schema_input_type=str | Annotated[list[_TextPart], Field(max_length=MAX_PARTS)],
     ),
 ]
@@ -168,10 +149,8 @@ def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _few_arguments(items: list[Any]) -> list[Any]:
-    calls = [item.arguments for item in items if isinstance(item, FunctionCallItem)]
-    bounded_inside(calls, MAX_INSIDE)
-    return items
+def _arguments(items: list[Any]) -> list[dict[str, Any]]:
+    return [item.arguments for item in items if isinstance(item, FunctionCallItem)]
 
 
 def _is_function(kind: object) -> object:
@@ -228,11 +207,6 @@ class ReasoningOptions(Part):
     effort: str | None = None
 
 
-def _few_inside(tools: list[FunctionTool]) -> list[FunctionTool]:
-    bounded_inside([tool.parameters for tool in tools], MAX_INSIDE)
-    return tools
-
-
 @dataclass(frozen=True, slots=True)
 class ResponseAsk(Ask):
     """With what the answer repeats of its request, and about how long that is."""
@@ -246,7 +220,7 @@ class ResponsesBody(SamplingFields, KeepAlive):
     input: Annotated[
         _Items,
         BeforeValidator(_as_items, json_schema_input_type=str | _Items),
-        AfterValidator(_few_arguments),
+        small_inside(_arguments),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -254,7 +228,7 @@ class ResponsesBody(SamplingFields, KeepAlive):
     tools: Annotated[
         list[FunctionTool],
         Field(max_length=MAX_TOOLS, fail_fast=True),
-        AfterValidator(_few_inside),
+        small_inside(lambda tools: [tool.parameters for tool in tools]),
     ] = Field(default=[])
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_known_choice)
@@ -263,18 +237,15 @@ class ResponsesBody(SamplingFields, KeepAlive):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     include: list[str] = Field(default=[], max_length=MAX_OPTIONS)
-    metadata: Annotated[dict[str, Any], AfterValidator(small_inside)] = Field(
-        default={}, max_length=MAX_OPTIONS
-    )
+    metadata: Annotated[dict[str, Any], small_inside()] = Field(default={}, max_length=MAX_OPTIONS)
 
     def prompt(self) -> ChatPrompt:
         """What the chat template reads."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools = tuple(tool.function for tool in self.tools)
         options: dict[str, Any] = {}
-        if self.reasoning.effort is not None:  # as Qwen's templates call it, and as DeepSeek's do
-            wanted = self.reasoning.effort != "none"
-            options = dict.fromkeys(("enable_thinking", "thinking"), wanted)
+        if self.reasoning.effort is not None:
+            options = thinking(self.reasoning.effort != "none")
         return ChatPrompt(
             messages=(*system, *_messages(self.input)),
             # "none" keeps the tools from the model: it cannot call what it does not know.
