@@ -6,9 +6,8 @@ Imports that take long stand inside the commands.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,10 +19,6 @@ from serve_app.cli.eval import evaluate
 from serve_app.cli.operate import sleep, status, wake
 from serve_app.cli.output import errors_in_one_line, say
 from serve_app.cli.serve import Dashes, serve
-
-if TYPE_CHECKING:
-    from actors.checkpoints.making import DtypeName, ShapeName
-    from actors.quantization.making import QuantizeName
 
 app = typer.Typer(
     help="LLM serving on Ray Serve whose idle replicas sleep and wake.",
@@ -40,42 +35,36 @@ app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 
-class Shape(StrEnum):
-    """`actors.checkpoints.making.ShapeName`, known without torch."""
-
-    DEMO = "demo"
-    TINY = "tiny"
-    DEEPSEEK_R1_DISTILL_QWEN_1_5B = "deepseek-r1-distill-qwen-1.5b"
-    DEEPSEEK_R1_DISTILL_QWEN_7B = "deepseek-r1-distill-qwen-7b"
-
-
-class Dtype(StrEnum):
-    """`actors.checkpoints.making.DtypeName`, likewise."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class Quantize(StrEnum):
-    """`actors.quantization.making.QuantizeName`, likewise."""
-
-    GPTQ_4_128 = "gptq-4-128"
-    GPTQ_4_128_ORDER = "gptq-4-128-order"
-    GPTQ_4_CHANNEL = "gptq-4-channel"
-    GPTQ_4_32_ASYM = "gptq-4-32-asym"
-    GPTQ_V2_4_32_ASYM = "gptq-v2-4-32-asym"
-    GPTQ_8_128 = "gptq-8-128"
-    AWQ_4_128 = "awq-4-128"
-    CT_W4A16 = "ct-w4a16"
-    CT_W4A16_ASYM = "ct-w4a16-asym"
-    CT_W4A16_ORDER = "ct-w4a16-order"
-    CT_W8A16 = "ct-w8a16"
-    CT_INT8 = "ct-int8"
-    CT_FP8 = "ct-fp8"
-    CT_FP8_STATIC = "ct-fp8-static"
-    FP8_BLOCK = "fp8-block"
-    FP8_TENSOR = "fp8-tensor"
+# As in `actors.checkpoints.making` and `actors.quantization.making`, known without torch.
+Shape = Literal[
+    "demo",
+    "tiny",
+    "deepseek-r1-distill-qwen-1.5b",
+    "deepseek-r1-distill-qwen-7b",
+]
+Dtype = Literal[
+    "float32",
+    "bfloat16",
+    "float16",
+]
+Quantize = Literal[
+    "gptq-4-128",
+    "gptq-4-128-order",
+    "gptq-4-channel",
+    "gptq-4-32-asym",
+    "gptq-v2-4-32-asym",
+    "gptq-8-128",
+    "awq-4-128",
+    "ct-w4a16",
+    "ct-w4a16-asym",
+    "ct-w4a16-order",
+    "ct-w8a16",
+    "ct-int8",
+    "ct-fp8",
+    "ct-fp8-static",
+    "fp8-block",
+    "fp8-tensor",
+]
 
 
 @app.command()
@@ -149,16 +138,15 @@ def make_checkpoint(
         with _damaged_files_in_one_line():
             print(write_variant(directory, variant_of, seed))
         return
-    quantize_name: QuantizeName | None = quantize.value if quantize else None
     if weights_of is not None:
         from actors.checkpoints.quantizing import quantize_checkpoint
 
         _refuse_others(context, "weights_of", ("quantize", "force"))
-        if quantize_name is None:
+        if quantize is None:
             raise typer.BadParameter("--weights-of needs --quantize")
         with _damaged_files_in_one_line(), _bar(str(directory)) as on_progress:
             quantize_checkpoint(
-                directory, weights_of, quantize_name, force=force, on_progress=on_progress
+                directory, weights_of, quantize, force=force, on_progress=on_progress
             )
         print(directory)
         return
@@ -166,17 +154,15 @@ def make_checkpoint(
         raise typer.BadParameter("give --shape, --weights-of or --variant-of")
     from actors.checkpoints.making import write_checkpoint
 
-    shape_name: ShapeName = shape.value
-    dtype_name: DtypeName | None = dtype.value if dtype else None
     with _damaged_files_in_one_line(), _bar(str(directory)) as on_progress:
         write_checkpoint(
             directory,
-            shape_name,
-            dtype=dtype_name,
+            shape,
+            dtype=dtype,
             seed=seed,
             tied=tied,
             shards=shards,
-            quantize=quantize_name,
+            quantize=quantize,
             force=force,
             on_progress=on_progress,
         )
