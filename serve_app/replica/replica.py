@@ -201,15 +201,8 @@ class ModelReplica:
         engine = config.engine_of_replica
         settings = WorkerSettings(
             replica_id=self._replica_id,
-            model_id=config.model_id,
-            source=config.source,
-            dtype=config.dtype,
-            image_ttl_s=config.image_ttl_s,
+            config=config.model_copy(update={"engine": engine}),
             checkpoint=checkpoint,
-            engine=engine,
-            keep_layers=config.sleep.keep_layers,
-            watchdog=config.watchdog,
-            compression=config.image.compression,
             lessee=ray.get_runtime_context().get_actor_name() or self._replica_id,
             cpu_card=cpu_card_of(card, self._node) if engine.device == "cpu" else None,
             memory_budget=card.memory_budget,

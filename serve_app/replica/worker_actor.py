@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING
 import ray
 
 from actors.card.config import budget_bytes
-from actors.checkpoints.source import ModelSource
-from actors.engine.config import EngineConfig
 from actors.errors import EngineDied, Unavailable
 from actors.holder.host_memory import ImageUse, Need
-from actors.image.config import Compression
 from actors.waits import at_most
 from actors.worker.connection import Connection
 from actors.worker.messages import Logged, Obtained, ToWorker
-from actors.worker.watchdog import WatchdogConfig
+from serve_app.config.model import ModelConfig
 from serve_app.process import spares
 from serve_app.process.heap import set_aside, uncollected
 from serve_app.process.logs import log_to
@@ -37,15 +34,8 @@ class WorkerSettings:
     """What a worker is to serve, and how."""
 
     replica_id: str
-    model_id: str
-    source: ModelSource
-    dtype: str
-    image_ttl_s: float | None
+    config: ModelConfig  # its engine's device decided
     checkpoint: Path
-    engine: EngineConfig
-    keep_layers: int
-    watchdog: WatchdogConfig
-    compression: Compression  # of the image
     lessee: str  # of the image: the replica's actor, which outlives its workers
     cpu_card: tuple[Path, int] | None = None  # file and bytes of what stands for a card
     # Of the card, for all its models; None: it is not shared.
@@ -53,11 +43,10 @@ class WorkerSettings:
 
     def load(self) -> "FastLoad":
         """How its image is had, and let go of, on this node."""
-        from actors.holder.held import ImageRequest
         from actors.holder.obtain import FastLoad
-        from serve_app.weights.holders import HolderOfThisNode
+        from serve_app.weights.holders import HolderOfThisNode, request_for
 
-        request = ImageRequest(self.model_id, self.source, self.dtype, self.image_ttl_s)
+        request = request_for(self.config)
         return FastLoad(HolderOfThisNode(), request, self.checkpoint, self.lessee)
 
 
@@ -71,7 +60,7 @@ class WorkerActor:
 
     def __repr__(self) -> str:
         """What Ray puts before the lines that this process prints."""
-        return f"Worker of {self._settings.model_id}/{self._settings.replica_id}"
+        return f"Worker of {self._settings.config.model_id}/{self._settings.replica_id}"
 
     async def ping(self) -> int:
         """The process, as soon as there is one."""
@@ -92,6 +81,7 @@ class WorkerActor:
 
     async def _start(self, socket: str) -> None:
         settings, loop = self._settings, asyncio.get_running_loop()
+        config, limit_s = settings.config, settings.config.watchdog.other_timeout_s
         # Before there is a connection, on which silence counts: imports let nothing else run here meanwhile.
         await spares.imported()
         with uncollected():
@@ -106,9 +96,9 @@ class WorkerActor:
         log_to(lambda level, name, text: connection.send(Logged(level, name, text)))
         async with signs_of_life(connection):
             # First what needs no weights: a model that cannot be served is refused in a second.
-            async with _within(settings.watchdog.other_timeout_s, "looking at model and device"):
+            async with _within(limit_s, "looking at model and device"):
                 module = await asyncio.to_thread(
-                    build_module, settings.checkpoint, settings.dtype, settings.engine.device
+                    build_module, settings.checkpoint, config.dtype, config.engine.device
                 )
             load = replace(
                 settings.load(),
@@ -118,8 +108,8 @@ class WorkerActor:
 
             async def open_device() -> None:
                 """Its context takes some tenths of a second, as the image does; whoever is next finds it there."""
-                async with _within(settings.watchdog.other_timeout_s, "opening the device"):
-                    await asyncio.to_thread(select_driver, settings.engine.device)
+                async with _within(limit_s, "opening the device"):
+                    await asyncio.to_thread(select_driver, config.engine.device)
 
             image, _ = await asyncio.gather(load.obtain(), open_device())
             budget = settings.memory_budget
@@ -130,10 +120,10 @@ class WorkerActor:
                 image,
                 load.obtain,
                 load.release,
-                settings.engine,
-                settings.keep_layers,
+                config.engine,
+                config.sleep.keep_layers,
                 connection.send,
-                settings.watchdog,
+                config.watchdog,
                 None if settings.cpu_card is None else CpuCard(*settings.cpu_card),
                 permission.ask,
                 None if budget is None else partial(budget_bytes, budget),
@@ -143,7 +133,7 @@ class WorkerActor:
         set_aside()
         await spares.keep_one_more()
         self._compiling = asyncio.create_task(self._set_compiled_aside(worker))
-        compressing = worker.compress_image(settings.compression, load.compress)
+        compressing = worker.compress_image(config.image.compression, load.compress)
         self._compressing = asyncio.create_task(compressing)
 
     async def image_use(self, key: "ImageKey") -> ImageUse | None:

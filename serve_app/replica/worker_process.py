@@ -69,18 +69,19 @@ class WorkerProcess:
             ReplicaFailed: it says nothing for too long, or has failed.
             Exception: what else kept it from starting. Nothing is left of it.
         """
+        watchdog = settings.config.watchdog
         actor = _place(settings, resources)
         ping: asyncio.Future[int] = asyncio.ensure_future(actor.ping.remote())
         try:
             process_id = await _placed(actor, ping)
-            client = WorkerClient(observer, settings.watchdog, may_begin)
+            client = WorkerClient(observer, watchdog, may_begin)
             worker = cls(client, actor, process_id)
         except BaseException:
             ping.cancel()
             ray.kill(actor)
             raise
         try:
-            await _answered(ping, process_id, settings.watchdog.silence_timeout_s)
+            await _answered(ping, process_id, watchdog.silence_timeout_s)
             await worker._ready()
         except BaseException:
             worker.client.close()

@@ -79,7 +79,7 @@ class Holder:
 
     async def _keep(self, args: WeightsArgs) -> None:
         holder = await self._holder()
-        requests = [_request_for(model) for model in args.models]
+        requests = [request_for(model) for model in args.models]
         await holder.keep(requests, args.host)
         if args.preload:
             await holder.preload(requests)
@@ -176,7 +176,7 @@ class NodeHolder(Holder):
         await holder.keep(wanted.requests, wanted.host)
 
 
-def _request_for(model: ModelConfig) -> "ImageRequest":
+def request_for(model: ModelConfig) -> "ImageRequest":
     from actors.holder.held import ImageRequest
 
     return ImageRequest(model.model_id, model.source, model.dtype, model.image_ttl_s)

@@ -45,7 +45,8 @@ def place_for_one(monkeypatch: pytest.MonkeyPatch, local_ray: None) -> list[Any]
 def test_worker_that_is_stopped_before_its_first_word_is_ended_in_time_and_leaves_its_place(
     place_for_one: list[Any],
 ) -> None:
-    settings: Any = SimpleNamespace(watchdog=WatchdogConfig(silence_timeout_s=1))
+    config = SimpleNamespace(watchdog=WatchdogConfig(silence_timeout_s=1))
+    settings: Any = SimpleNamespace(config=config)
 
     async def scenario() -> None:
         for number in (1, 2):  # the second one is placed where the first one was

@@ -626,7 +626,7 @@ def test_worker_that_hangs_in_its_start_is_noticed_and_ended(
         other_timeout_s=0.1 if how == "never connects" else 60,
         silence_timeout_s=0.1 if how in ("never answers", "connects and is silent") else 60,
     )
-    settings: Any = SimpleNamespace(watchdog=limits)
+    settings: Any = SimpleNamespace(config=SimpleNamespace(watchdog=limits))
     expected = {
         "never answers": "not answered within 0.1 s",
         "never connects": "not begun within 0.1 s",
@@ -662,7 +662,7 @@ def test_worker_without_a_place_is_given_up_in_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(worker_process, "_PLACE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(worker_process, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(worker_process.ray, "kill", killed.append)
-    settings: Any = SimpleNamespace(watchdog=WatchdogConfig())
+    settings: Any = SimpleNamespace(config=SimpleNamespace(watchdog=WatchdogConfig()))
     with pytest.raises(WorkerLost, match=r"no process .* within 0.05 s"):
         asyncio.run(WorkerProcess.start(settings, {}, Observer()))
     assert killed == [actor]
@@ -672,7 +672,7 @@ def test_worker_that_cannot_start_says_why_and_is_ended(monkeypatch: pytest.Monk
     async def start(socket: str) -> None:
         raise ValueError("no such architecture")
 
-    settings: Any = SimpleNamespace(watchdog=WatchdogConfig())
+    settings: Any = SimpleNamespace(config=SimpleNamespace(watchdog=WatchdogConfig()))
     with subprocess.Popen(["sleep", "60"]) as process:
         actor = Actor(process.pid, start)
         monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
@@ -692,7 +692,7 @@ def test_what_needs_no_traceback_comes_without_the_workers(
     async def start(socket: str) -> None:
         raise RayTaskError("start", "Traceback (most recent call last): ...", cause)
 
-    settings: Any = SimpleNamespace(watchdog=WatchdogConfig())
+    settings: Any = SimpleNamespace(config=SimpleNamespace(watchdog=WatchdogConfig()))
     with subprocess.Popen(["sleep", "60"]) as process:
         actor = Actor(process.pid, start)
         monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
@@ -766,7 +766,7 @@ def test_worker_that_has_not_answered_yet_is_killed_as_soon_as_its_start_is_brok
         actor = SimpleNamespace(ping=SimpleNamespace(remote=ping))
         monkeypatch.setattr(worker_process, "_place", lambda *_: actor)
         monkeypatch.setattr(worker_process.ray, "kill", killed.append)
-        settings: Any = SimpleNamespace(watchdog=WatchdogConfig())
+        settings: Any = SimpleNamespace(config=SimpleNamespace(watchdog=WatchdogConfig()))
         starting = asyncio.create_task(WorkerProcess.start(settings, {}, Observer()))
         await asked.wait()
         starting.cancel()
