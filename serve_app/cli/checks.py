@@ -59,13 +59,22 @@ class Wanted:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    image_bytes: int = 0  # of the checkpoints that are there already, once each
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what works, but may not be meant
-    image_sizes: tuple[int, ...] = ()  # of these checkpoints, each
+    image_sizes: tuple[int, ...] = ()  # of the checkpoints that are there already, each
     compressed_sizes: tuple[int, ...] = ()  # likewise, once their images are
     image_budget: int | None = None  # bytes of memory for images; None: all there is
     image_dir: Path | None = None  # for files of images
+
+    @property
+    def image_bytes(self) -> int:
+        return sum(self.image_sizes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of images that are in memory at once, at most."""
+        budget = self.image_budget
+        return self.image_bytes if budget is None else min(budget, self.image_bytes)
 
 
 def check_python(version: tuple[int, int], platform: str) -> Finding:

@@ -76,9 +76,9 @@ def examine(file: Path) -> list[Finding]:
         check_cuda(has_driver, torch, installed),
         check_configuration(file, read),
         check_locked_memory(_locked_limit(), has_driver, wanted.image_bytes),
-        check_shared_memory(shared.total, shared.free, _resident_bytes(wanted)),
+        check_shared_memory(shared.total, shared.free, wanted.resident_bytes),
         *_host(wanted),
-        check_object_store(_object_store_bytes(), _resident_bytes(wanted)),
+        check_object_store(_object_store_bytes(), wanted.resident_bytes),
         check_port(
             "HTTP",
             wanted.host,
@@ -96,12 +96,6 @@ def examine(file: Path) -> list[Finding]:
         ),
         *_disks(),
     ]
-
-
-def _resident_bytes(wanted: Wanted) -> int:
-    """Of images that are in memory at once, at most."""
-    budget = wanted.image_budget
-    return wanted.image_bytes if budget is None else min(budget, wanted.image_bytes)
 
 
 def _host(wanted: Wanted) -> list[Finding]:
@@ -217,13 +211,11 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
         compressed[image] = _compressed(by_type, model, config.card)
     # Of a model's own file: as `sleepserve serve` has it.
     http = {"host": "127.0.0.1", "port": 8000} | config.data.get("http_options", {})
-    image_bytes = sum(sizes.values())
     notes = [note for model in models if (note := model.unused_card(has_driver))]
     notes += notes_on_cards(models, config.card, devices)
     return Wanted(
         http["host"],
         http["port"],
-        image_bytes,
         notes=tuple(notes),
         image_sizes=tuple(sizes.values()),
         compressed_sizes=tuple(compressed.values()),

@@ -46,16 +46,10 @@ class Exposition:
         return [Handler(catalogue.METRICS, self.respond)]
 
     async def respond(self, request: Request, asked: None) -> Response:
-        scrapes = await asyncio.gather(*(self._scrape(model) for model in self._models.values()))
-        told = {
-            model_id: scrape.snapshots
-            for model_id, scrape in zip(self._models, scrapes, strict=True)
-        }
-        sums = await self._everybody.share(told)
-        found = [
-            ModelMetrics(model_id, sums[model_id], scrape)
-            for model_id, scrape in zip(self._models, scrapes, strict=True)
-        ]
+        told = await asyncio.gather(*(self._scrape(model) for model in self._models.values()))
+        scrapes = dict(zip(self._models, told, strict=True))
+        sums = await self._everybody.share({name: each.snapshots for name, each in scrapes.items()})
+        found = [ModelMetrics(name, sums[name], each) for name, each in scrapes.items()]
         return Response(render(found), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _scrape(self, model: ModelClient) -> Scrape:

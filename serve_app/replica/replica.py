@@ -178,15 +178,13 @@ class ModelReplica:
     def _make_card_client(self, card: CardConfig, observer: Observer) -> CardClient | None:
         if card.memory_budget is None:
             return None
-        connect = partial(connect_to_keeper, self._node)
         config = self._config
-        most = card.max_awake_models
         return CardClient(
             self._replica_id,
             config.model_id,
-            most,
+            card.max_awake_models,
             config.sharing,
-            connect,
+            partial(connect_to_keeper, self._node),
             observer,
             gpus=config.gpus(card),
         )

@@ -300,20 +300,16 @@ class _DeploymentPeer:
     name = HOLDER_DEPLOYMENT
 
     def lend(self, key: "ImageKey") -> "Manifest | None":
-        manifest: Manifest | None = self._handle.lend.remote(key).result(timeout_s=_LEND_TIMEOUT_S)
+        manifest: Manifest | None = _deployment().lend.remote(key).result(timeout_s=_LEND_TIMEOUT_S)
         return manifest
 
     def segment(self, key: "ImageKey", index: int, digest: str) -> "ByteArray":
-        response = self._handle.segment.remote(key, index, digest)
+        response = _deployment().segment.remote(key, index, digest)
         payload: ByteArray = response.result(timeout_s=_SEGMENT_TIMEOUT_S)
         return payload
 
     def recheck(self, key: "ImageKey") -> bool:
-        return bool(self._handle.recheck.remote(key).result(timeout_s=_SEGMENT_TIMEOUT_S))
-
-    @property
-    def _handle(self) -> "DeploymentHandle[Any]":
-        return _deployment()
+        return bool(_deployment().recheck.remote(key).result(timeout_s=_SEGMENT_TIMEOUT_S))
 
 
 _preparing = threading.Lock()
