@@ -18,6 +18,7 @@ from serve_app.openai.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    only,
     parse_form,
     shown,
     small_inside,
@@ -170,16 +171,10 @@ def _of_result(block: ToolResultBlock) -> dict[str, Any]:
     return message
 
 
-def _is_client_s(kind: object) -> object:
-    """A tool's type; those that Anthropic's servers run have others."""
-    if isinstance(kind, str) and kind != "custom":
-        raise unsupported(f'must be "custom", found {shown(kind)}')
-    return kind
-
-
 class ToolParam(Part):
     name: str = Field(min_length=1)
-    type: Annotated[Literal["custom"] | None, BeforeValidator(_is_client_s)] = None
+    # Those that Anthropic's servers run have others.
+    type: Annotated[Literal["custom"] | None, only("custom")] = None
     description: str | None = None
     input_schema: dict[str, Any]
 
@@ -281,10 +276,7 @@ class MessagesBody(CountTokensBody, SamplingFields, KeepAlive):
                 top_k=self.num_candidates,
                 stop=tuple(self.stop_sequences),
             ),
-            n=1,
-            echo=False,
             stream=self.stream,
-            include_usage=False,
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
             keep_alive_s=self.keep_alive,
         )

@@ -65,9 +65,9 @@ class HandleClient:
             patience: how long requests of this model may wait for their first token.
             wanted: where replicas look up what was said before they came.
         """
-        self._info = info
+        self.info = info
         self._handle = handle
-        self._scaler = scaler
+        self.scaler = scaler
         self._wanted = wanted
         self._patience = patience
         self._start_watch = StartWatch(info.model_id, scaler, self.replica_states, patience)
@@ -78,14 +78,6 @@ class HandleClient:
             request_serialization="pickle",
             response_serialization="pickle",
         )
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def scaler(self) -> Scaler:
-        return self._scaler
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         """One replica's events; another is asked if it fails, or finds no memory, before it gave anything.
@@ -141,11 +133,11 @@ class HandleClient:
                 raise QueueFull(str(exc), self._patience.retry_after_s) from exc
             except DeploymentUnavailableError as exc:
                 finished = True  # likewise
-                raise Unavailable(f"no replica of {self._info.model_id}", _RETRY_AFTER_S) from exc
+                raise Unavailable(f"no replica of {self.info.model_id}", _RETRY_AFTER_S) from exc
             except _LOST as exc:
                 died += 1
                 if begun or died == _ATTEMPTS:
-                    raise ReplicaFailed(f"a replica of {self._info.model_id} died") from exc
+                    raise ReplicaFailed(f"a replica of {self.info.model_id} died") from exc
             finally:
                 event = None  # a refusal knows this frame
                 if not finished:  # the client left, or the replica raised
@@ -190,7 +182,7 @@ class HandleClient:
         failed = [each for each in outcomes if isinstance(each, Exception)]
         broken = [failure for failure in failed if not isinstance(failure, _LOST)]
         for failure in broken:
-            logger.warning("a replica of %s gave no metrics: %s", self._info.model_id, failure)
+            logger.warning("a replica of %s gave no metrics: %s", self.info.model_id, failure)
         snapshots = [each for each in outcomes if isinstance(each, Snapshot)]
         return Scrape(sorted(snapshots, key=lambda each: each.replica_id), silent + len(broken))
 
@@ -222,7 +214,7 @@ class HandleClient:
             logger.warning(
                 "%s: a replica of %s is left out: %s",
                 method,
-                self._info.model_id,
+                self.info.model_id,
                 unwrap(failure),
             )
         return answers

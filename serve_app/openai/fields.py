@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from actors.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
@@ -321,6 +321,17 @@ def small_inside(of: Callable[[Any], object] = lambda value: value) -> AfterVali
         return value
 
     return AfterValidator(check)
+
+
+def only(kind: str) -> BeforeValidator:
+    """Refuses another text as one that cannot be honoured."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and value != kind:
+            raise unsupported(f'must be "{kind}", found {shown(value)}')
+        return value
+
+    return BeforeValidator(check)
 
 
 _TOOL_CHOICES = (

@@ -110,10 +110,10 @@ class Ask:
     model: str | None
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
-    n: int
-    echo: bool
-    stream: bool
-    include_usage: bool
+    n: int = 1
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
     continuous_usage: bool = False  # in every chunk, not in the last alone
     parallel_tool_calls: bool = True
     add_special_tokens: bool | None = None

@@ -23,6 +23,7 @@ from serve_app.openai.fields import (
     MAX_OPTIONS,
     MAX_PARTS,
     MAX_TOOLS,
+    only,
     parse_form,
     parsed,
     shown,
@@ -153,14 +154,8 @@ def _arguments(items: list[Any]) -> list[dict[str, Any]]:
     return [item.arguments for item in items if isinstance(item, FunctionCallItem)]
 
 
-def _is_function(kind: object) -> object:
-    if isinstance(kind, str) and kind != "function":
-        raise unsupported(f'must be "function", found {shown(kind)}')
-    return kind
-
-
 class FunctionTool(Part):
-    type: Annotated[Literal["function"], BeforeValidator(_is_function)]
+    type: Annotated[Literal["function"], only("function")]
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -173,7 +168,7 @@ class FunctionTool(Part):
 
 
 class NamedTool(Part):
-    type: Annotated[Literal["function"], BeforeValidator(_is_function)]
+    type: Annotated[Literal["function"], only("function")]
     name: str = Field(min_length=1)
 
 
@@ -296,10 +291,7 @@ class ResponsesBody(SamplingFields, KeepAlive):
                 top_k=self.num_candidates,
                 grammar=self.grammar(),
             ),
-            n=1,
-            echo=False,
             stream=self.stream,
-            include_usage=False,
             parallel_tool_calls=self.parallel_tool_calls,
             keep_alive_s=self.keep_alive,
             told={

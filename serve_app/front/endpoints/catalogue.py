@@ -4,7 +4,7 @@ Routes, what the gate asks for, what is read of requests and /openapi.json are m
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from serve_app.openai.fields import parse_form
 from serve_app.openai.schemas import Schema, an_object, const, ref
 from serve_app.responses import requests as responses
 
+T = TypeVar("T")
 A = TypeVar("A", bound=requests.Ask)
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -51,6 +52,12 @@ def _plain(model: type[Model], *, in_body: bool = False, in_query: bool = False)
     return Form((model,), parse, in_body=in_body, in_query=in_query)
 
 
+def _body(
+    model: type[BaseModel], parse: Callable[[Mapping[str, Any]], T], bounded: Callable[[T], T]
+) -> Form[T]:
+    return Form((model,), lambda fields, settings: bounded(parse(fields)), in_body=True)
+
+
 _NOTHING: Form[None] = Form((), lambda fields, settings: None)  # whatever is sent is not looked at
 _NO_QUERY = _plain(requests.NoQuery, in_query=True)
 _MODEL = _plain(requests.ModelQuery, in_query=True)
@@ -63,9 +70,7 @@ _TOKENIZE = Form(
     lambda fields, _: _short(requests.parse_tokenize(fields)),
     in_body=True,
 )
-_CHAT = Form(
-    (requests.ChatBody,), lambda fields, _: _sendable(requests.parse_chat(fields)), in_body=True
-)
+_CHAT = _body(requests.ChatBody, requests.parse_chat, _sendable)
 _COMPLETION = Form(
     (requests.CompletionBody,),
     lambda fields, settings: _sendable(
@@ -73,24 +78,10 @@ _COMPLETION = Form(
     ),
     in_body=True,
 )
-_RESPONSES = Form(
-    (responses.ResponsesBody,),
-    lambda fields, _: _sendable(responses.parse_responses(fields)),
-    in_body=True,
-)
-_MESSAGES = Form(
-    (anthropic.MessagesBody,),
-    lambda fields, _: _sendable(anthropic.parse_messages(fields)),
-    in_body=True,
-)
-_COUNT_TOKENS = Form(
-    (anthropic.CountTokensBody,),
-    lambda fields, _: _short(anthropic.parse_count_tokens(fields)),
-    in_body=True,
-)
-_SEED = Form(
-    (requests.SeedBody,), lambda fields, _: _sendable(requests.parse_seed(fields)), in_body=True
-)
+_RESPONSES = _body(responses.ResponsesBody, responses.parse_responses, _sendable)
+_MESSAGES = _body(anthropic.MessagesBody, anthropic.parse_messages, _sendable)
+_COUNT_TOKENS = _body(anthropic.CountTokensBody, anthropic.parse_count_tokens, _short)
+_SEED = _body(requests.SeedBody, requests.parse_seed, _sendable)
 
 _ANY_OBJECT: Schema = {"type": "object"}
 _READY = Answer(
