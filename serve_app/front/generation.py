@@ -40,7 +40,6 @@ class Generation:
     """Answers what a model generates, as a stream or complete."""
 
     def __init__(self, models: ServedModels, settings: HttpSettings) -> None:
-        """Take the models and the limits."""
         self._models = models
         self._settings = settings
         self._continuations = Budget.of(settings, "continuations", "max_continuations_in_flight")

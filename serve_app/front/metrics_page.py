@@ -65,7 +65,6 @@ class ModelMetrics:
     """All series of one model."""
 
     def __init__(self, model_id: str, sums: Sums, scrape: Scrape) -> None:
-        """Take what was summed up, and what its replicas are now."""
         self._model_id = model_id
         self._sums = _ZERO + sums
         self._scrape = scrape

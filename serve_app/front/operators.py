@@ -21,7 +21,6 @@ class Controls:
     """What an operator can do; of these only `/wake_up` wakes a model."""
 
     def __init__(self, models: ServedModels) -> None:
-        """Take those that are served."""
         self._models = models
 
     def handlers(self) -> Handlers:

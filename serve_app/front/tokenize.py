@@ -24,7 +24,6 @@ class Tokenizing:
     """What lm-eval and others ask instead of loading a tokenizer of their own."""
 
     def __init__(self, models: ServedModels) -> None:
-        """Take those that are served."""
         self._models = models
 
     def handlers(self) -> Handlers:

@@ -19,7 +19,7 @@ class DeviceReading:
     def __init__(self, read: Callable[[], Awaitable[DeviceNow]], first: DeviceNow) -> None:
         self._read = read
         self._last = first
-        self._under_way: asyncio.Future[DeviceNow] | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     async def now(self) -> DeviceNow:
         """The newest answer there is.
@@ -27,25 +27,25 @@ class DeviceReading:
         Raises:
             Exception: whatever the driver raised.
         """
-        self._take_late_answer()
-        if self._under_way is None:
-            self._under_way = asyncio.ensure_future(self._read())
-        reading = self._under_way
-        done, _ = await asyncio.wait({reading}, timeout=_PATIENCE_S)
-        if done:
-            if self._under_way is reading:  # the first of those who shared it
-                self._under_way = None
-            try:
-                self._last = reading.result()
-            except ReplicaFailed:
-                return self._last
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read_once())
+            self._reading.add_done_callback(_seen)
+        done, _ = await asyncio.wait({self._reading}, timeout=_PATIENCE_S)
+        for reading in done:
+            reading.result()
         return self._last
 
-    def _take_late_answer(self) -> None:
-        """One that came when nobody waited for it any more may be of long ago: the next reading is a new one."""
-        late = self._under_way
-        if late is None or not late.done():
+    async def _read_once(self) -> None:
+        """An answer that comes when nobody waits any more may be of long ago by then: the next reading is a new one."""
+        try:
+            self._last = await self._read()
+        except ReplicaFailed:
             return
-        self._under_way = None
-        if not late.cancelled() and late.exception() is None:
-            self._last = late.result()
+        finally:
+            self._reading = None
+
+
+def _seen(reading: asyncio.Task[None]) -> None:
+    """Have asyncio not tell of an error that came when nobody waited any more."""
+    if not reading.cancelled():
+        reading.exception()

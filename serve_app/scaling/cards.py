@@ -184,7 +184,6 @@ class CardTable:
     """What replicas of all models have told of their cards. In a process with all policies; one thread."""
 
     def __init__(self) -> None:
-        """An empty one."""
         self._cards: dict[float, tuple[float, CardReport]] = {}  # with the time of the report
         self._shares: dict[str, dict[float, float]] = {}  # by model and card: what its swaps take
         self._can_grow: dict[str, bool] = {}  # by model

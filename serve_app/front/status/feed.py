@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from typing import TypeVar
 
 from actors.errors import ServingError
 from actors.protocol import HeldImage, ReplicaState, ReplicaStatus
@@ -23,6 +24,7 @@ from serve_app.models.remote_errors import unwrap
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ReadImages = Callable[[], Awaitable[Sequence[HeldImage]]]
 
 _LOOK_INTERVAL_S = 1.0
@@ -206,23 +208,22 @@ class StatusFeed:
         return before | heard, statuses
 
     async def _ask_scale(self, model: ModelClient) -> View | None:
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                return asdict(await model.scaler.read())
-        except Exception as exc:  # noqa: BLE001 - shown as not known
-            logger.debug("no scale of %s: %s", model.info.model_id, unwrap(exc))
-            return None
+        scale = await _if_known(f"scale of {model.info.model_id}", model.scaler.read())
+        return None if scale is None else asdict(scale)
 
     async def _look_at_host(self) -> View:
         if self._read_images is None:
             return host_view(None)
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                images = await self._read_images()
-        except Exception as exc:  # noqa: BLE001 - shown as not known
-            logger.debug("the holder does not tell its images: %s", unwrap(exc))
-            return host_view(None)
-        return host_view(images)
+        return host_view(await _if_known("images of the holder", self._read_images()))
+
+
+async def _if_known(what: str, answer: Awaitable[T]) -> T | None:
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await answer
+    except Exception as exc:  # noqa: BLE001 - shown as not known
+        logger.debug("no %s: %s", what, unwrap(exc))
+        return None
 
 
 async def _first(changed: asyncio.Event, poller: asyncio.Task[None], timeout_s: float) -> None:
