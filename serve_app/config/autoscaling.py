@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serve_app.config.bounds import MAX_COUNT, MAX_SECONDS
+from serve_app.config.bounds import MAX_COUNT, CountOrZero, Seconds, SecondsOrZero
 from serve_app.config.errors import ConfigError, Problem
 
 
@@ -16,19 +16,15 @@ class AutoscalingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    min_replicas: int = Field(
+    min_replicas: CountOrZero = Field(
         default=1,
-        ge=0,
-        le=MAX_COUNT,
         description="Replicas kept for serving, awake or asleep; 0: none.",
     )
     max_replicas: int = Field(
         default=1, ge=1, le=MAX_COUNT, description="Replicas at most, the standby pool included."
     )
-    standby_replicas: int = Field(
+    standby_replicas: CountOrZero = Field(
         default=0,
-        ge=0,
-        le=MAX_COUNT,
         description="Replicas kept asleep for bursts, beyond those that serve.",
     )
     target_ongoing_requests: float = Field(
@@ -37,44 +33,32 @@ class AutoscalingConfig(BaseModel):
         le=MAX_COUNT,
         description="Requests in flight per replica above which another replica is needed.",
     )
-    look_back_period_s: float = Field(
+    look_back_period_s: Seconds = Field(
         default=30.0,
-        gt=0,
-        le=MAX_SECONDS,
         description="Seconds over which requests in flight are averaged. A replica whose last report "
         "is older is neither capacity nor free to go.",
     )
-    upscale_delay_s: float = Field(
+    upscale_delay_s: SecondsOrZero = Field(
         default=30.0,
-        ge=0,
-        le=MAX_SECONDS,
         description="Seconds for which more replicas must be needed before any is created. "
         "Waking one that sleeps waits for nothing.",
     )
-    downscale_delay_s: float = Field(
+    downscale_delay_s: SecondsOrZero = Field(
         default=600.0,
-        ge=0,
-        le=MAX_SECONDS,
         description="Seconds for which fewer replicas must be needed before any is removed.",
     )
-    downscale_to_zero_delay_s: float | None = Field(
+    downscale_to_zero_delay_s: SecondsOrZero | None = Field(
         default=None,
-        ge=0,
-        le=MAX_SECONDS,
         description="Seconds without any request before the last replicas go, where min_replicas is "
         "0; downscale_delay_s when absent.",
     )
-    image_ttl_s: float | None = Field(
+    image_ttl_s: SecondsOrZero | None = Field(
         default=3600.0,
-        ge=0,
-        le=MAX_SECONDS,
         description="Seconds for which the image stays in the object store after the last replica "
         "went; null: for good. Later, a first replica loads from disk.",
     )
-    wake_patience_s: float = Field(
+    wake_patience_s: Seconds = Field(
         default=10.0,
-        gt=0,
-        le=MAX_SECONDS,
         description="A wake that takes longer than this, and longer than ten times the replica's "
         "last one, is no capacity; who waits for it is demand for another replica.",
     )

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from serve_app.config.bounds import MAX_BYTES, MAX_COUNT, MAX_SECONDS
+from serve_app.config.bounds import Bytes, Count, Seconds
 from serve_app.config.keys import KeysFile, refuse_keys
 
 MAX_NAME_CHARS = 256  # of a model
@@ -20,41 +20,29 @@ class HttpSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    max_body_bytes: int = Field(
+    max_body_bytes: Bytes = Field(
         default=8 * 1024**2,
-        gt=0,
-        le=MAX_BYTES,
         description="Bytes of a request body; a larger one gets 413.",
     )
-    body_timeout_s: float = Field(
+    body_timeout_s: Seconds = Field(
         default=60.0,
-        gt=0,
-        le=MAX_SECONDS,
         description="Seconds for a request body to arrive; a slower one gets 408.",
     )
-    max_continuations: int = Field(
+    max_continuations: Count = Field(
         default=1024,
-        gt=0,
-        le=MAX_COUNT,
         description="Prompts times `n` in one completions request. 64 prompts of one are answered at a time.",
     )
-    max_continuations_in_flight: int = Field(
+    max_continuations_in_flight: Count = Field(
         default=8192,
-        gt=0,
-        le=MAX_COUNT,
         description="Prompts times `n` of all requests that one ingress process answers at once; what would "
         "be more gets 429.",
     )
-    max_body_bytes_in_flight: int = Field(
+    max_body_bytes_in_flight: Bytes = Field(
         default=256 * 1024**2,
-        gt=0,
-        le=MAX_BYTES,
         description="Bytes of the bodies of these requests; what would be more gets 429.",
     )
-    max_logprobs_in_flight: int = Field(
+    max_logprobs_in_flight: Count = Field(
         default=2**23,
-        gt=0,
-        le=MAX_COUNT,
         description="Log-probabilities of answers that are not streamed and not complete, some 200 bytes each; "
         "an answer that would have more ends with 429.",
     )
@@ -64,37 +52,27 @@ class HttpSettings(BaseModel):
         le=1,
         description="Share of these that the requests with one key may have, so that other keys find room.",
     )
-    keepalive_after_s: float = Field(
+    keepalive_after_s: Seconds = Field(
         default=10.0,
-        gt=0,
-        le=MAX_SECONDS,
         description="Seconds a stream waits for its first token before it sends headers and a "
         "keep-alive. Until then an error still has an HTTP status of its own.",
     )
-    keepalive_interval_s: float = Field(
+    keepalive_interval_s: Seconds = Field(
         default=10.0,
-        gt=0,
-        le=MAX_SECONDS,
         description="Seconds after which a stream that has had nothing to send, as while a tool call is "
         "written, sends another keep-alive.",
     )
-    request_timeout_s: float = Field(
+    request_timeout_s: Seconds = Field(
         default=600.0,
-        gt=0,
-        le=MAX_SECONDS,
         description="Seconds for a whole answer that is not streamed.",
     )
-    queue_timeout_s: float = Field(
+    queue_timeout_s: Seconds = Field(
         default=600.0,
-        gt=0,
-        le=MAX_SECONDS,
         description="Seconds a request waits for its first token, in a queue, for a wake or for a "
         "replica that starts, before it gets 503.",
     )
-    status_timeout_s: float = Field(
+    status_timeout_s: Seconds = Field(
         default=1.0,
-        gt=0,
-        le=MAX_SECONDS,
         description="Seconds to wait for the replicas' own account.",
     )
     api_keys_file: KeysFile | None = Field(
@@ -108,10 +86,8 @@ class HttpSettings(BaseModel):
         description="The same of the keys for sleep, wake, scale and status; the variable is "
         "SLEEPSERVE_ADMIN_KEYS.",
     )
-    max_concurrent_requests_per_key: int | None = Field(
+    max_concurrent_requests_per_key: Count | None = Field(
         default=None,
-        gt=0,
-        le=MAX_COUNT,
         description="Requests with one key that one ingress process answers at once; a further one gets 429. "
         "Beside a GPU there are four such processes, unless `deployments` says otherwise. No limit when absent.",
     )

@@ -15,7 +15,7 @@ from actors.replica.sleep_config import SleepConfig
 from actors.text.message_form import ChatConfig
 from actors.worker.watchdog import WatchdogConfig
 from serve_app.config.autoscaling import AutoscalingConfig
-from serve_app.config.bounds import MAX_COUNT
+from serve_app.config.bounds import MAX_COUNT, Count
 from serve_app.config.errors import ConfigError, Problem
 from serve_app.config.http import MAX_NAME_CHARS
 
@@ -86,16 +86,12 @@ class ModelConfig(BaseModel):
         "for requests that do not name them: `auto` takes what the checkpoint's generation_config.json "
         "has of them; `none` takes OpenAI's.",
     )
-    num_replicas: int = Field(
+    num_replicas: Count = Field(
         default=1,
-        gt=0,
-        le=MAX_COUNT,
         description="Replicas to keep; not together with `autoscaling`.",
     )
-    max_scaleout_replicas: int = Field(
+    max_scaleout_replicas: Count = Field(
         default=32,
-        gt=0,
-        le=MAX_COUNT,
         description="Replicas that POST /scaleout may ask for where there is no `autoscaling`.",
     )
     autoscaling: AutoscalingConfig | None = Field(
@@ -103,10 +99,8 @@ class ModelConfig(BaseModel):
         description="How many replicas, and when; `num_replicas` holds when absent. "
         "Every key below has its default as soon as one of them is given.",
     )
-    max_ongoing_requests: int | None = Field(
+    max_ongoing_requests: Count | None = Field(
         default=None,
-        gt=0,
-        le=MAX_COUNT,
         description="Requests a replica takes at once, computing or waiting. When absent, what its engine computes "
         f"at once, `engine.max_requests_per_batch` or on a GPU {REQUESTS_ON_CARD}, and {_LEAST_ONGOING} at least.",
     )
