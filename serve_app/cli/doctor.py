@@ -186,7 +186,7 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
     from actors.checkpoints.download import CheckpointMissing, find_checkpoint
     from actors.checkpoints.sizes import image_sizes
     from actors.quantization.formats import Unserved
-    from serve_app.config.cards import notes_on_cards
+    from serve_app.config.cards import notes_on
     from serve_app.config.errors import ConfigError
     from serve_app.config.files import check_file
 
@@ -196,8 +196,7 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
         return Wanted(problems=tuple(map(str, error.problems)))
     sizes: dict[tuple[Path, str], int] = {}
     compressed: dict[tuple[Path, str], int] = {}
-    models = config.models
-    for model in models:
+    for model in config.models:
         try:
             folder = find_checkpoint(model.source)
         except CheckpointMissing:
@@ -211,12 +210,10 @@ def _wanted(file: Path, has_driver: bool, devices: int = 1) -> Wanted | None:
         compressed[image] = _compressed(by_type, model, config.card)
     # Of a model's own file: as `sleepserve serve` has it.
     http = {"host": "127.0.0.1", "port": 8000} | config.data.get("http_options", {})
-    notes = [note for model in models if (note := model.unused_card(has_driver))]
-    notes += notes_on_cards(models, config.card, devices)
     return Wanted(
         http["host"],
         http["port"],
-        notes=tuple(notes),
+        notes=tuple(notes_on(config.models, config.card, has_driver, devices)),
         image_sizes=tuple(sizes.values()),
         compressed_sizes=tuple(compressed.values()),
         image_budget=config.host.budget_bytes,

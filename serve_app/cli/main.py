@@ -75,18 +75,14 @@ def check(
 ) -> None:
     """Tell what is wrong with a configuration, before anything starts."""
     from actors.engine.model.cards import has_nvidia_driver
-    from serve_app.config.cards import notes_on_cards
+    from serve_app.config.cards import notes_on
     from serve_app.config.files import check_file
 
     with errors_in_one_line():
         config = check_file(file)
-    models = config.models
-    for model in models:
-        if note := model.unused_card(has_nvidia_driver()):
-            say(note)
-    for note in notes_on_cards(models, config.card):
+    for note in notes_on(config.models, config.card, has_nvidia_driver()):
         say(note)
-    say(f"{file}: ok, models: {', '.join(model.model_id for model in models) or 'none'}")
+    say(f"{file}: ok, models: {', '.join(model.model_id for model in config.models) or 'none'}")
 
 
 @app.command("make-checkpoint")

@@ -91,7 +91,7 @@ def serve(
     import yaml
 
     from actors.engine.model.cards import has_nvidia_driver
-    from serve_app.config.cards import notes_on_cards
+    from serve_app.config.cards import notes_on
     from serve_app.config.compose import Options, compose
 
     has_driver = has_nvidia_driver()
@@ -121,10 +121,7 @@ def serve(
     if problem := _port_problem(http_options["host"], http_options["port"], environment):
         say(problem)
         raise typer.Exit(EXIT_USAGE)
-    for model in config.models:
-        if note := model.unused_card(has_driver):
-            say(note)
-    for note in notes_on_cards(config.models, config.card):
+    for note in notes_on(config.models, config.card, has_driver):
         say(note)
     for line in _hints(http_options, [model.model_id for model in config.models], keys):
         say(line)

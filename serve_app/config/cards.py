@@ -10,6 +10,14 @@ from actors.card.config import CardConfig
 from serve_app.config.model import ModelConfig
 
 
+def notes_on(
+    models: Sequence[ModelConfig], card: CardConfig, has_driver: bool, devices: int = 1
+) -> list[str]:
+    """All that is told before anything is served: of cards that nobody asked for, and `notes_on_cards`."""
+    unused = [note for model in models if (note := model.unused_card(has_driver))]
+    return unused + notes_on_cards(models, card, devices)
+
+
 def notes_on_cards(models: Sequence[ModelConfig], card: CardConfig, devices: int = 1) -> list[str]:
     """Lines about what works, but may not be meant; none where no card is shared.
 
