@@ -243,7 +243,10 @@ class HolderOfThisNode:
         self, request: "ImageRequest", key: "ImageKey", lessee: str, worker: Any = None
     ) -> "ImageGrant":
         if self._holder is None:
-            self._holder = await asyncio.to_thread(_find_or_make, self._node)
+            name = _PREFIX + self._node
+            self._holder = await asyncio.to_thread(
+                find_or_make, NodeHolder, name, self._node, runtime_env=NO_GPU
+            )
         grant: ImageGrant = await self._holder.acquire.remote(request, key, lessee, worker)
         return grant
 
@@ -256,12 +259,10 @@ class HolderOfThisNode:
             await holder.release_all.remote(lessee)
 
     async def recheck(self, key: "ImageKey") -> bool:
-        dropped: bool = await self._holder.recheck.remote(key)
-        return dropped
+        return bool(await self._holder.recheck.remote(key))
 
     async def compress(self, key: "ImageKey", worker: Any) -> bool:
-        done: bool = await self._holder.compress.remote(key, worker)
-        return done
+        return bool(await self._holder.compress.remote(key, worker))
 
     async def _known(self) -> Any:
         """The holder, also for who got no image from it; None without one."""
@@ -285,10 +286,6 @@ def _find(node: str) -> Any:
         return ray.get_actor(_PREFIX + node, namespace=NAMESPACE)
     except ValueError:
         return None
-
-
-def _find_or_make(node: str) -> Any:
-    return find_or_make(NodeHolder, _PREFIX + node, node, runtime_env=NO_GPU)
 
 
 # --- holders among themselves ---

@@ -49,7 +49,7 @@ def test_image_that_is_asked_for_beside_another_ping_comes_from_the_same_holder(
 ) -> None:
     monkeypatch.setattr(holders, "_own_node", lambda: "here")
     monkeypatch.setattr(holders, "_find", lambda _: None)
-    monkeypatch.setattr(holders, "_find_or_make", lambda _: pytest.fail("there is one"))
+    monkeypatch.setattr(holders, "find_or_make", lambda *_, **__: pytest.fail("there is one"))
     found = FakeHolder("here")
     monkeypatch.setattr(HolderOfThisNode, "_deployment", found)
     request: Any = "request"
