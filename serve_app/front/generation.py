@@ -24,14 +24,14 @@ from serve_app.front.stream import HeldResponse, collect, event_stream, text_str
 from serve_app.front.work import Admission, Budget
 from serve_app.models.registry import ServedModels
 from serve_app.openai.answers import ChatAnswer, CompletionAnswer
+from serve_app.openai.growing import GrowingAnswer
 from serve_app.openai.requests import Ask
 from serve_app.responses.answers import ResponseAnswer
 from serve_app.tracing.tracer import trace_parent
 
 logger = logging.getLogger(__name__)
 
-Answer = ChatAnswer | CompletionAnswer | MessageAnswer | ResponseAnswer
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=GrowingAnswer)
 
 _LARGE_ANSWER = 16 * 1024  # bytes; what is smaller is written in a millisecond or two
 
@@ -56,7 +56,7 @@ class Generation:
         ]
 
     async def _answer(
-        self, make: Callable[[Ask, str], Answer], request: Request, ask: Ask
+        self, make: Callable[[Ask, str], GrowingAnswer], request: Request, ask: Ask
     ) -> Response:
         answer, generations = self._begin(request, ask, make)
         if not ask.stream:
@@ -103,7 +103,7 @@ class Generation:
         self,
         request: Request,
         generations: Sequence[AsyncIterator[TokenEvent]],
-        answer: Answer,
+        answer: GrowingAnswer,
         ask: Ask,
     ) -> None:
         admission: Admission = request.scope["admission"]
@@ -116,7 +116,7 @@ class Generation:
         work = collect(generations, answer, self._settings.request_timeout_s, admit)
         await unless_gone(request.receive, work)
 
-    async def _written(self, answer: Answer) -> bytes:
+    async def _written(self, answer: GrowingAnswer) -> bytes:
         if answer.size <= _LARGE_ANSWER:
             return answer.written()
         loop = asyncio.get_running_loop()

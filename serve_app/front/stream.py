@@ -8,10 +8,10 @@ asks for `include_usage` and such clients must handle a chunk without choices.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Final, Protocol, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -22,6 +22,7 @@ from actors.protocol import TokenEvent
 from actors.waits import at_most
 from serve_app.front.dialects import OPENAI, Dialect
 from serve_app.front.errors import RequestTimeout, describe
+from serve_app.openai.growing import GrowingAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -33,35 +34,6 @@ COMMENT: Final = b": keep-alive\n\n"
 # generating: Ray's streams know no backpressure over gRPC (2.60). It is bounded by the work in flight.
 _BUFFERED_EVENTS = 256
 _AT_ONCE = 64  # of one request; what one replica takes by default (max_ongoing_requests), at least
-
-
-class Answer(Protocol):
-    """What `serve_app.openai.answers` and those of the other interfaces make of token events."""
-
-    @property
-    def finished(self) -> bool:
-        """True once every continuation has ended."""
-
-    def chunks(self, prompt_index: int, event: TokenEvent) -> Sequence[Mapping[str, Any]]:
-        """The stream's objects for one event; often one, none while text is held back."""
-
-    def add(self, prompt_index: int, event: TokenEvent) -> None:
-        """Keep an event for `written`."""
-
-    def written(self) -> bytes:
-        """The object that answers a request without `stream`, as JSON.
-
-        Any thread may write it, and nobody waits for long for the interpreter's lock meanwhile.
-        """
-
-    def keep_alive(self) -> Mapping[str, Any] | None:
-        """A chunk that says nothing, or None where a comment is better."""
-
-    def trailer(self) -> Mapping[str, Any] | None:
-        """The chunk with the usage, if the client asked for it."""
-
-    def failed(self, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """The stream's last objects, when it ends with this error."""
 
 
 class Silence(Exception):
@@ -161,7 +133,7 @@ class EventSource:
 
 async def collect(
     generations: Sequence[AsyncIterator[TokenEvent]],
-    answer: Answer,
+    answer: GrowingAnswer,
     timeout_s: float,
     admit: Callable[[TokenEvent], None],
 ) -> None:
@@ -186,7 +158,7 @@ async def collect(
 
 async def event_stream(
     generations: Sequence[AsyncIterator[TokenEvent]],
-    answer: Answer,
+    answer: GrowingAnswer,
     keepalive_after_s: float,
     keepalive_interval_s: float,
     request_id: str,
@@ -231,7 +203,7 @@ async def event_stream(
 
 
 async def text_stream(
-    generations: Sequence[AsyncIterator[TokenEvent]], answer: Answer, prompt: str
+    generations: Sequence[AsyncIterator[TokenEvent]], answer: GrowingAnswer, prompt: str
 ) -> AsyncGenerator[bytes, None]:
     """The body of POST /completions: the prompt, then the output, as plain text.
 
@@ -347,6 +319,6 @@ def _too_late(timeout_s: float) -> RequestTimeout:
     )
 
 
-def _check_finished(answer: Answer) -> None:
+def _check_finished(answer: GrowingAnswer) -> None:
     if not answer.finished:
         raise ReplicaFailed("the generation ended without a finish reason; try again")

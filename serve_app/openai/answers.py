@@ -6,6 +6,7 @@ short and OpenAI's list has no word for that (typed clients refuse vLLM's "abort
 `stop_reason` "abort".
 """
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -102,18 +103,19 @@ class _Answer(GrowingAnswer):
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
 
+    @abstractmethod
     def _deltas(self, continuation: Continuation, event: TokenEvent) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        """The choices of a stream's chunks, without their index."""
 
+    @abstractmethod
     def _choice(self, continuation: Continuation) -> dict[str, Any]:
         """All but its log-probabilities."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _logprobs(
         self, entries: Sequence[TokenLogprob], continuation: Continuation
     ) -> dict[str, Any]:
         """Of tokens that come one after the other: lists, and what is the same for all of them."""
-        raise NotImplementedError
 
 
 class ChatAnswer(_Answer):

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +41,8 @@ class Continuation:
     calls: int = 0  # that it had so far
 
 
-class GrowingAnswer:
-    """What all kinds of answers share. `serve_app.front.stream.Answer` says what the methods are for."""
+class GrowingAnswer(ABC):
+    """What the token events of one request become."""
 
     def __init__(self, ask: Ask, answer_id: str) -> None:
         self.answer_id = answer_id
@@ -53,9 +54,15 @@ class GrowingAnswer:
 
     @property
     def finished(self) -> bool:
+        """True once every continuation has ended."""
         return all(continuation.last is not None for continuation in self._continuations)
 
+    @abstractmethod
+    def chunks(self, prompt_index: int, event: TokenEvent) -> Sequence[Mapping[str, Any]]:
+        """The stream's objects for one event; often one, none while text is held back."""
+
     def add(self, prompt_index: int, event: TokenEvent) -> None:
+        """Keep an event for `written`."""
         _, continuation = self._count(prompt_index, event)
         continuation.text.append(event.text)
         continuation.logprobs.extend(event.logprobs or ())
@@ -73,7 +80,23 @@ class GrowingAnswer:
             for continuation in self._continuations
         )
 
+    @abstractmethod
+    def written(self) -> bytes:
+        """The object that answers a request without `stream`, as JSON.
+
+        Any thread may write it, and nobody waits for long for the interpreter's lock meanwhile.
+        """
+
+    @abstractmethod
+    def keep_alive(self) -> Mapping[str, Any] | None:
+        """A chunk that says nothing, or None where a comment is better."""
+
+    @abstractmethod
+    def trailer(self) -> Mapping[str, Any] | None:
+        """The chunk with the usage, if the client asked for it."""
+
     def failed(self, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """The stream's last objects, when it ends with this error."""
         return [body]
 
     def _count(self, prompt_index: int, event: TokenEvent) -> tuple[int, Continuation]:
