@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.protocol import MessageForm
-from serve_app.openai.reasoning import reasoning_parser
+from serve_app.openai.reasoning import ReasoningParser
 from serve_app.openai.tool_calls import ToolCall, tool_parser
 
 # Characters that the parsers see at once. What follows a mark is copied, so a whole message with many of
@@ -16,7 +16,7 @@ class MessageParser:
     """Takes one message apart. How its text is cut into pieces makes no difference to the whole."""
 
     def __init__(self, form: MessageForm, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._reasoning = reasoning_parser(form.reasoning, form.in_reasoning)
+        self._reasoning = ReasoningParser(form.reasoning, form.in_reasoning)
         self._tools = tool_parser(form.tools, tools)
 
     def feed(self, text: str, *, last: bool = False) -> tuple[str, list[str | ToolCall]]:

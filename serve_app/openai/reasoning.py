@@ -1,51 +1,31 @@
 """A model's reasoning apart from its answer, in text that arrives in pieces."""
 
-from typing import Protocol
-
 from serve_app.openai.held_text import HeldText
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
-class ReasoningParser(Protocol):
-    """Of one message. How its text is cut into pieces makes no difference."""
+class ReasoningParser:
+    """`<think>reasoning</think>answer`, as DeepSeek-R1, Qwen3 and QwQ write, of one message.
 
-    def feed(self, text: str) -> tuple[str, str]:
-        """The reasoning and the answer in the next piece."""
-
-    def flush(self) -> tuple[str, str]:
-        """What was held back, when nothing more will come."""
-
-
-class NoReasoning:
-    """All of it is answer."""
-
-    def feed(self, text: str) -> tuple[str, str]:
-        return "", text
-
-    def flush(self) -> tuple[str, str]:
-        return "", ""
-
-
-class ThinkTags:
-    """`<think>reasoning</think>answer`, as DeepSeek-R1, Qwen3 and QwQ write.
-
-    Tags go, and the white space around them. Reasoning comes first or not at all: a tag in the middle of
-    an answer is text. What is cut off before `</think>` is reasoning.
+    How its text is cut into pieces makes no difference. Tags go, and the white space around them. Reasoning comes
+    first or not at all: a tag in the middle of an answer is text. What is cut off before `</think>` is reasoning.
 
     Args:
+        name: `think`; None where the model has no reasoning, and all is answer.
         in_reasoning: the prompt ends with the opening tag. Some models repeat it.
     """
 
-    def __init__(self, in_reasoning: bool) -> None:
+    def __init__(self, name: str | None, in_reasoning: bool) -> None:
         self._opened = in_reasoning
         # What came so far, until it is clear where it belongs: white space, and what is behind it.
         self._spaces: list[str] = []
-        self._start: str | None = ""
+        self._start = None if name is None else ""
         self._reasoning: HeldText | None = None
         self._trims = False  # white space between the tag and the answer
 
     def feed(self, text: str) -> tuple[str, str]:
+        """The reasoning and the answer in the next piece."""
         if self._start is not None:
             text = self._start + text
             stripped = text.lstrip()
@@ -72,6 +52,7 @@ class ThinkTags:
         return reasoning, self._answer(rest)
 
     def flush(self) -> tuple[str, str]:
+        """What was held back, when nothing more will come."""
         if self._start is not None:
             start, self._start = self._start, None
             return (start, "") if self._opened else ("", "".join(self._spaces) + start)
@@ -82,13 +63,3 @@ class ThinkTags:
             text = text.lstrip()
             self._trims = not text
         return text
-
-
-def reasoning_parser(name: str | None, in_reasoning: bool) -> ReasoningParser:
-    """A parser for one message.
-
-    Args:
-        name: `think`; None where the model has no reasoning.
-        in_reasoning: where the message begins.
-    """
-    return NoReasoning() if name is None else ThinkTags(in_reasoning)
