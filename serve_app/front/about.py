@@ -1,6 +1,5 @@
 """What this server says of itself and of its models. Nothing here wakes a model."""
 
-import asyncio
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from serve_app.front.endpoints import catalogue, openapi
 from serve_app.front.endpoints.endpoint import JSON, Handler, Handlers
 from serve_app.front.peers import Everybody
 from serve_app.models.model_client import ModelClient
-from serve_app.models.registry import ServedModels
+from serve_app.models.registry import ServedModels, of_each
 from serve_app.openai.growing import to_json
 from serve_app.scaling.manual import Scale
 
@@ -43,10 +42,7 @@ class About:
         ]
 
     async def list_models(self, request: Request, asked: None) -> Response:
-        cards = {
-            card["id"]: card
-            for card in await asyncio.gather(*map(self._card, self._models.all.values()))
-        }
+        cards = await of_each(self._models.all, self._card)
         others = [{**cards[name], "id": alias} for alias, name in self._models.aliases.items()]
         return JSONResponse({"object": "list", "data": [*cards.values(), *others]})
 

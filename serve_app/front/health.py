@@ -11,7 +11,7 @@ from actors.protocol import ReplicaState
 from serve_app.front.endpoints import catalogue
 from serve_app.front.endpoints.endpoint import Handler, Handlers
 from serve_app.models.model_client import ModelClient
-from serve_app.models.registry import ServedModels
+from serve_app.models.registry import ServedModels, of_each
 from serve_app.openai.requests import ModelQuery
 
 # Of a model without a replica; the last two as in `/v1/models`.
@@ -82,27 +82,24 @@ class Health:
 
     async def _ask(self) -> None:
         try:
-            found = await asyncio.gather(
-                *(self._state_of(name, model) for name, model in self._models.all.items())
-            )
-            self._known = dict(zip(self._models.all, found, strict=True))
+            self._known = await of_each(self._models.all, self._state_of)
             self._known_until_s = self._now() + _FRESH_FOR_S
         finally:
             self._asking = None
 
-    async def _state_of(self, name: str, model: ModelClient) -> str:
+    async def _state_of(self, model: ModelClient) -> str:
         replicas = await self._models.known_states(model)
         if replicas is None:
             return _UNKNOWN  # they did not answer in time; that is no failure
         if replicas:  # one that starts says nothing of itself
-            self._were_ready.add(name)
+            self._were_ready.add(model.info.model_id)
             return _readiest(replicas)
         scale = await self._models.known_scale(model)
         if scale is None:
             return _UNKNOWN
         if scale.gave_up:
             return ReplicaState.FAILED
-        if scale.least > 0 and name not in self._were_ready:
+        if scale.least > 0 and model.info.model_id not in self._were_ready:
             return _STARTING
         return _LOADING if scale.target > 0 else _UNLOADED
 

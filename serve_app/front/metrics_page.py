@@ -26,6 +26,7 @@ from serve_app.metrics.catalogue import (
 )
 from serve_app.metrics.tally import Distribution, Key, Sums
 from serve_app.models.model_client import ModelClient, Scrape
+from serve_app.models.registry import of_each
 from serve_app.models.remote_errors import unwrap
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,7 @@ class Exposition:
         return [Handler(catalogue.METRICS, self.respond)]
 
     async def respond(self, request: Request, asked: None) -> Response:
-        told = await asyncio.gather(*(self._scrape(model) for model in self._models.values()))
-        scrapes = dict(zip(self._models, told, strict=True))
+        scrapes = await of_each(self._models, self._scrape)
         sums = await self._everybody.share({name: each.snapshots for name, each in scrapes.items()})
         found = [ModelMetrics(name, sums[name], each) for name, each in scrapes.items()]
         return Response(render(found), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -12,7 +12,7 @@ from actors.protocol import ReplicaState, ReplicaStatus, SleepCommand
 from serve_app.front.endpoints import catalogue
 from serve_app.front.endpoints.endpoint import Handler, Handlers
 from serve_app.models.model_client import ModelClient
-from serve_app.models.registry import ServedModels
+from serve_app.models.registry import ServedModels, of_each
 from serve_app.openai.requests import ModelQuery, ScaleForm, SleepForm, WakeForm
 from serve_app.scaling.manual import plan
 
@@ -48,11 +48,10 @@ class Controls:
 
         A model without replicas is not: there is nothing that a wake could find.
         """
-        models = self._models.chosen(query.model)
-        found = await asyncio.gather(*(self._models.states(m) for m in models.values()))
+        found = await of_each(self._models.chosen(query.model), self._models.states)
         asleep = {
             model_id: bool(states) and all(state is ReplicaState.ASLEEP for state in states)
-            for model_id, states in zip(models, found, strict=True)
+            for model_id, states in found.items()
         }
         everyone = all(asleep.values())
         return JSONResponse({"is_sleeping": everyone, "sleeping": everyone, "models": asleep})
@@ -93,9 +92,8 @@ class Controls:
 
     async def replicas(self, request: Request, query: ModelQuery) -> Response:
         """How many replicas are wanted, and what those that run say."""
-        models = self._models.chosen(query.model)
-        shown = await asyncio.gather(*(self._shown(model) for model in models.values()))
-        return JSONResponse({"models": dict(zip(models, shown, strict=True))})
+        shown = await of_each(self._models.chosen(query.model), self._shown)
+        return JSONResponse({"models": shown})
 
     async def _shown(self, model: ModelClient) -> dict[str, Any]:
         scale, replicas = await asyncio.gather(model.scaler.read(), self._models.status(model))

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from actors.errors import InvalidRequest, ModelNotFound, Unavailable
@@ -102,6 +102,14 @@ class ServedModels:
             raise Unavailable(
                 f"the replicas of {name!r} did not tell their state in time"
             ) from None
+
+
+async def of_each(
+    models: Mapping[str, ModelClient], ask: Callable[[ModelClient], Awaitable[T]]
+) -> dict[str, T]:
+    """What is answered of each, all of them asked at once."""
+    answers = await asyncio.gather(*map(ask, models.values()))
+    return dict(zip(models, answers, strict=True))
 
 
 async def _known(model: ModelClient, answer: Awaitable[T]) -> T | None:

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from actors.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from actors.garbage import without_collections
-from actors.text.validation import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from actors.text.validation import MAX_LOGIT_BIAS
 from serve_app.config.errors import did_you_mean
 
 # What a list or an object of a body may have. Each element costs time and memory before anybody knows
@@ -196,15 +196,7 @@ def bounded_stops(stops: list[str]) -> list[str]:
     return stops
 
 
-def to_text_token_ids(value: object) -> tuple[int, ...]:
-    return _to_token_ids(value, MAX_TEXT_TOKENS)
-
-
-def to_stop_token_ids(value: object) -> tuple[int, ...]:
-    return _to_token_ids(value, MAX_STOP_TOKEN_IDS)
-
-
-def _to_token_ids(value: object, most: int) -> tuple[int, ...]:
+def to_token_ids(value: object, *, most: int) -> tuple[int, ...]:
     if value == []:
         return ()
     if not isinstance(value, list) or not _is_token_ids(value, most):

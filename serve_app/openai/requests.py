@@ -8,6 +8,7 @@ Fields that would change the output and that we cannot honour are refused with
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -38,8 +39,7 @@ from serve_app.openai.fields import (
     to_logit_bias,
     to_prompts,
     to_stop,
-    to_stop_token_ids,
-    to_text_token_ids,
+    to_token_ids,
     to_tool_choice,
 )
 from serve_app.openai.grammar import GrammarFields
@@ -172,7 +172,10 @@ class Sampling(SamplingFields, GrammarFields):
         tuple[str, ...], PlainValidator(to_stop, json_schema_input_type=_Stop | Stops)
     ] = ()
     stop_token_ids: Annotated[
-        tuple[int, ...], PlainValidator(to_stop_token_ids, json_schema_input_type=_StopIds)
+        tuple[int, ...],
+        PlainValidator(
+            partial(to_token_ids, most=MAX_STOP_TOKEN_IDS), json_schema_input_type=_StopIds
+        ),
     ] = ()
     ignore_eos: bool = False
     # As vLLM: one token at least, although OpenAI's completions take 0 together with echo.
@@ -331,7 +334,7 @@ class DetokenizeForm(Part):
     tokens: Annotated[
         tuple[int, ...],
         PlainValidator(
-            to_text_token_ids,
+            partial(to_token_ids, most=MAX_TEXT_TOKENS),
             json_schema_input_type=Annotated[list[_TokenId], Field(max_length=MAX_TEXT_TOKENS)],
         ),
     ]

@@ -19,7 +19,7 @@ from serve_app.front.dialects import frame
 from serve_app.front.status.history import History
 from serve_app.front.status.snapshot import View, host_view, merge_patch, model_view, replica_views
 from serve_app.models.model_client import ModelClient
-from serve_app.models.registry import ServedModels
+from serve_app.models.registry import ServedModels, of_each
 from serve_app.models.remote_errors import unwrap
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,9 @@ class StatusFeed:
         views = self._views.values()
         if self._watchers and self._host and all(view["asked"] for view in views):
             return self._shown()
-        asked = (self._ask_once(model) for model in self._models.all.values())
-        host, *found = await asyncio.gather(self._look_at_host(), *asked)
-        return self._shown() | {
-            "host": host,
-            "models": dict(zip(self._models.all, found, strict=True)),
-        }
+        asked = of_each(self._models.all, self._ask_once)
+        host, found = await asyncio.gather(self._look_at_host(), asked)
+        return self._shown() | {"host": host, "models": found}
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events: `snapshot`, then `change`s, which are JSON merge patches of it.
