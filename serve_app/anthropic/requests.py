@@ -5,6 +5,7 @@ Fields that ask for nothing we could refuse are ignored (`metadata`, `service_ti
 template: `max_tokens` is the bound of all that is generated, whatever `budget_tokens` says.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -124,20 +125,14 @@ class MessageParam(Part):
         if self.role == "assistant":
             return [self._of_assistant()]
         messages: list[dict[str, Any]] = []
-        texts: list[str] = []
-
-        def tell_texts() -> None:
-            if texts:
+        for kind, group in itertools.groupby(self.content, key=type):
+            blocks = list(group)
+            if kind is TextBlock:
+                texts = [block.text for block in blocks if isinstance(block, TextBlock)]
                 messages.append({"role": self.role, "content": "\n".join(texts)})
-                texts.clear()
-
-        for block in self.content:
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
-            elif isinstance(block, ToolResultBlock):
-                tell_texts()
-                messages.append(_of_result(block))
-        tell_texts()
+            messages += [
+                _of_result(block) for block in blocks if isinstance(block, ToolResultBlock)
+            ]
         return messages
 
     def _of_assistant(self) -> dict[str, Any]:

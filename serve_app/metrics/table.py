@@ -7,22 +7,12 @@ from serve_app.metrics.catalogue import EXPORTED, RAY_ONLY, Metric, common_label
 
 def metrics_table() -> str:
     """One table for `/metrics`, one for what only Ray is told."""
-    exported = [_row(metric, common_labels(metric)) for metric in EXPORTED]
-    ray_only = [_row(metric, ()) for metric in RAY_ONLY]
-    return "\n".join(
-        [
-            "**On `/metrics`**",
-            "",
-            *_HEAD,
-            *exported,
-            "",
-            "**Only in Ray's export**",
-            "",
-            *_HEAD,
-            *ray_only,
-            "",
-        ]
-    )
+    tables = {
+        "**On `/metrics`**": [_row(metric, common_labels(metric)) for metric in EXPORTED],
+        "**Only in Ray's export**": [_row(metric, ()) for metric in RAY_ONLY],
+    }
+    parts = ("\n".join([title, "", *_HEAD, *rows]) for title, rows in tables.items())
+    return "\n\n".join(parts) + "\n"
 
 
 _HEAD = ("| name | kind | labels | in Ray as | what it is |", "|---|---|---|---|---|")
