@@ -64,8 +64,7 @@ def build_asgi(
     everybody = everybody or Everybody(Account(models), Alone())
     served = ServedModels(models, settings.status_timeout_s)
 
-    def shows_names() -> bool:
-        return not keys.guards(Access.INFERENCE)
+    shows_names = not keys.guards(Access.INFERENCE)  # which no change of their files changes
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -34,7 +34,7 @@ class Health:
     def __init__(
         self,
         models: ServedModels,
-        shows_names: Callable[[], bool],
+        shows_names: bool,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make one that knows nothing yet.
@@ -57,8 +57,7 @@ class Health:
         return JSONResponse({"status": "alive"})
 
     async def ready(self, request: Request, query: ModelQuery) -> Response:
-        shows_names = self._shows_names()
-        asked = self._models.chosen(query.model, names_others=shows_names)
+        asked = self._models.chosen(query.model, names_others=self._shows_names)
         known = await self._states()
         chosen = {name: known[name] for name in asked}
         failed = sum(state == ReplicaState.FAILED for state in chosen.values())
@@ -68,7 +67,7 @@ class Health:
             status = "degraded" if failed else "healthy"
         else:
             status = _STARTING if starting else "failed"
-        names = {"models": chosen} if shows_names else {}
+        names = {"models": chosen} if self._shows_names else {}
         counts = {"serving": serving, "starting": starting, "failed": failed}
         return JSONResponse({"status": status, **counts, **names}, 200 if serving else 503)
 

@@ -1,7 +1,6 @@
 """Routes of the status page. None of them wakes a model, counts as its use, or waits for a wake."""
 
 import platform
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ class StatusRoutes:
     def __init__(
         self,
         models: ServedModels,
-        shows_names: Callable[[], bool],
+        shows_names: bool,
         read_images: ReadImages | None,
     ) -> None:
         """Take what the routes show.
@@ -66,7 +65,7 @@ class StatusRoutes:
     async def home(self, request: Request, asked: None) -> Response:
         if wants_html(request.headers.get("accept", "")):
             return FileResponse(STATIC / "page.html", headers={**_PAGE_HEADERS, "Vary": "Accept"})
-        names = {"models": list(self._models.all)} if self._shows_names() else {}
+        names = {"models": list(self._models.all)} if self._shows_names else {}
         return JSONResponse(
             {"message": "sleepserve is running.", "version": __version__, **names},
             headers={"Vary": "Accept"},

@@ -383,7 +383,7 @@ def test_model_that_was_ready_once_stays_so_while_its_replica_is_replaced(starts
     async def scenario() -> None:
         now_s = 0.0
         served = ServedModels({"fake": starts}, status_timeout_s=1.0)
-        health = Health(served, lambda: True, lambda: now_s)
+        health = Health(served, True, lambda: now_s)
         request = Request(scope_of("/health", "GET"))
         for states, state, status in (
             ([], "starting", 503),
@@ -422,7 +422,7 @@ def test_health_that_many_ask_for_at_once_is_asked_for_once():
         model, now_s = FakeModel(), 0.0
         model.hang_status = True
         served = ServedModels({"fake": model}, status_timeout_s=0.05)
-        health = Health(served, lambda: True, lambda: now_s)
+        health = Health(served, True, lambda: now_s)
         request = Request(scope_of("/health", "GET"))
         for state in ("unknown", "awake"):
             model.asked_for_states = 0
