@@ -31,10 +31,13 @@ class MessageParser:
         for at in range(0, len(text), _PIECE):
             reasoning, answer = self._reasoning.feed(text[at : at + _PIECE])
             reasonings.append(reasoning)
-            found += self._tools.feed(answer)
+            found += self._with_calls(answer)
         if last:
             reasoning, answer = self._reasoning.flush()
             reasonings.append(reasoning)
-            found += self._tools.feed(answer)
-            found += self._tools.flush()
+            found += self._with_calls(answer)
+            found += [] if self._tools is None else self._tools.flush()
         return "".join(reasonings), found
+
+    def _with_calls(self, answer: str) -> list[str | ToolCall]:
+        return [answer] if self._tools is None else self._tools.feed(answer)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from serve_app.openai.held_text import HeldText
 
@@ -24,30 +24,10 @@ class ToolCall:
     arguments: str  # a JSON object
 
 
-class ToolParser(Protocol):
-    """Of one message. How its text is cut into pieces makes no difference."""
-
-    def feed(self, text: str) -> list[str | ToolCall]:
-        """Text and calls of the next piece, in their order."""
-
-    def flush(self) -> list[str | ToolCall]:
-        """What was held back, when nothing more will come."""
-
-
-class NoTools:
-    """All of it is text."""
-
-    def feed(self, text: str) -> list[str | ToolCall]:
-        return [text]
-
-    def flush(self) -> list[str | ToolCall]:
-        return []
-
-
 class MarkedCalls:
-    """Calls between marks, text in front of them, between them and behind.
+    """Calls between marks, text in front of them, between them and behind, of one message.
 
-    White space around calls goes.
+    White space around calls goes. How the text is cut into pieces makes no difference.
 
     Args:
         opening: mark in front of each call.
@@ -72,6 +52,7 @@ class MarkedCalls:
         self._trims = False
 
     def feed(self, text: str) -> list[str | ToolCall]:
+        """Text and calls of the next piece, in their order."""
         parts: list[str | ToolCall] = []
         while text:
             if self._call is None:
@@ -99,6 +80,7 @@ class MarkedCalls:
         return parts
 
     def flush(self) -> list[str | ToolCall]:
+        """What was held back, when nothing more will come."""
         if self._call is not None:  # cut off
             call, self._call = self._call, None
             return ["".join((self._opening, *call, self._end))]
@@ -180,15 +162,17 @@ def _behind_separators(text: str, at: int) -> int:
     return found.end()
 
 
-def tool_parser(name: str | None, tools: Sequence[Mapping[str, Any]]) -> ToolParser:
-    """A parser for one message.
+def tool_parser(
+    name: str | None, tools: Sequence[Mapping[str, Any]]
+) -> MarkedCalls | BareCalls | None:
+    """A parser for one message; None: all of it is text.
 
     Args:
         name: `qwen`, `deepseek` or `llama`; None where the model has no form for calls.
-        tools: those of the request, as OpenAI has them; without any, all is text.
+        tools: those of the request, as OpenAI has them.
     """
     if name is None or not tools:
-        return NoTools()
+        return None
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     if name == "llama":
         return BareCalls(schemas)
