@@ -17,11 +17,11 @@ from serve_app.config.files import (
     WEIGHTS,
     ServeConfig,
     as_written,
+    check_file,
     check_names,
     checkpoint_problem,
     is_serve_config,
     load_model_config,
-    read_serve_config,
 )
 from serve_app.config.model import ModelConfig, is_model_name
 from serve_app.config.paths import with_files
@@ -131,7 +131,7 @@ def _of_models(names: Sequence[str], models: Sequence[ModelConfig]) -> ServeConf
 
 
 def _of_file(file: str, options: Options) -> ServeConfig:
-    config = read_serve_config(file)
+    config = check_file(file)
     _check_options(len(config.models), options)
     if not options.of_models:
         return config

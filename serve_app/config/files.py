@@ -302,7 +302,7 @@ def check_file(path: str | Path) -> ServeConfig:
     file = Path(path)
     with _told_of(file):
         data = _read_yaml(file)
-        if data.keys() & ModelConfig.model_fields.keys():
+        if "applications" not in data and data.keys() & ModelConfig.model_fields.keys():
             config = load_model_config(file)
             for _, problem in same_names((config,), ("this model",)):
                 raise ConfigError([problem])
@@ -320,17 +320,6 @@ def is_serve_config(path: str | Path) -> bool:
     file = Path(path)
     with _told_of(file):
         return file.is_file() and "applications" in _read_yaml(file)
-
-
-def read_serve_config(path: str | Path) -> ServeConfig:
-    """A serve_config.yaml that can be served from any folder.
-
-    Raises:
-        ConfigError: something is wrong, or a checkpoint is not there.
-    """
-    file = Path(path)
-    with _told_of(file):
-        return _check_serve_config(_read_yaml(file), project_around(file.absolute().parent))
 
 
 def _check_serve_config(data: dict[str, Any], project: Path) -> ServeConfig:

@@ -26,7 +26,6 @@ from serve_app.config.files import (
     check_file,
     checkpoint_problem,
     load_model_config,
-    read_serve_config,
 )
 from serve_app.config.model import ModelConfig
 
@@ -180,10 +179,11 @@ def _with_host(folder: Path, host: str) -> str:
 def test_budget_and_folder_of_images_are_read(folder: Path) -> None:
     (folder / "images").mkdir()
     file = _with_host(folder, "{memory_budget_gib: 1.5, disk_dir: images}")
-    host = check_file(file).host
+    config = check_file(file)
+    host = config.host
     assert host.budget_bytes == 3 * 2**29
     assert host.disk_dir == str(folder / "images")
-    weights = read_serve_config(file).data["applications"][0]["args"]
+    weights = config.data["applications"][0]["args"]
     assert WeightsArgs.model_validate(weights).host == host
     assert check_file(folder / "configs" / "demo.yaml").host.budget_bytes is None
 
@@ -778,7 +778,7 @@ def test_mistake_in_serve_config(folder: Path, old: str, new: str, complaint: st
 
 
 def test_port_that_is_left_out_is_that_of_ray(folder: Path) -> None:
-    assert read_serve_config("serve_config.yaml").data["http_options"] == {
+    assert check_file("serve_config.yaml").data["http_options"] == {
         "host": "127.0.0.1",
         "port": 8000,
     }
@@ -787,7 +787,7 @@ def test_port_that_is_left_out_is_that_of_ray(folder: Path) -> None:
 def test_port_that_is_written_as_text_is_a_number(folder: Path) -> None:
     text = SERVE.replace("host: 127.0.0.1", "host: 127.0.0.1, port: '8765'")
     _write(folder / "serve_config.yaml", text)
-    assert read_serve_config("serve_config.yaml").data["http_options"]["port"] == 8765
+    assert check_file("serve_config.yaml").data["http_options"]["port"] == 8765
 
 
 def test_mistake_in_a_named_file_is_told_once_with_that_file(folder: Path) -> None:
