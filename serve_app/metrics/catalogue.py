@@ -110,11 +110,6 @@ def _histogram(
     return Metric(name, Kind.HISTOGRAM, text, labels, buckets, in_ray)
 
 
-def _declared() -> tuple[Metric, ...]:
-    """All that stand above the line that asks."""
-    return tuple(each for each in globals().values() if isinstance(each, Metric))
-
-
 RUNNING = _gauge("vllm:num_requests_running", "Sequences in the engine's batches.")
 WAITING = _gauge(
     "vllm:num_requests_waiting",
@@ -312,8 +307,6 @@ IMAGE_BYTES = _gauge(
     "the device, which is more where it is compressed; 0 while it is released.",
     kind=("host", "device"),
 )
-OF_REPLICAS = _declared()
-
 # Known to the ingress only.
 REPLICAS = Metric(
     "sleepserve_replicas",
@@ -329,7 +322,32 @@ SILENT_REPLICAS = Metric(
     in_ray=False,
 )
 
-EXPORTED = _declared()
+OF_REPLICAS = (
+    *(RUNNING, WAITING, KV_USAGE, SLEEP_STATE),
+    *(PROMPT_TOKENS, PREFIX_QUERIES, PREFIX_HITS, GENERATION_TOKENS, REQUESTS),
+    *(TTFT, INTER_TOKEN, TIME_PER_TOKEN, LATENCY),
+    *(QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME),
+    *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS),
+    *(SLEEPS, SLEEP_SECONDS, RELEASED_BYTES),
+    *(WAKES, WAKE_SECONDS, WAKE_PHASE_SECONDS, WAKE_CHECKS, WAKE_WAIT_SECONDS),
+    *(
+        GRANTS,
+        GRANT_SECONDS,
+        DRAINS_TAKEN_BACK,
+        GROWTH,
+        KV_PARTS,
+        KV_PARTS_BYTES,
+        CARD_WAITING,
+        RESTORED_BYTES,
+        RESTORE_RATE,
+        REFUSED,
+        WORKER_RESTARTS,
+        FASTLOAD,
+        IMAGES_OBTAINED,
+    ),
+    *(DEVICE_MEMORY, DEVICE_SAVED, DEVICE_SAVED_TIME, IMAGE_BYTES),
+)
+EXPORTED = (*OF_REPLICAS, REPLICAS, SILENT_REPLICAS)
 
 SCALING_DECISIONS = _counter(
     "sleepserve_scaling_decisions_total",
@@ -360,7 +378,13 @@ IMAGE_EVICTIONS = _counter(
     "Images that left a node's store for others (`host.memory_budget_gib`): to a `file`, or to `nothing`.",
     to=("file", "nothing"),
 )
-RAY_ONLY = _declared()[len(EXPORTED) :]
+RAY_ONLY = (
+    SCALING_DECISIONS,
+    SCALING_ERRORS,
+    IMAGE_LOADS,
+    IMAGE_LOADED_BYTES,
+    IMAGE_EVICTIONS,
+)
 
 
 def in_ray(metric: Metric) -> Counter:
