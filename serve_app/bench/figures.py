@@ -1,4 +1,4 @@
-"""What every result has: hardware, versions, the command, and how its numbers are told. No torch here."""
+"""What every bench has: how far it is, hardware, versions, command, and how its numbers are told. No torch here."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,9 @@ _PACKAGES = ("torch", "transformers", "accelerate", "ray", "triton")
 _ADDITIONS = 1_000_000
 _SECRETS = ("--api-key", "--admin-key")  # options of the benches and of eval
 _HIDDEN = "***"
+
+# What is being done; how much of how much: 0 of 0 where that is not known.
+Progress = Callable[[str, int, int], None]
 
 
 def environment() -> dict[str, str | int | float | bool | None]:

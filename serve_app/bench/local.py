@@ -29,7 +29,7 @@ from actors.protocol import GenerateRequest, SamplingParams
 from actors.replica.in_process import InProcessModel, build_in_process
 from actors.worker.host_image import PreparedImage
 from actors.worker.model_worker import build_module
-from serve_app.bench.figures import environment
+from serve_app.bench.figures import Progress, environment
 from serve_app.config.errors import ConfigError, validate
 from serve_app.config.files import load_model_config
 from serve_app.process.heap import set_aside
@@ -42,7 +42,6 @@ _COPIES = 4  # of which a rate of the link is the median
 LESSEE = "bench"  # what every model here is to a holder
 
 Prompt = tuple[int, ...]
-Progress = Callable[[str, int, int], None]  # what is being done; how many are done, of how many
 P = TypeVar("P")
 
 

@@ -15,6 +15,7 @@ import torch
 from actors.image.store import store_room
 from serve_app.bench.cycle import Crowd
 from serve_app.bench.figures import (
+    Progress,
     Table,
     facts,
     shown,
@@ -26,7 +27,6 @@ from serve_app.bench.local import (
     HolderActor,
     LocalBench,
     LocalModel,
-    Progress,
     Subject,
     TimeLimit,
     build_model,

@@ -18,7 +18,7 @@ from actors.memory.driver import MemoryDriver
 from actors.worker.model_memory import select_driver
 from serve_app.bench.baselines import BASELINES, Baseline, why_not
 from serve_app.bench.cycle import Crowd, Cycle, OurCycles, Way
-from serve_app.bench.figures import spread
+from serve_app.bench.figures import Progress, spread
 from serve_app.bench.local import (
     PROMPT_TOKENS,
     WARM_REQUESTS,
@@ -26,7 +26,6 @@ from serve_app.bench.local import (
     LinkProbe,
     LocalBench,
     LocalModel,
-    Progress,
     Prompt,
     Subject,
     TimeLimit,

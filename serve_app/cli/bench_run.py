@@ -14,18 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import typer
 from rich import progress as rich
 from rich.console import Console
 
 from actors.checkpoints.errors import DownloadError
-from serve_app.bench.figures import Table, as_text
+from serve_app.bench.figures import Progress, Table, as_text
 from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, say
-
-if TYPE_CHECKING:
-    from serve_app.bench.local import Progress
 
 _LOG_INTERVAL_S = 5.0
 _SAVE_INTERVAL_S = 10.0
@@ -35,7 +32,7 @@ _REFRESHES_PER_S = 2.0  # drawing takes milliseconds of the measuring process
 class Bench(Protocol):
     complete: bool
 
-    async def run(self, progress: "Progress") -> None: ...
+    async def run(self, progress: Progress) -> None: ...
     def result(self) -> dict[str, Any]: ...
 
 
@@ -84,7 +81,7 @@ def _as_interrupt(signum: int, frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def _saving(bench: Bench, show: "Progress", json_file: Path | None) -> "Progress":
+def _saving(bench: Bench, show: Progress, json_file: Path | None) -> Progress:
     """Shows progress, and now and then writes what there is.
 
     So it does whenever something begins that is not counted.
@@ -114,7 +111,7 @@ def kept(result: Callable[[], dict[str, Any]], file: Path) -> Callable[[bool], N
 
 
 @contextmanager
-def progress() -> Iterator["Progress"]:
+def progress() -> Iterator[Progress]:
     """A bar on a terminal, a line every few seconds elsewhere."""
     if not sys.stderr.isatty():
         yield _logged()

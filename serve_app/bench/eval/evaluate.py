@@ -5,7 +5,6 @@ whose first token is timed, generates again and compares. Where the model is, a 
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,13 +25,9 @@ from serve_app.bench.eval.verdict import (
     Woke,
     find_difference,
 )
-from serve_app.bench.figures import environment
+from serve_app.bench.figures import Progress, environment
 
 _FETCHED_CHARS = 20_000  # of a text that nobody chose; the demo model takes seconds for them
-
-Progress = Callable[
-    [str, int, int], None
-]  # what is being done; how much of how much, 0 of 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from actors.checkpoints.download import ensure_checkpoint
 from actors.errors import ReplicaFailed, WeightsCorrupted
 from actors.protocol import GenerateRequest, SamplingParams
-from serve_app.bench.eval.evaluate import Passage, Progress
+from serve_app.bench.eval.evaluate import Passage
 from serve_app.bench.eval.perplexity import (
     cut_into_windows,
     greedy_choices,
@@ -28,6 +28,7 @@ from serve_app.bench.eval.verdict import (
     Tokens,
     Woke,
 )
+from serve_app.bench.figures import Progress
 from serve_app.config.model import ModelConfig
 from serve_app.replica.in_process import Loaded, load_model
 

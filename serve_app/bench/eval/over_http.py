@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailable
 from actors.protocol import ReplicaState, ReplicaStatus
-from serve_app.bench.eval.evaluate import Passage, Progress
+from serve_app.bench.eval.evaluate import Passage
 from serve_app.bench.eval.verdict import (
     About,
     Answer,
@@ -23,7 +23,7 @@ from serve_app.bench.eval.verdict import (
     Tokens,
     Woke,
 )
-from serve_app.bench.figures import without_password
+from serve_app.bench.figures import Progress, without_password
 from serve_app.bench.http.client import message_of
 from serve_app.config.keys import REMEDIES, bearer
 

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from actors.checkpoints.download import ensure_checkpoint
 from actors.checkpoints.model_config import own_dtype
 from actors.checkpoints.sizes import image_sizes
 from serve_app.bench.card_use import card_use
-from serve_app.bench.figures import environment
+from serve_app.bench.figures import Progress, environment
 from serve_app.bench.host_use import host_use
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import fit_scale
@@ -64,8 +64,6 @@ from serve_app.bench.serve_process import ServeProcess
 from serve_app.config.files import ServeConfig
 from serve_app.config.model import ModelConfig
 from serve_app.process.ports import free_port
-
-Progress = Callable[[str, int, int], None]
 
 # Every process imports torch, and a card's models capture graphs one after the other.
 _START_LIMIT_S = 1200.0

@@ -11,7 +11,7 @@ import pytest
 
 from actors.errors import DeviceMemoryShort, ServingError, WeightsCorrupted
 from docs.results.report.page import sections_of
-from serve_app.bench.eval.evaluate import Passage, Progress, evaluate, start
+from serve_app.bench.eval.evaluate import Passage, evaluate, start
 from serve_app.bench.eval.perplexity import WINDOW_TOKENS, cut_into_windows, perplexity_of
 from serve_app.bench.eval.verdict import (
     About,
@@ -27,6 +27,7 @@ from serve_app.bench.eval.verdict import (
     Woke,
     find_difference,
 )
+from serve_app.bench.figures import Progress
 
 RIGHT = tuple(range(100, 110))
 PASSAGE = Passage("some.txt", "whatever")
