@@ -217,7 +217,7 @@ def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: 
         nonlocal report
         async with opened(on_progress) as target:
             report = bench.start(target, plan)
-            await bench.evaluate(target, plan, passage, on_progress, report)
+            await bench.evaluate(target, report, passage, on_progress)
 
     code = 0
     try:

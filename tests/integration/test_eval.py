@@ -28,7 +28,7 @@ from actors.image import packer
 from actors.protocol import ReplicaStatus, SleepCommand
 from actors.quantization.making import QuantizeName
 from docs.results.report.page import as_markdown, sections_of
-from serve_app.bench.eval.evaluate import Passage, evaluate
+from serve_app.bench.eval.evaluate import Passage, evaluate, start
 from serve_app.bench.eval.in_process import InProcessTarget
 from serve_app.bench.eval.over_http import over_http
 from serve_app.bench.eval.perplexity import greedy_choices, log_likelihood
@@ -428,7 +428,9 @@ async def server_of(**models: FakeModel) -> AsyncIterator[str]:
 def over_http_report(model: FakeModel, name: str | None = None, **plan: Any) -> Report:
     async def scenario() -> Report:
         async with server_of(fake=model) as url, over_http(f"{url}/v1/", name) as target:
-            return await evaluate(target, Plan(prompt=PROMPT, **plan))
+            report = start(target, Plan(prompt=PROMPT, **plan))
+            await evaluate(target, report, None, lambda what, done, total: None)
+            return report
 
     return asyncio.run(scenario())
 

@@ -120,35 +120,26 @@ def start(target: Target, plan: Plan) -> Report:
 
 
 async def evaluate(
-    target: Target,
-    plan: Plan,
-    passage: Passage | None = None,
-    on_progress: Progress = lambda what, done, total: None,
-    report: Report | None = None,
-) -> Report:
-    """Run a plan.
+    target: Target, report: Report, passage: Passage | None, on_progress: Progress
+) -> None:
+    """Run a report's plan, and judge. A cycle in which the model failed is the last one.
 
     Args:
+        report: from `start`; it grows meanwhile.
         passage: for the perplexity; none is computed without.
-        report: from `start`, to be looked at while it grows.
-
-    Returns:
-        The report, judged. A cycle in which the model failed is the last one.
 
     Raises:
         ServingError: no baseline could be had, or the model did not go to sleep.
     """
-    report = start(target, plan) if report is None else report
-    run = _Run(target, plan, passage, on_progress)
+    run = _Run(target, report.plan, passage, on_progress)
     await run.measure_baseline(report.baseline)
-    for number in range(1, plan.cycles + 1):
+    for number in range(1, report.plan.cycles + 1):
         cycle = Cycle(number=number)
         report.cycles.append(cycle)
         await run.measure(cycle)
         if cycle.failure is not None:
             break
     report.judge()
-    return report
 
 
 class _Run:

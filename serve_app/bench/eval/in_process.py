@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from actors.checkpoints.download import ensure_checkpoint
@@ -22,7 +22,6 @@ from serve_app.bench.eval.verdict import (
     About,
     Answer,
     FirstToken,
-    Left,
     Perplexity,
     Slept,
     Tokens,
@@ -106,7 +105,7 @@ class InProcessTarget:
             used_bytes=seen.used,
             total_bytes=seen.total,
             released_bytes=change.released_bytes,
-            left=None if change.left is None else Left(**asdict(change.left)),
+            left=change.left,
         )
 
     async def wake_with(self, prompt: str, count: int) -> FirstToken:

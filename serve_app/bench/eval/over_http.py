@@ -11,13 +11,12 @@ import aiohttp
 from pydantic import TypeAdapter, ValidationError
 
 from actors.errors import InvalidRequest, ReplicaFailed, ServingError, Unavailable
-from actors.protocol import ReplicaState, ReplicaStatus
+from actors.protocol import MemoryLeft, ReplicaState, ReplicaStatus
 from serve_app.bench.eval.evaluate import Passage
 from serve_app.bench.eval.verdict import (
     About,
     Answer,
     FirstToken,
-    Left,
     Perplexity,
     Slept,
     Tokens,
@@ -288,11 +287,11 @@ def _total_bytes(replicas: Sequence[ReplicaStatus]) -> int:
     return _sum(replicas, lambda replica: replica.device_memory.total)
 
 
-def _left(replicas: Sequence[ReplicaStatus]) -> Left | None:
+def _left(replicas: Sequence[ReplicaStatus]) -> MemoryLeft | None:
     found = [asdict(left) for r in replicas if (left := r.device_memory.left) is not None]
     if len(found) != len(replicas):
         return None
-    return Left(**{name: sum(left[name] for left in found) for name in found[0]})
+    return MemoryLeft(**{name: sum(left[name] for left in found) for name in found[0]})
 
 
 def _sum(items: Sequence[T], value: Callable[[T], int]) -> int:

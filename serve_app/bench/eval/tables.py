@@ -2,9 +2,10 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from serve_app.bench.eval.verdict import Difference, Left, Report
+from actors.protocol import MemoryLeft
+from serve_app.bench.eval.verdict import Difference, Report
 from serve_app.bench.figures import Table, facts, gib
 
 _TEXT_CHARS = 300  # of an answer, shown
@@ -80,7 +81,7 @@ def _rows(report: Report) -> Iterator[_Row]:
     yield _Row("memory before the sleep", [each.used_before_bytes for each in slept], gib)
     yield _Row("  asleep", [each.used_bytes for each in slept], gib)
     yield _Row("  released", [each.released_bytes for each in slept], gib)
-    for part in Left.model_fields:
+    for part in (field.name for field in fields(MemoryLeft)):
         left = [getattr(each.left, part) for each in slept if each.left is not None]
         if any(left):
             yield _Row(f"  left: {part.replace('_', ' ')}", left, gib)

@@ -5,6 +5,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from actors.protocol import MemoryLeft
+
 _CONTEXT_CHARS = 60  # of text on either side of a token that differs
 
 
@@ -95,16 +97,6 @@ class Perplexity(_Fact):
     seconds: float
 
 
-class Left(_Fact):
-    """`actors.protocol.MemoryLeft`, in bytes."""
-
-    context: int
-    graphs: int
-    kept_layers: int
-    torch_reserve: int
-    other: int
-
-
 class Slept(_Fact):
     """A sleep, and the memory before and after it."""
 
@@ -113,7 +105,7 @@ class Slept(_Fact):
     used_bytes: int
     total_bytes: int
     released_bytes: int
-    left: Left | None = None
+    left: MemoryLeft | None = None
 
 
 class FirstToken(_Fact):

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from actors.errors import DeviceMemoryShort, ServingError, WeightsCorrupted
+from actors.protocol import MemoryLeft
 from docs.results.report.page import sections_of
 from serve_app.bench.eval.evaluate import Passage, evaluate, start
 from serve_app.bench.eval.perplexity import WINDOW_TOKENS, cut_into_windows, perplexity_of
@@ -18,7 +19,6 @@ from serve_app.bench.eval.verdict import (
     Answer,
     Check,
     FirstToken,
-    Left,
     Perplexity,
     Plan,
     Report,
@@ -79,7 +79,7 @@ class FakeTarget:
     async def sleep(self, level: Literal[1, 2]) -> Slept:
         self.calls.append(f"sleep {level}")
         self._cycle += 1
-        left = Left(context=3, graphs=0, kept_layers=0, torch_reserve=0, other=1)
+        left = MemoryLeft(context=3, graphs=0, kept_layers=0, torch_reserve=0, other=1)
         return Slept(
             seconds=0.01,
             used_before_bytes=14,
@@ -132,6 +132,10 @@ def target() -> FakeTarget:
     return FakeTarget()
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """No progress."""
+
+
 def run(
     target: FakeTarget,
     cycles: int = 1,
@@ -140,7 +144,9 @@ def run(
     ttft_limit_s: float | None = None,
 ) -> Report:
     plan = Plan(prompt="p", max_tokens=10, cycles=cycles, level=level, ttft_limit_s=ttft_limit_s)
-    return asyncio.run(evaluate(target, plan, passage))
+    report = start(target, plan)
+    asyncio.run(evaluate(target, report, passage, silent))
+    return report
 
 
 def outcome(report: Report) -> dict[str, bool | None]:
@@ -301,7 +307,7 @@ def test_report_of_an_interrupted_run_has_what_was_measured(target: FakeTarget) 
             if what.startswith("cycle 3") and "asleep" in what:
                 raise KeyboardInterrupt
 
-        await evaluate(target, plan, PASSAGE, stop, report)
+        await evaluate(target, report, PASSAGE, stop)
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(interrupted())
@@ -318,7 +324,8 @@ def test_pause_lies_between_the_sleep_and_the_request(
         target.calls.append(f"pause {seconds:g}")
 
     monkeypatch.setattr(asyncio, "sleep", pause)
-    asyncio.run(evaluate(target, Plan(prompt="p", max_tokens=10, pause_s=0.25)))
+    plan = Plan(prompt="p", max_tokens=10, pause_s=0.25)
+    asyncio.run(evaluate(target, start(target, plan), None, silent))
     at = target.calls.index("pause 0.25")
     assert target.calls[at - 1 : at + 2] == ["sleep 1", "pause 0.25", "wake 1"]
 
