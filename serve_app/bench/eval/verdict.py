@@ -195,12 +195,10 @@ class Report(_Part):
         self.checks = list(_checks(self))
         self.passed = all(check.passed is True for check in self.checks)
 
-    @property
-    def worst_ttft_s(self) -> float | None:
-        return max((cycle.first.ttft_s for cycle in self.cycles if cycle.first), default=None)
-
 
 # --- comparing and judging ---
+
+_Judged = tuple[bool | None, str]  # `passed` and `told` of a check
 
 
 def find_difference(
@@ -229,20 +227,17 @@ def find_difference(
 
 
 def _checks(report: Report) -> Iterator[Check]:
-    yield _tokens(report)
+    judged: dict[CheckName, _Judged] = {"tokens": _tokens(report)}
     if report.baseline.perplexity is not None:
-        yield _perplexity(report, report.baseline.perplexity)
+        judged["perplexity"] = _perplexity(report, report.baseline.perplexity)
     if report.plan.ttft_limit_s is not None:
-        yield _ttft(report, report.plan.ttft_limit_s)
-    yield _checksum(report)
-    yield _cycles(report)
+        judged["ttft"] = _ttft(report, report.plan.ttft_limit_s)
+    judged |= {"checksum": _checksum(report), "cycles": _cycles(report)}
+    for name, (passed, told) in judged.items():
+        yield Check(name=name, passed=passed, told=told)
 
 
-def _check(name: CheckName, passed: bool | None, told: str) -> Check:
-    return Check(name=name, passed=passed, told=told)
-
-
-def _tokens(report: Report) -> Check:
+def _tokens(report: Report) -> _Judged:
     for cycle in report.cycles:
         if (found := cycle.difference) is not None:
             where = {
@@ -250,58 +245,55 @@ def _tokens(report: Report) -> Check:
                 "answer": "of the answer after the wake",
                 "weights": "that the weights in memory would choose",
             }[found.seen_in]
-            told = f"cycle {cycle.number}: token {found.position + 1} {where} is wrong"
-            return _check("tokens", False, told)
+            return False, f"cycle {cycle.number}: token {found.position + 1} {where} is wrong"
     compared = [cycle.answer for cycle in report.cycles if cycle.answer is not None]
     if not compared:
-        return _check("tokens", None, "nothing was compared")
+        return None, "nothing was compared"
     told = f"{len(compared[0].tokens)} tokens are those of before the sleep"
-    return _check("tokens", True, f"{told}, {_in_cycles(len(compared))}")
+    return True, f"{told}, {_in_cycles(len(compared))}"
 
 
-def _perplexity(report: Report, before: Perplexity) -> Check:
+def _perplexity(report: Report, before: Perplexity) -> _Judged:
     found = [(c.number, c.perplexity) for c in report.cycles if c.perplexity is not None]
     for number, after in found:
         if after.log_likelihood != before.log_likelihood:
-            told = (
+            return False, (
                 f"cycle {number}: log-likelihood {after.log_likelihood!r}, "
                 f"before the sleep {before.log_likelihood!r}"
             )
-            return _check("perplexity", False, told)
     if not found:
-        return _check("perplexity", None, "nothing was compared")
-    return _check("perplexity", True, f"the same to the last bit, {_in_cycles(len(found))}")
+        return None, "nothing was compared"
+    return True, f"the same to the last bit, {_in_cycles(len(found))}"
 
 
-def _ttft(report: Report, limit_s: float) -> Check:
-    worst_s = report.worst_ttft_s
+def _ttft(report: Report, limit_s: float) -> _Judged:
+    worst_s = max((cycle.first.ttft_s for cycle in report.cycles if cycle.first), default=None)
     if worst_s is None:
-        return _check("ttft", None, "nothing was measured")
-    return _check("ttft", worst_s <= limit_s, f"the worst is {worst_s:.3f} s of {limit_s:g} s")
+        return None, "nothing was measured"
+    return worst_s <= limit_s, f"the worst is {worst_s:.3f} s of {limit_s:g} s"
 
 
-def _checksum(report: Report) -> Check:
+def _checksum(report: Report) -> _Judged:
     wakes = [(cycle.number, cycle.woke) for cycle in report.cycles if cycle.woke is not None]
     for number, woke in wakes:
         if not woke.intact:
-            told = f"cycle {number}: {woke.failure or 'what arrived is not what was packed'}"
-            return _check("checksum", False, told)
+            return False, f"cycle {number}: {woke.failure or 'what arrived is not what was packed'}"
     if not wakes:
-        return _check("checksum", None, "no wake was checked")
+        return None, "no wake was checked"
     checked = sum(woke.checked_bytes for _, woke in wakes)
     told = f"{checked} bytes are right where they landed"
-    return _check("checksum", True, f"{told}, {_in_cycles(len(wakes))}")
+    return True, f"{told}, {_in_cycles(len(wakes))}"
 
 
-def _cycles(report: Report) -> Check:
+def _cycles(report: Report) -> _Judged:
     for cycle in report.cycles:
         if cycle.failure is not None:
-            return _check("cycles", False, f"cycle {cycle.number} failed: {cycle.failure}")
+            return False, f"cycle {cycle.number} failed: {cycle.failure}"
     # The perplexity is the last of a cycle, where there is any.
     with_text = report.baseline.perplexity is not None
     whole = [c for c in report.cycles if c.answer and (c.perplexity or not with_text)]
     told = f"complete are {len(whole)} of {report.plan.cycles}"
-    return _check("cycles", len(whole) == report.plan.cycles, told)
+    return len(whole) == report.plan.cycles, told
 
 
 def _in_cycles(count: int) -> str:
