@@ -1,6 +1,7 @@
 """A load test from its first question to its last answer: probes, rounds, gaps in which the model sleeps."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -49,12 +50,12 @@ class Round:
     finished: bool = False
 
     @property
-    def ends_s(self) -> float | None:
-        return None if self.load.duration_s is None else self.began_s + self.load.duration_s
+    def ends_s(self) -> float:
+        return self.began_s + (math.inf if self.load.duration_s is None else self.load.duration_s)
 
     @property
     def over(self) -> bool:
-        return self.ends_s is not None and time.monotonic() >= self.ends_s
+        return time.monotonic() >= self.ends_s
 
     @property
     def hopeless(self) -> bool:
@@ -108,7 +109,7 @@ class HttpBench:
                 self.workload, scale=await fit_scale(self._client, self.workload)
             )
             self.server_version = await self._version()
-            await asyncio.gather(*(worker.ready() for worker in self._workers))
+            await asyncio.gather(*(worker.ready() for worker in self._processes))
             for number, load in enumerate(loads):
                 self._on_round()
                 await self._run_round(number, load)

@@ -6,8 +6,8 @@ import os
 import resource
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from math import ceil
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from serve_app.bench.http.client import Client, RequestRecord, Target, until
 from serve_app.bench.http.workload import Load, Requests, Share
 
 OnRecord = Callable[[RequestRecord], None]
+Send = Callable[[int], Coroutine[Any, Any, None]]  # a request by its index
 
 _PER_WORKER = 32.0  # streams, or requests per second, that leave a process most of its time
 _MAX_WORKERS = 16
@@ -30,11 +31,8 @@ class BenchError(Exception):
 class Worker(Protocol):
     """Sends its share of each segment."""
 
-    async def ready(self) -> None:
-        """Returns when `work` can begin at once."""
-
     async def work(self, workload: Requests, share: Share, on_record: OnRecord) -> list[float]:
-        """Send a share, and tell of each request as it ends.
+        """Send a share, and tell of each request as it ends. Returns after the last answer.
 
         Returns:
             By how many seconds the event loop was late, each time it looked.
@@ -53,11 +51,16 @@ class LocalWorker:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def ready(self) -> None:
-        pass
-
     async def work(self, workload: Requests, share: Share, on_record: OnRecord) -> list[float]:
-        return await send_share(self._client, workload, share, on_record)
+        async def send(index: int) -> None:
+            segment = share.segment.number
+            on_record(await self._client.send(workload, share.round_number, segment, index))
+
+        loop = _closed_loop if share.request_rate is None else _open_loop
+        await until(share.starts_s)
+        async with watched_loop() as lags_s:
+            await loop(share, send)
+        return lags_s
 
 
 class ProcessWorker:
@@ -75,6 +78,7 @@ class ProcessWorker:
         return self._connection.poll(timeout_s)
 
     async def ready(self) -> None:
+        """Returns when `work` can begin at once."""
         await self._receive()  # whatever comes first
 
     async def work(self, workload: Requests, share: Share, on_record: OnRecord) -> list[float]:
@@ -123,51 +127,27 @@ def processes(count: int, target: Target) -> Iterator[Sequence[ProcessWorker]]:
             worker.stop()
 
 
-async def send_share(
-    client: Client, workload: Requests, share: Share, on_record: OnRecord
-) -> list[float]:
-    """Returns after the last answer; see `Worker.work`."""
-    await until(share.starts_s)
-    async with watched_loop() as lags_s:
-        if share.request_rate is None:
-            await _closed_loop(client, workload, share, on_record)
-        else:
-            await _open_loop(client, workload, share, on_record)
-    return lags_s
-
-
-async def _closed_loop(
-    client: Client, workload: Requests, share: Share, on_record: OnRecord
-) -> None:
+async def _closed_loop(share: Share, send: Send) -> None:
     indices = share.indices()
 
     async def place() -> None:
         for index in indices:
-            if _over(share):
+            if time.monotonic() >= share.ends_s:
                 return
-            segment = share.segment.number
-            on_record(await client.send(workload, share.round_number, segment, index))
+            await send(index)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(share.places):
             group.create_task(place())
 
 
-async def _open_loop(client: Client, workload: Requests, share: Share, on_record: OnRecord) -> None:
-    async def send(index: int) -> None:
-        segment = share.segment.number
-        on_record(await client.send(workload, share.round_number, segment, index))
-
+async def _open_loop(share: Share, send: Send) -> None:
     async with asyncio.TaskGroup() as group:
         for index, due_s in share.arrivals():
-            if share.ends_s is not None and due_s >= share.ends_s:
+            if due_s >= share.ends_s:
                 return
             await until(due_s)
             group.create_task(send(index))
-
-
-def _over(share: Share) -> bool:
-    return share.ends_s is not None and time.monotonic() >= share.ends_s
 
 
 @asynccontextmanager
@@ -198,12 +178,12 @@ def _process(connection: Connection, target: Target) -> None:
 
 
 async def _serve(connection: Connection, target: Target) -> None:
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client(target))
+    async with Client(target) as client:
+        worker = LocalWorker(client)
         connection.send("ready")
         while True:
             workload, share = await _receive(connection)
-            connection.send(await send_share(client, workload, share, connection.send))
+            connection.send(await worker.work(workload, share, connection.send))
 
 
 async def _receive(connection: Connection) -> Any:

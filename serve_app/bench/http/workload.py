@@ -239,7 +239,7 @@ class Share:
     of a closed loop gets more of the requests.
 
     Attributes:
-        starts_s, ends_s: on the machine's monotonic clock; nothing is sent from `ends_s` on.
+        starts_s, ends_s: on the machine's monotonic clock; nothing is sent from `ends_s` on, which may be infinite.
         trace_s: when the requests of an open loop are sent, seconds from the start; None: Poisson arrivals.
     """
 
@@ -251,7 +251,7 @@ class Share:
     request_rate: float | None
     seed: int
     starts_s: float
-    ends_s: float | None
+    ends_s: float
     trace_s: Sequence[float] | None = None
 
     @property
@@ -286,7 +286,7 @@ def deal(
     workers: int,
     seed: int,
     starts_s: float,
-    ends_s: float | None,
+    ends_s: float,
 ) -> Sequence[Share]:
     """A segment's share for each worker that has something to do, at most `workers` of them."""
     slots = workers if load.concurrency is None else load.concurrency

@@ -174,8 +174,7 @@ class ManyBench:
         """One variant after the other."""
         limit_s = math.inf if self._plan.limit_s is None else self._plan.limit_s
         ends_s = time.monotonic() + limit_s
-        if self._clients:
-            await asyncio.gather(*(worker.ready() for worker in self._clients))
+        await asyncio.gather(*(worker.ready() for worker in self._clients))
         for name in dict.fromkeys((AS_CONFIGURED, *self._plan.variants)):
             if time.monotonic() > ends_s:
                 self._skipped[name] = "the time was up"
@@ -356,7 +355,7 @@ class ManyBench:
 
         starts_s = time.monotonic() + _START_DELAY_S
         whole = Segment(0, 0, len(times))
-        shares = deal(self._plan.load, 0, whole, len(workers), 0, starts_s, None)
+        shares = deal(self._plan.load, 0, whole, len(workers), 0, starts_s, math.inf)
         work = (
             worker.work(requests, replace(share, trace_s=times), keep)
             for worker, share in zip(workers, shares, strict=True)

@@ -1,6 +1,7 @@
 """The load client against a server that notes its own times, and misbehaves."""
 
 import asyncio
+import math
 import operator
 import socket
 import statistics
@@ -136,7 +137,7 @@ def test_open_loop_sends_when_the_arrivals_say() -> None:
         (current,) = run(server, load)
     starts_s = sorted(record.start_s for record in current.records)
     assert len(starts_s) == 40
-    (share,) = deal(load, 0, Segment(0, 0, 40), 1, 0, starts_s=0.0, ends_s=None)
+    (share,) = deal(load, 0, Segment(0, 0, 40), 1, 0, starts_s=0.0, ends_s=math.inf)
     due_s = [at_s for _, at_s in share.arrivals()]
     late_s = [
         (start_s - starts_s[0]) - (at_s - due_s[0])

@@ -1,5 +1,6 @@
 """What is sent, and when."""
 
+import math
 import statistics
 from dataclasses import replace
 from itertools import islice
@@ -26,7 +27,7 @@ def words(body: dict[str, object]) -> list[str]:
 
 
 def indices(load: Load, segment: Segment, workers: int, take: int = 100) -> list[list[int]]:
-    shares = deal(load, 0, segment, workers, seed=0, starts_s=0.0, ends_s=None)
+    shares = deal(load, 0, segment, workers, seed=0, starts_s=0.0, ends_s=math.inf)
     return [list(islice(share.indices(), take)) for share in shares]
 
 
@@ -128,7 +129,7 @@ def test_default_requests_fill_the_places() -> None:
 
 def test_workers_get_requests_in_proportion_to_their_places() -> None:
     load = Load(concurrency=5, requests=20)
-    shares = deal(load, 0, Segment(0, 100, 20), 2, seed=0, starts_s=0.0, ends_s=None)
+    shares = deal(load, 0, Segment(0, 100, 20), 2, seed=0, starts_s=0.0, ends_s=math.inf)
     assert [share.places for share in shares] == [3, 2]
     dealt = indices(load, Segment(0, 100, 20), 2)
     assert [len(each) for each in dealt] == [12, 8]
@@ -165,7 +166,7 @@ def test_workers_together_keep_the_one_stream_of_arrivals() -> None:
     load = Load(request_rate=5.0, requests=30)
 
     def arrivals(workers: int) -> list[tuple[int, float]]:
-        shares = deal(load, 1, Segment(2, 10, 30), workers, seed=3, starts_s=9.0, ends_s=None)
+        shares = deal(load, 1, Segment(2, 10, 30), workers, seed=3, starts_s=9.0, ends_s=math.inf)
         return sorted(arrival for share in shares for arrival in share.arrivals())
 
     assert len(arrivals(1)) == 30
@@ -176,6 +177,6 @@ def test_workers_together_keep_the_one_stream_of_arrivals() -> None:
 def test_trace_is_sent_at_its_own_times_by_whoever_has_the_request() -> None:
     load = Load(request_rate=1.0, requests=5)
     times = (0.0, 0.1, 0.1, 7.0, 9.5)
-    shares = deal(load, 0, Segment(0, 0, 5), workers=2, seed=0, starts_s=100.0, ends_s=None)
+    shares = deal(load, 0, Segment(0, 0, 5), workers=2, seed=0, starts_s=100.0, ends_s=math.inf)
     sent = [list(replace(share, trace_s=times).arrivals()) for share in shares]
     assert sent == [[(0, 100.0), (2, 100.1), (4, 109.5)], [(1, 100.1), (3, 107.0)]]
