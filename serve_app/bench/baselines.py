@@ -3,7 +3,7 @@
 import ctypes
 import gc
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import util
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -174,9 +174,7 @@ class FreshLoad(_Module):
         self._checkpoint, self._dtype = checkpoint, dtype
 
     def sleep(self) -> None:
-        self._model = None
-        gc.collect()  # modules and hooks refer to each other
-        _trim(self._device)
+        self.close()
 
     def wake(self) -> None:
         self._model = load_reference(self._checkpoint, self._dtype, self._device)
@@ -186,23 +184,15 @@ class FreshLoad(_Module):
 Make = Callable[[Path, torch.dtype, torch.device], Baseline]
 
 
-def _dispatched(device_map: DeviceMap) -> Make:
-    return lambda checkpoint, dtype, device: Dispatched(checkpoint, dtype, device, device_map)
-
-
-def _saved(retain: bool) -> Make:
-    return lambda checkpoint, dtype, device: SavedRegion(checkpoint, dtype, device, retain)
-
-
 BASELINES: Mapping[str, Make] = {
     "to": ToHost,
     "to-pinned": ToPinnedHost,
-    "dispatch-auto": _dispatched("auto"),
-    "dispatch-balanced": _dispatched("balanced"),
-    "dispatch-balanced_low_0": _dispatched("balanced_low_0"),
+    "dispatch-auto": partial(Dispatched, device_map="auto"),
+    "dispatch-balanced": partial(Dispatched, device_map="balanced"),
+    "dispatch-balanced_low_0": partial(Dispatched, device_map="balanced_low_0"),
     "fresh-load": FreshLoad,
-    "memory-saver": _saved(retain=False),
-    "memory-saver-retained": _saved(retain=True),
+    "memory-saver": partial(SavedRegion, retain=False),
+    "memory-saver-retained": partial(SavedRegion, retain=True),
 }
 
 

@@ -147,17 +147,10 @@ def trend(xs: Sequence[float], values: Sequence[float], per: str) -> dict[str, f
         per: what the last one is called.
     """
     half = len(values) // 2
-    slope = _slope(xs[half:], values[half:])
+    later, slope = xs[half:], 0.0
+    if len(set(later)) > 1:  # else there is no line through them
+        slope = statistics.linear_regression(later, values[half:]).slope
     return {"first": values[0], "max": max(values), "last": values[-1], per: slope}
-
-
-def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of the straight line with the least squares."""
-    middle_x, middle_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread_x = sum((x - middle_x) ** 2 for x in xs)
-    if not spread_x:
-        return 0.0
-    return sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True)) / spread_x
 
 
 @dataclass(frozen=True, slots=True)

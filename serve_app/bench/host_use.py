@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
@@ -36,9 +35,10 @@ def host_use(processes: Callable[[], Iterable[psutil.Process]]) -> Iterator[Host
         at_s, anonymous, handles = time.monotonic() - began_s, 0, 0
         for process in processes():
             try:
-                anonymous += _anonymous_bytes(process.pid)
+                memory = process.memory_info()
+                anonymous += memory.rss - memory.shared
                 handles += process.num_fds()
-            except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+            except psutil.NoSuchProcess:
                 continue  # Ray ends idle workers when it likes
         use.at_s.append(at_s)
         use.anonymous_bytes.append(anonymous)
@@ -57,11 +57,3 @@ def host_use(processes: Callable[[], Iterable[psutil.Process]]) -> Iterator[Host
         over.set()
         watcher.join()
         look()
-
-
-def _anonymous_bytes(pid: int) -> int:
-    """`RssAnon` of proc_pid_status(5); a kernel's thread and what has ended have none."""
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    return 0

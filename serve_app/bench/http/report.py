@@ -318,7 +318,6 @@ def append_rows(file: Path, report: Report) -> None:
 
 def _row(workload: Workload, record: RequestRecord, epoch_s: float) -> dict[str, Any]:
     success = record.error is None
-    tpot = Times.of([record]).tpot
     ttft_s = None if record.first_s is None else record.first_s - record.start_s
     return {
         "request": json.dumps(workload.body(record.round_number, record.index)),
@@ -333,7 +332,7 @@ def _row(workload: Workload, record: RequestRecord, epoch_s: float) -> dict[str,
         "n_chunks": len(record.event_s),
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.tokens,
-        "time_per_output_token": tpot.mean if tpot else None,
+        "time_per_output_token": record.tpot_s,
         "round": record.round_number,
         "request_index": record.index,
         "segment": record.segment,
