@@ -167,26 +167,6 @@ class ServeProcess:
             text=True,
         )
 
-    def serve_command(self, command: str, *options: str, config: str) -> None:
-        """Ray Serve's own command, with a file that has this text."""
-        file = self._home / f"{command}.yaml"
-        file.write_text(config)
-        subprocess.run(
-            [sys.executable, "-m", "ray.serve.scripts", command, *options, str(file)],
-            env=_environment(self._home) | {"RAY_AUTH_MODE": "token"},
-            check=True,
-            timeout=60,
-        )
-
-    def listening(self) -> dict[int, set[str]]:
-        """Port -> addresses that this session listens on."""
-        pids = {process.pid for process in self.processes()}
-        ports: dict[int, set[str]] = {}
-        for socket_ in psutil.net_connections(kind="inet"):
-            if socket_.status == psutil.CONN_LISTEN and socket_.pid in pids:
-                ports.setdefault(socket_.laddr.port, set()).add(socket_.laddr.ip)
-        return ports
-
     # --- the log ---
 
     def log(self) -> str:

@@ -1,6 +1,8 @@
 """A `serve run` to talk to: its process, and what tests ask it for."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +65,17 @@ class ServeProcess(base.ServeProcess):
             wait_until(ready, deadline_s, "the models answer", pause_s=0.2)
         except AssertionError as exc:
             raise AssertionError(f"{exc}\n{self.log_tail()}") from None
+
+    def serve_command(self, command: str, *options: str, config: str) -> None:
+        """Ray Serve's own command, with a file that has this text."""
+        file = self._home / f"{command}.yaml"
+        file.write_text(config)
+        subprocess.run(
+            [sys.executable, "-m", "ray.serve.scripts", command, *options, str(file)],
+            env=base._environment(self._home) | {"RAY_AUTH_MODE": "token"},
+            check=True,
+            timeout=60,
+        )
 
     # --- HTTP ---
 
@@ -143,6 +156,15 @@ class ServeProcess(base.ServeProcess):
         """The account of what stands for a card."""
         (file,) = {each.resolve() for each in self._home.glob("ray/session_*/cpu-card-*")}
         return file
+
+    def listening(self) -> dict[int, set[str]]:
+        """Port -> addresses that this session listens on."""
+        pids = {process.pid for process in self.processes()}
+        ports: dict[int, set[str]] = {}
+        for socket_ in psutil.net_connections(kind="inet"):
+            if socket_.status == psutil.CONN_LISTEN and socket_.pid in pids:
+                ports.setdefault(socket_.laddr.port, set()).add(socket_.laddr.ip)
+        return ports
 
     def wait_for_log(self, *parts: str, pid: int) -> str:
         """The first line of that process with all of these in it."""
