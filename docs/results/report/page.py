@@ -8,9 +8,10 @@ import html
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from docs.results.report.findings import FINDINGS
 from docs.results.source import source_of
@@ -21,36 +22,39 @@ from serve_app.bench.figures import Table, facts
 Result = dict[str, Any]
 
 _TITLE = "Measurements"
-# Of a result: what identifies its kind; the first that fits. Older results of wake have a timeline, too.
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    "wake": ("rows", "asleep_parts"),
-    "throughput": ("concurrency", "answer_tokens"),
-    "pages": ("pages", "shapes"),
-    "load": ("instances", "ratios"),
-    "soak": ("cycles", "compared", "wrong"),
-    "http": ("rounds", "workload"),
-    "packing": ("rounds", "checkpoint"),
-    "turns": ("chats", "second"),
-    "long_prompt": ("streams", "worst_by_median"),
-    "serve": ("start", "left_processes"),
-    "eval": ("baseline", "checks"),
-    "timeline": ("timeline", "memory"),
-    "many": ("trace", "variants", "sent"),
-}
-_NAMES = {
-    "wake": "Waking",
-    "timeline": "One wake",
-    "throughput": "Throughput",
-    "pages": "Page sizes",
-    "load": "New instances",
-    "soak": "Many sleeps and wakes",
-    "http": "Over HTTP",
-    "packing": "Images made and compressed",
-    "turns": "A chat's second turn",
-    "long_prompt": "A long prompt beside streams",
-    "serve": "Behind serve run",
-    "eval": "Before and after a sleep",
-    "many": "Many models on one card",
+
+
+class _Kind(NamedTuple):
+    """Of results."""
+
+    title: str
+    keys: tuple[str, ...]  # that identify it
+    printed_by: str | None = None  # the module whose `tables` are those that the bench prints
+
+
+# The first that fits. Older results of wake have a timeline, too.
+_KINDS: Mapping[str, _Kind] = {
+    "wake": _Kind("Waking", ("rows", "asleep_parts"), "serve_app.bench.wake_report"),
+    "throughput": _Kind(
+        "Throughput", ("concurrency", "answer_tokens"), "docs.results.throughput.bench"
+    ),
+    "pages": _Kind("Page sizes", ("pages", "shapes"), "docs.results.pages.bench"),
+    "load": _Kind("New instances", ("instances", "ratios"), "serve_app.bench.load"),
+    "soak": _Kind("Many sleeps and wakes", ("cycles", "compared", "wrong"), "serve_app.bench.soak"),
+    "http": _Kind("Over HTTP", ("rounds", "workload")),
+    "packing": _Kind(
+        "Images made and compressed", ("rounds", "checkpoint"), "docs.results.packing"
+    ),
+    "turns": _Kind("A chat's second turn", ("chats", "second"), "docs.results.turns"),
+    "long_prompt": _Kind(
+        "A long prompt beside streams", ("streams", "worst_by_median"), "docs.results.long_prompt"
+    ),
+    "serve": _Kind("Behind serve run", ("start", "left_processes"), "docs.results.serve.tables"),
+    "eval": _Kind("Before and after a sleep", ("baseline", "checks")),
+    "timeline": _Kind("One wake", ("timeline", "memory")),
+    "many": _Kind(
+        "Many models on one card", ("trace", "variants", "sent"), "serve_app.bench.many.tables"
+    ),
 }
 _VERSIONS = ("torch", "transformers", "ray", "triton")
 
@@ -116,9 +120,9 @@ def write(results: Sequence[Result], directory: Path, names: Sequence[str] = ())
 
 def kind_of(result: Result) -> str:
     """Raises ValueError if it is none that a bench writes."""
-    for kind, keys in _KINDS.items():
-        if all(key in result for key in keys):
-            return kind
+    for name, kind in _KINDS.items():
+        if all(key in result for key in kind.keys):
+            return name
     raise ValueError(
         "this is not what `sleepserve bench`, `eval` or a script of docs/results writes with --json"
     )
@@ -148,7 +152,7 @@ def sections_of(
             if (says := finding(result)) is not None
         ]
         tables = [table for table in _tables(kind, result) if table.rows]
-        title = ": ".join(filter(None, (_NAMES[kind], _subject(result))))
+        title = ": ".join(filter(None, (_KINDS[kind].title, _subject(result))))
         title += f" ({name})" if name else ""
         # `eval` has it there, a bench beside its figures; where the server of `bench http` runs, nobody knows.
         facts_of = result.get("environment", result)
@@ -207,36 +211,14 @@ def _about(kind: str, result: Result, told: Result) -> Table:
 
 
 def _tables(kind: str, result: Result) -> list[Table]:
-    """What the bench prints, by its own functions."""
-    if kind == "wake":
-        from serve_app.bench.wake_report import tables
-
-        return [*tables(result), _verdicts(result)]
-    if kind == "throughput":
-        from docs.results.throughput.bench import tables
-    elif kind == "pages":
-        from docs.results.pages.bench import tables
-    elif kind == "load":
-        from serve_app.bench.load import tables
-    elif kind == "soak":
-        from serve_app.bench.soak import tables
-    elif kind == "many":
-        from serve_app.bench.many.tables import tables
-    elif kind == "turns":
-        from docs.results.turns import tables
-    elif kind == "long_prompt":
-        from docs.results.long_prompt import tables
-    elif kind == "packing":
-        from docs.results.packing import tables
-    elif kind == "serve":
-        from docs.results.serve.tables import tables
-    elif kind == "eval":
+    if kind == "eval":
         return eval_tables.tables(Report.model_validate(result))
-    elif kind == "http":
+    if kind == "http":
         return _http_tables(result)
-    else:
+    if (module := _KINDS[kind].printed_by) is None:
         return []  # of a timeline the plots tell all
-    return tables(result)
+    tables: list[Table] = import_module(module).tables(result)
+    return [*tables, _verdicts(result)] if kind == "wake" else tables
 
 
 def _verdicts(result: Result) -> Table:
