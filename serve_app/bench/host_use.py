@@ -27,9 +27,29 @@ class HostUse:
 
 
 @contextmanager
+def looking(look: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Look at once, after every so many seconds, on a thread, and once more at the end."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(every_s):
+            look()
+
+    look()
+    watcher = threading.Thread(target=watch, name="bench-looks")
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        look()
+
+
+@contextmanager
 def host_use(processes: Callable[[], Iterable[psutil.Process]]) -> Iterator[HostUse]:
-    """Look every two seconds, on a thread, and once more at the end."""
-    use, over, began_s = HostUse(), threading.Event(), time.monotonic()
+    """What it is from now on, every two seconds."""
+    use, began_s = HostUse(), time.monotonic()
 
     def look() -> None:
         at_s, anonymous, handles = time.monotonic() - began_s, 0, 0
@@ -44,16 +64,5 @@ def host_use(processes: Callable[[], Iterable[psutil.Process]]) -> Iterator[Host
         use.anonymous_bytes.append(anonymous)
         use.handles.append(handles)
 
-    def watch() -> None:
-        while not over.wait(_EVERY_S):
-            look()
-
-    look()
-    watcher = threading.Thread(target=watch, name="host-use")
-    watcher.start()
-    try:
+    with looking(look, _EVERY_S):
         yield use
-    finally:
-        over.set()
-        watcher.join()
-        look()

@@ -4,7 +4,6 @@ Both are cycles of their own, beside those that are timed: watching costs a litt
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from actors.memory.driver import HostLink, Mark, MemoryDriver
 from actors.memory.transfer import TransferStats
 from actors.worker.host_image import PreparedImage
 from serve_app.bench.cycle import carried_by, looking_at
+from serve_app.bench.host_use import looking
 from serve_app.bench.local import LocalModel, Prompt
 
 _SAMPLE_EVERY_S = 0.003
@@ -216,8 +216,8 @@ def marker(device: torch.device) -> Callable[[], Mark]:
 # --- the device's memory over a cycle ---
 
 
-class MemorySampler:
-    """Asks every few milliseconds, on a thread of its own, what is used.
+class MemorySamples:
+    """What was used at each look.
 
     Attributes:
         samples: seconds since the start, bytes.
@@ -225,29 +225,13 @@ class MemorySampler:
 
     def __init__(self, used_bytes: Callable[[], int]) -> None:
         self._used_bytes = used_bytes
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
         self._started_s = time.perf_counter()
         self.samples: list[tuple[float, int]] = []
-
-    def __enter__(self) -> "MemorySampler":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._sample()
 
     def now_s(self) -> float:
         return time.perf_counter() - self._started_s
 
-    def _run(self) -> None:
-        self._sample()
-        while not self._stop.wait(_SAMPLE_EVERY_S):
-            self._sample()
-
-    def _sample(self) -> None:
+    def look(self) -> None:
         before_s = self.now_s()
         used = self._used_bytes()
         self.samples.append(((before_s + self.now_s()) / 2, used))
@@ -273,19 +257,20 @@ async def watch_memory(
     runtime = model.runtime
     model.worker.memory.kept = frozenset()
     marks: dict[str, float] = {}
-    with MemorySampler(lambda: meter.memory().used) as sampler:
+    memory = MemorySamples(lambda: meter.memory().used)
+    with looking(memory.look, _SAMPLE_EVERY_S):
         await asyncio.sleep(_AWAKE_S)
-        marks["sleep called"] = sampler.now_s()
+        marks["sleep called"] = memory.now_s()
         await runtime.sleep(1)
-        marks["asleep"] = sampler.now_s()
+        marks["asleep"] = memory.now_s()
         await asyncio.sleep(max(pause_s, _AWAKE_S))
-        marks["request arrives"] = sampler.now_s()
+        marks["request arrives"] = memory.now_s()
         await runtime.wake()
         answer = await model.ask(prompt, 1)
-        marks["first token"] = sampler.now_s() - (answer.seconds - answer.first_s)
+        marks["first token"] = memory.now_s() - (answer.seconds - answer.first_s)
         await model.settled()
         await asyncio.sleep(_AWAKE_S)
-    samples = thinned(sampler.samples)
+    samples = thinned(memory.samples)
     return {
         "of": "process" if model.worker.memory.device.type == "cpu" else "card",
         "marks_s": marks,

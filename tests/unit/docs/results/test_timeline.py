@@ -11,10 +11,11 @@ from actors.memory.driver import Mark
 from actors.memory.transfer import SegmentTime, TransferStats
 from docs.results.timeline.watch import (
     ForwardWatch,
-    MemorySampler,
+    MemorySamples,
     segments_of,
     thinned,
 )
+from serve_app.bench.host_use import looking
 
 
 def slot(name: str, segment: int) -> TensorSlot:
@@ -81,7 +82,8 @@ def test_line_through_thinned_samples_is_the_same() -> None:
 
 def test_sampler_has_the_beginning_and_the_end() -> None:
     used = iter(range(1000))
-    with MemorySampler(lambda: next(used)) as sampler:
+    sampler = MemorySamples(lambda: next(used))
+    with looking(sampler.look, 0.003):
         pass
     counts = [count for _, count in sampler.samples]
     assert counts == list(range(len(counts)))
