@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from actors.holder.holder import WeightHolder
     from serve_app.bench.local import HolderActor, Subject
+
+_NAMESPACE = "bench"  # of Ray's actors
+_HOLDER = "holder"
 
 T = TypeVar("T")
 
@@ -33,8 +37,6 @@ class InstanceRequest:
     engine: dict[str, Any]
     ray_address: str | None  # None: no holder, so that it loads from disk by itself
     node_address: str
-    namespace: str
-    holder: str  # the actor's name
     started_s: float  # when its process was asked for, by the machine's monotonic clock
 
     def subject(self) -> "Subject":
@@ -44,6 +46,13 @@ class InstanceRequest:
 
         engine = EngineConfig.model_validate(self.engine)
         return Subject(Path(self.checkpoint), ModelSource(**self.source), self.dtype, engine)
+
+
+def start_holder(kind: "type[WeightHolder]") -> Any:
+    """The actor that `holder_of` finds; it lives as long as somebody refers to it."""
+    import ray
+
+    return ray.remote(kind).options(name=_HOLDER, namespace=_NAMESPACE).remote()
 
 
 def holder_of(request: InstanceRequest) -> "HolderActor | None":
@@ -56,11 +65,11 @@ def holder_of(request: InstanceRequest) -> "HolderActor | None":
         return None
     ray.init(
         address=request.ray_address,
-        namespace=request.namespace,
+        namespace=_NAMESPACE,
         _node_ip_address=request.node_address,
         log_to_driver=False,
     )
-    return HolderActor(ray.get_actor(request.holder))
+    return HolderActor(ray.get_actor(_HOLDER))
 
 
 class Stages:
@@ -150,22 +159,17 @@ def read_from_disk() -> int:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes"))
 
 
-def request_for(
-    subject: "Subject",
-    ray_address: str | None,
-    node_address: str,
-    namespace: str,
-    holder: str,
-) -> InstanceRequest:
+def request_for(subject: "Subject", with_holder: bool = True) -> InstanceRequest:
+    """Asked for now, in the Ray that runs."""
+    import ray
+
     return InstanceRequest(
         checkpoint=str(subject.checkpoint),
         source=subject.source.model_dump(mode="json"),
         dtype=subject.dtype,
         engine=subject.engine.model_dump(mode="json", exclude_unset=True),
-        ray_address=ray_address,
-        node_address=node_address,
-        namespace=namespace,
-        holder=holder,
+        ray_address=ray.get_runtime_context().gcs_address if with_holder else None,
+        node_address=ray.util.get_node_ip_address(),
         started_s=time.monotonic(),
     )
 

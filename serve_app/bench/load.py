@@ -7,12 +7,11 @@ storage really delivered is counted by the process that read, so that a result s
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from actors.holder.held import Published
 from actors.holder.holder import WeightHolder
@@ -21,15 +20,13 @@ from actors.image.layout import ImageKey
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.image.store import store_room
 from serve_app.bench.figures import Progress, Table, facts, spread
-from serve_app.bench.instance import command_of, finished, read_from_disk, request_for
+from serve_app.bench.instance import command_of, finished, read_from_disk, request_for, start_holder
 from serve_app.bench.local import LESSEE, LocalBench, Subject, TimeLimit
 
 STAGES = ("process start", "imports", "join Ray", "module", "bytes", "warm-up", "first token")
 _STARTED = 3  # the stages before a process is up
 # What stands between the files and the bytes on the device; of the copy, the device's own time.
 TO_DEVICE = ("read and pack", "attach and check digests", "pin", "copy")
-_NAMESPACE = "bench"
-_HOLDER = "holder"
 _FREED_WITHIN_S = 30.0
 _COLD_SHARE = 0.9  # of the files' bytes, from storage: the page cache had none of them to speak of
 
@@ -102,9 +99,9 @@ class LoadBench(LocalBench[Plan]):
             InstanceFailed: one of them failed.
         """
         limit = TimeLimit(self._plan.limit_s)
-        steps = {
+        steps: dict[str, Callable[[], Awaitable[None]]] = {
             "first": self._first,
-            "second": self._second,
+            "second": partial(self._from_holder, "second"),
             "without holder": self._alone,
             "at once": self._at_once,
         }
@@ -133,13 +130,8 @@ class LoadBench(LocalBench[Plan]):
     async def _first(self) -> None:
         """The holder has nothing yet: it loads from disk when the instance asks."""
         self._drop_page_cache()
-        self._holder = (
-            ray.remote(CountingHolder).options(name=_HOLDER, namespace=_NAMESPACE).remote()
-        )
+        self._holder = start_holder(CountingHolder)
         await self._from_holder("first")
-
-    async def _second(self) -> None:
-        await self._from_holder("second")
 
     async def _from_holder(self, name: str) -> None:
         before = await self._holder.loads.remote()
@@ -192,10 +184,7 @@ class LoadBench(LocalBench[Plan]):
         self._instances[name] = found
 
     async def _instance(self, with_holder: bool) -> Instance:
-        address = ray.get_runtime_context().gcs_address if with_holder else None
-        node = ray.util.get_node_ip_address()
-        request = request_for(self._subject, address, node, _NAMESPACE, _HOLDER)
-        return await finished(command_of(request))
+        return await finished(command_of(request_for(self._subject, with_holder)))
 
     def _drop_page_cache(self) -> None:
         """Ask the kernel to forget the files; it keeps what is mapped, and some file systems all.

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import ray
 from pydantic import TypeAdapter
 
 from actors.engine.batching.loop import GenerationLoop
@@ -24,11 +23,9 @@ from actors.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from actors.holder.holder import WeightHolder
 from docs.results.throughput.bench import Load
 from serve_app.bench.figures import Progress, Table, facts, spread
-from serve_app.bench.instance import InstanceRequest, finished, holder_of, request_for
+from serve_app.bench.instance import InstanceRequest, finished, holder_of, request_for, start_holder
 from serve_app.bench.local import LocalBench, LocalModel, Subject, build_model, load_of
 
-_NAMESPACE = "bench"
-_HOLDER = "holder"
 _COMPARED = 300, 50  # tokens of the prompt and of the answer that every page size must give alike
 
 Shape = tuple[int, int]  # tokens of a prompt, and of its answer
@@ -209,15 +206,12 @@ class PagesBench(LocalBench[Plan]):
         Raises:
             InstanceFailed: one of them failed.
         """
-        holder = ray.remote(WeightHolder).options(name=_HOLDER, namespace=_NAMESPACE).remote()
-        address = ray.get_runtime_context().gcs_address
-        node = ray.util.get_node_ip_address()
+        holder = start_holder(WeightHolder)
         sizes = self._plan.page_sizes
         for number, size in enumerate(sizes):
             progress(f"pages of {size} tokens", number, len(sizes))
             subject = with_page_size(self._subject, size)
-            instance = request_for(subject, address, node, _NAMESPACE, _HOLDER)
-            request = json.dumps(asdict(PageRequest(instance, self._plan)))
+            request = json.dumps(asdict(PageRequest(request_for(subject), self._plan)))
             self._pages[str(size)] = await finished([sys.executable, "-m", __name__, request])
         del holder  # it lives as long as somebody refers to it
         progress("done", len(sizes), len(sizes))
