@@ -5,7 +5,6 @@ python -m docs.results.long_prompt URL --json long_prompt.json
 
 import argparse
 import asyncio
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench.figures import Table, as_text, environment, ms, quantile, spread
+from serve_app.bench.figures import Table, environment, ms, quantile, spread
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import HttpBench
 from serve_app.bench.http.workers import BenchError, ProcessWorker, processes, workers_for
 from serve_app.bench.http.workload import Lengths, Load, Workload
+from serve_app.cli.bench_run import tell
 
 LONG_PROMPTS = 3
 _LEAD_S = 3.0  # of the streams alone
@@ -132,9 +132,7 @@ def main() -> None:
             )
     except BenchError as error:
         parser.exit(1, f"error: {error}\n")
-    print(*as_text(tables(result)), sep="\n")
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(result, indent=1))
+    tell(result, tables(result), asked.json)
 
 
 if __name__ == "__main__":

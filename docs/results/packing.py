@@ -6,7 +6,6 @@ Each round has a Ray of its own, so that no round writes into pages that the sto
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from actors.image.image import WeightImage
 from actors.image.layout import CompressedSegment, ImageKey
 from actors.image.store import ByteArray, writable
 from actors.protocol import HeldImage
-from serve_app.bench.figures import Table, as_text, environment
+from serve_app.bench.figures import Table, environment
 from serve_app.bench.local import (
     LESSEE,
     HolderActor,
@@ -29,6 +28,7 @@ from serve_app.bench.local import (
     local_ray,
     subject_of,
 )
+from serve_app.cli.bench_run import tell
 
 # Of a raw image's size: it and the compressed one are both there for a moment.
 _STORE = 2.0
@@ -134,9 +134,7 @@ def main() -> None:
     for _ in range(asked.rounds):
         with local_ray(int(_STORE * subject.store_bytes)):
             rounds.append(one_round(subject))
-        print(*as_text(tables(result)), sep="\n", flush=True)
-        if asked.json is not None:
-            asked.json.write_text(json.dumps(result, indent=1))
+        tell(result, tables(result), asked.json)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,7 @@ def measure(
                         else ()
                     ),
                     "single_row_ms": {
-                        json.dumps(vars_of(turn)): milliseconds(
+                        json.dumps(asdict(turn)): milliseconds(
                             [
                                 partial(single_row.product, x, *w, scheme, has_fp8(x.device), turn)
                                 for w in weights
@@ -199,23 +200,19 @@ def measure(
                         if M == 1 and single_row.fit(scheme, K)
                     },
                     "few_rows_ms": {
-                        json.dumps(vars_of(turn)): milliseconds(
+                        json.dumps(asdict(turn)): milliseconds(
                             with_each(few_rows.product, *parts, turn)
                         )
                         for turn in few_turns()
                         if few_rows.MOST_ROWS >= M and few_rows.fit(scheme, K)
                     },
                     "fused_ms": {
-                        json.dumps(vars_of(tile)): milliseconds(with_each(fused, *parts, tile))
+                        json.dumps(asdict(tile)): milliseconds(with_each(fused, *parts, tile))
                         for tile in fitting
                     },
                 }
             )
     return found
-
-
-def vars_of(way: Tile | few_rows.Turn | single_row.Turn) -> dict[str, int]:
-    return {name: getattr(way, name) for name in way.__slots__}
 
 
 def best_of(ways: dict[str, float]) -> tuple[str, str]:

@@ -6,17 +6,17 @@ python -m docs.results.turns URL --users 24 --chats 120 --pause 3 --json turns.j
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench.figures import Table, as_text, ms, spread
+from serve_app.bench.figures import Table, ms, spread
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import HttpBench
 from serve_app.bench.http.workload import Lengths, Workload
 from serve_app.bench.provenance import provenance
+from serve_app.cli.bench_run import tell
 
 ANSWER = "So far, so good. What would you like to know of it?"
 QUESTION = "What is the third word?"
@@ -112,9 +112,7 @@ def main() -> None:
         "second": _told(seconds),
         "client": provenance(),
     }
-    print(*as_text(tables(result)), sep="\n")
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(result, indent=1))
+    tell(result, tables(result), asked.json)
 
 
 if __name__ == "__main__":

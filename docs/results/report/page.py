@@ -18,6 +18,7 @@ from docs.results.source import source_of
 from serve_app.bench.eval import tables as eval_tables
 from serve_app.bench.eval.verdict import Report
 from serve_app.bench.figures import Table, facts
+from serve_app.bench.http.workload import Load
 
 Result = dict[str, Any]
 
@@ -238,10 +239,8 @@ def _http_tables(result: Result) -> list[Table]:
     head = ("round", "requests", "failed", "tokens/s", "TTFT ms", "p90", "cold TTFT ms", "TPOT ms")
     rows, notes = [], []
     for current in result["rounds"]:
-        load, warm, cold = current["load"], current["warm"], current["cold"]
-        label = f"{load['concurrency']} at a time"
-        if load["concurrency"] is None:
-            label = f"{load['request_rate']:g} per second"
+        label = Load(**current["load"]).label
+        warm, cold = current["warm"], current["cold"]
         rows.append(
             (
                 label,

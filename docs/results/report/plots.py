@@ -41,6 +41,7 @@ from docs.results.report.plot_parts import (
 )
 from docs.results.source import source_of
 from serve_app.bench.figures import shown, unit_of
+from serve_app.bench.http.workload import Load
 
 _ROWS_NAMED = 12  # of a timeline; of more segments, every so many has its name
 
@@ -237,7 +238,7 @@ def _http_ttft(result: dict[str, Any]) -> Figure:
             axes.plot([middle], [i + shift], "o", color=colour, markersize=9)
             extent += [low, high]
             shown_parts[f"{part}: median, 10-90 %"] = colour
-    axes.set_yticks(range(len(rounds)), [_load_name(r["load"]) for r in rounds])
+    axes.set_yticks(range(len(rounds)), [Load(**r["load"]).label for r in rounds])
     axes.set_ylim(len(rounds) - 0.5, -0.5)
     axes.set_xlabel("TTFT over HTTP, ms")
     spread_out(axes, extent)
@@ -306,9 +307,3 @@ def _strips(axes: Axes, result: dict[str, Any], rows: Sequence[dict[str, Any]]) 
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel("TTFT from sleep, ms")
     spread_out(axes, extent)
-
-
-def _load_name(load: dict[str, Any]) -> str:
-    if load["concurrency"] is not None:
-        return f"{load['concurrency']} at a time"
-    return f"{load['request_rate']:g} per second"

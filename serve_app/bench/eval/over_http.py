@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import aiohttp
 from pydantic import TypeAdapter, ValidationError
@@ -29,8 +29,6 @@ from serve_app.config.keys import REMEDIES, bearer
 _TIMEOUT_S = 1800.0  # a level 2 wake loads from disk
 _FIRST_TIMEOUT_S = 10.0  # of what wakes nobody
 _STATUSES = TypeAdapter(tuple[ReplicaStatus, ...])
-
-T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -163,11 +161,11 @@ class HttpTarget:
         return Woke(
             used_bytes=_used_bytes(replicas),
             reloaded_bytes=_used_bytes(replicas) - self._asleep_bytes,
-            copied_bytes=_sum(reports, lambda report: report.copied_bytes),
+            copied_bytes=sum(report.copied_bytes for report in reports),
             link_s=slowest.link_s,
             link_gb_per_s=slowest.link_gb_per_s,
-            checked_segments=_sum(reports, lambda report: report.checked_segments),
-            checked_bytes=_sum(reports, lambda report: report.checked_bytes),
+            checked_segments=sum(report.checked_segments for report in reports),
+            checked_bytes=sum(report.checked_bytes for report in reports),
             check_s=max(report.check_s for report in reports),
             intact=all(report.intact for report in reports),
         )
@@ -272,19 +270,21 @@ def _own_is_known(replicas: Sequence[ReplicaStatus]) -> bool:
 
 
 def _used_bytes(replicas: Sequence[ReplicaStatus]) -> int:
+    found = [replica.device_memory for replica in replicas]
     if _own_is_known(replicas):
-        return _sum(replicas, lambda replica: replica.device_memory.own or 0)
-    return _sum(replicas, lambda replica: replica.device_memory.total - replica.device_memory.free)
+        return sum(memory.own or 0 for memory in found)
+    return sum(memory.total - memory.free for memory in found)
 
 
 def _released_bytes(replicas: Sequence[ReplicaStatus]) -> int:
+    found = [replica.device_memory for replica in replicas]
     if _own_is_known(replicas):
-        return _sum(replicas, lambda r: r.device_memory.own_released_by_last_sleep or 0)
-    return _sum(replicas, lambda r: r.device_memory.released_by_last_sleep or 0)
+        return sum(memory.own_released_by_last_sleep or 0 for memory in found)
+    return sum(memory.released_by_last_sleep or 0 for memory in found)
 
 
 def _total_bytes(replicas: Sequence[ReplicaStatus]) -> int:
-    return _sum(replicas, lambda replica: replica.device_memory.total)
+    return sum(replica.device_memory.total for replica in replicas)
 
 
 def _left(replicas: Sequence[ReplicaStatus]) -> MemoryLeft | None:
@@ -292,7 +292,3 @@ def _left(replicas: Sequence[ReplicaStatus]) -> MemoryLeft | None:
     if len(found) != len(replicas):
         return None
     return MemoryLeft(**{name: sum(left[name] for left in found) for name in found[0]})
-
-
-def _sum(items: Sequence[T], value: Callable[[T], int]) -> int:
-    return sum(map(value, items))

@@ -213,7 +213,7 @@ def times(ttft_s: float | None) -> dict[str, Any]:
 def http() -> dict[str, Any]:
     rounds = [
         {
-            "load": {"concurrency": n, "request_rate": None},
+            "load": {"concurrency": n, "request_rate": None, "requests": 40},
             "concurrency": n,
             "total": 40,
             "succeeded": 40,
