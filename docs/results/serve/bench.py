@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import aiohttp
 import yaml
 
 from docs.results.serve.phases import MODEL, PHASES, Found, Phase, Phases, Plan
 from serve_app.bench.figures import Progress, environment
-from serve_app.bench.http.client import Target
+from serve_app.bench.http.client import Client, Target
 from serve_app.bench.http.workers import (
     ProcessWorker,
     allow_many_connections,
@@ -30,7 +29,6 @@ from serve_app.config.model import ModelConfig
 from serve_app.process.ports import free_port
 
 _CLIENT_START_S = 30.0
-_KEEPALIVE_S = 4.0  # see serve_app/bench/http/client.py
 _ANSWER_S = 120.0
 
 
@@ -149,11 +147,8 @@ class ServeBench:
     async def run(self, progress: Progress) -> None:
         """Go through the phases, while `serving`."""
         began_s = time.monotonic()
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=_ANSWER_S),
-        ) as session:
-            phases = Phases(self._server, session, self._clients, self._plan, progress)
+        async with Client(Target(self._server.url, timeout_s=_ANSWER_S)) as client:
+            phases = Phases(self._server, client, self._clients, self._plan, progress)
             for name, phase in phases.by_name().items():
                 if (why := self._why_not(name, time.monotonic() - began_s)) is None:
                     await self._run_phase(name, phase, progress)

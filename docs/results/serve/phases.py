@@ -18,7 +18,7 @@ from actors.protocol import ReplicaStatus
 from docs.results.serve.log import first_since, steps_since, transfers
 from serve_app.bench.eval.over_http import Server
 from serve_app.bench.figures import Progress, spread
-from serve_app.bench.http.client import Target
+from serve_app.bench.http.client import Client, Target
 from serve_app.bench.http.run import HttpBench, Round
 from serve_app.bench.http.summary import summarize
 from serve_app.bench.http.workers import ProcessWorker
@@ -95,14 +95,14 @@ class Phases:
     def __init__(
         self,
         server: ServeProcess,
-        session: aiohttp.ClientSession,
+        client: Client,
         clients: Sequence[ProcessWorker],
         plan: Plan,
         progress: Progress,
     ) -> None:
         self._server = server
-        self._session = session
-        self._http = Server(session, server.url)
+        self._client = client
+        self._http = Server(client)
         self._clients = clients
         self._plan = plan
         self._progress = progress
@@ -125,16 +125,10 @@ class Phases:
     async def _ask(self, count: int) -> tuple[str, float]:
         """The text of that many greedy tokens, and the seconds from sending to the first event."""
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": count, "ignore_eos": True}
-        started_s = time.perf_counter()
-        first_s, text = None, ""
-        async for chunk in self._http.stream(
+        record, first_s = await self._http.ask(
             "/v1/completions", body | {"stream": True, "temperature": 0}
-        ):
-            first_s = first_s or time.perf_counter() - started_s
-            text += "".join(choice["text"] for choice in chunk["choices"])
-        if first_s is None:
-            raise ServeFailed("an answer without any event")
-        return text, first_s
+        )
+        return record.text, first_s
 
     async def _sleep(self) -> ReplicaStatus:
         (status,) = await self._http.control("/sleep", MODEL)
@@ -308,8 +302,7 @@ class Phases:
             with CardFiller(spare_bytes) as filler:
                 free_bytes = await asyncio.to_thread(filler.free_bytes)
                 refusals = [await self._ask_refused() for _ in range(2)]
-                async with self._session.get(f"{self._server.url}/health") as response:
-                    health = response.status
+                health, _ = await self._client.call("GET", "/health")
             began_s = time.monotonic()
             text, first_s = await self._ask(ANSWER_TOKENS)
             answered_s = time.monotonic() - began_s
@@ -327,7 +320,10 @@ class Phases:
     async def _ask_refused(self) -> Found:
         body = {"model": MODEL, "prompt": [11, 22, 33], "max_tokens": 4}
         started_s = time.monotonic()
-        async with self._session.post(f"{self._server.url}/v1/completions", json=body) as response:
+        async with (
+            aiohttp.ClientSession(self._server.url) as session,
+            session.post("/v1/completions", json=body) as response,
+        ):
             error = json.loads(await response.read()).get("error")
             return {
                 "status": response.status,

@@ -23,8 +23,8 @@ from serve_app.bench.eval.verdict import (
     Woke,
 )
 from serve_app.bench.figures import Progress, without_password
-from serve_app.bench.http.client import message_of
-from serve_app.config.keys import REMEDIES, bearer
+from serve_app.bench.http.client import Client, Method, RequestRecord, Target, message_of
+from serve_app.config.keys import REMEDIES
 
 _TIMEOUT_S = 1800.0  # a level 2 wake loads from disk
 _FIRST_TIMEOUT_S = 10.0  # of what wakes nobody
@@ -46,14 +46,14 @@ async def over_http(
         InvalidRequest: there is no such model, or it has no replica.
         ServingError: the server cannot be reached, or refused.
     """
-    base = url.rstrip("/").removesuffix("/v1")
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout, headers=bearer(api_key)) as session:
-        server = Server(session, base)
+    async with Client(Target.parse(url, api_key, _TIMEOUT_S)) as client:
+        server = Server(client)
         name = await _choose(server, model)
         replicas = await server.control("/wake_up", name)
         if not replicas:
-            raise InvalidRequest(f"{name} has no replica at {base}; ask it for something first")
+            raise InvalidRequest(
+                f"{name} has no replica at {server.url}; ask it for something first"
+            )
         yield HttpTarget(server, name, replicas)
 
 
@@ -100,24 +100,13 @@ class HttpTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        text, tokens, prompt_tokens = "", list[str](), 0
-        started_s = time.perf_counter()
-        first_s: float | None = None
-        async for chunk in self._server.stream("/v1/completions", body):
-            for choice in chunk.get("choices") or ():
-                if first_s is None:
-                    first_s = time.perf_counter() - started_s
-                text += choice.get("text") or ""
-                tokens += (choice.get("logprobs") or {}).get("tokens") or ()
-            prompt_tokens = (chunk.get("usage") or {}).get("prompt_tokens", prompt_tokens)
-        if first_s is None:
-            raise ReplicaFailed(f"{self._server.url} ended the answer before its first token")
+        record, first_s = await self._server.ask("/v1/completions", body)
         return Answer(
-            text=text,
-            tokens=Tokens(texts=tuple(tokens)),
-            prompt_tokens=prompt_tokens,
+            text=record.text,
+            tokens=Tokens(texts=record.token_texts),
+            prompt_tokens=record.prompt_tokens or 0,
             first_s=first_s,
-            seconds=time.perf_counter() - started_s,
+            seconds=record.end_s - record.start_s,
         )
 
     async def steady(self) -> None:
@@ -182,28 +171,22 @@ class HttpTarget:
 class Server:
     """Calls to one server; what it refuses is raised as the ServingError it stands for."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self.url = url
-        self._session = session
+    def __init__(self, client: Client) -> None:
+        self.url = client.url
+        self._client = client
 
     async def call(
-        self,
-        method: Literal["GET", "POST"],
-        path: str,
-        timeout_s: float = _TIMEOUT_S,
-        **query: str,
+        self, method: Method, path: str, timeout_s: float = _TIMEOUT_S, **query: str
     ) -> Mapping[str, Any]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(
-                method, self.url + path, params=query, timeout=timeout
-            ) as response:
-                raw = await response.read()
-                _refuse(response.status, raw)
+            status, raw = await self._client.fetch(method, path, params=query, timeout=timeout)
         except TimeoutError as exc:
             raise Unavailable(f"{self.url}{path} did not answer within {timeout_s:g} s") from exc
         except aiohttp.ClientError as exc:
-            raise self._unreachable(exc) from exc
+            raise self._unreachable(str(exc) or type(exc).__name__) from exc
+        if status != 200:
+            raise _refusal(status, message_of(raw))
         return _object(raw, f"{self.url}{path}")
 
     async def control(self, path: str, model: str, **query: str) -> tuple[ReplicaStatus, ...]:
@@ -216,40 +199,28 @@ class Server:
                 f"{self.url}{path} did not answer as this version of sleepserve does"
             ) from exc
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        """The objects of an answer's events."""
-        finished = False
-        try:
-            async with self._session.post(self.url + path, json=body) as response:
-                if response.status != 200:
-                    _refuse(response.status, await response.read())
-                async for line in response.content:
-                    if not line.startswith(b"data:"):
-                        continue
-                    payload = line.removeprefix(b"data:").strip()
-                    if payload == b"[DONE]":
-                        finished = True
-                        break
-                    chunk = _object(payload, f"{self.url}{path}")
-                    if chunk.get("error"):
-                        raise ReplicaFailed(message_of(payload))
-                    yield chunk
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            raise self._unreachable(exc) from exc
-        if not finished:
-            raise ReplicaFailed(f"{self.url}{path}: the stream ended before the answer did")
+    async def ask(self, path: str, body: Mapping[str, Any]) -> tuple[RequestRecord, float]:
+        """A streamed answer, and the seconds until its first token."""
+        record = await self._client.ask(path, body)
+        if record.error == "http_status" and record.status is not None:
+            raise _refusal(record.status, record.message)
+        if record.error in ("connect", "timeout"):
+            raise self._unreachable(record.message)
+        if record.error is not None:
+            raise ReplicaFailed(f"{self.url}{path}: {record.message}")
+        if record.first_s is None:
+            raise ReplicaFailed(f"{self.url} ended the answer before its first token")
+        return record, record.first_s - record.start_s
 
-    def _unreachable(self, exc: Exception) -> Unavailable:
-        return Unavailable(f"no answer from {self.url}: {exc or type(exc).__name__}")
+    def _unreachable(self, why: str) -> Unavailable:
+        return Unavailable(f"no answer from {self.url}: {why}")
 
 
-def _refuse(status: int, raw: bytes) -> None:
-    if status == 200:
-        return
-    told = f"HTTP {status}: {message_of(raw)}{REMEDIES.get(status, '')}"
+def _refusal(status: int, message: str) -> ServingError:
+    told = f"HTTP {status}: {message}{REMEDIES.get(status, '')}"
     if status in (429, 503):
-        raise Unavailable(told)
-    raise InvalidRequest(told) if status < 500 else ReplicaFailed(told)
+        return Unavailable(told)
+    return InvalidRequest(told) if status < 500 else ReplicaFailed(told)
 
 
 def _object(raw: bytes, where: str) -> Mapping[str, Any]:

@@ -25,6 +25,8 @@ ErrorKind = Literal[
     "timeout",
 ]
 
+Method = Literal["GET", "POST"]
+
 _MESSAGE_CHARS = 300
 # Below uvicorn's 5 s (uvicorn/config.py, timeout_keep_alive, 0.54): the server must not be the one that
 # closes an idle connection, or the next request may be sent into it.
@@ -42,6 +44,7 @@ class RequestRecord:
         status: of HTTP; None where there was no answer.
         error: None if the whole answer came.
         text: of a streamed answer.
+        token_texts: likewise, token by token, where `logprobs` were asked for.
         cold: sent after a sleep or gap, before the model had answered anybody again.
     """
 
@@ -59,6 +62,7 @@ class RequestRecord:
     message: str = ""
     cold: bool = False
     text: str = ""
+    token_texts: tuple[str, ...] = ()
     cached_tokens: int | None = None
 
     @property
@@ -169,7 +173,7 @@ class Client:
 
     async def call(
         self,
-        method: Literal["GET", "POST"],
+        method: Method,
         path: str,
         *,
         as_admin: bool = False,
@@ -177,20 +181,21 @@ class Client:
         **query: str,
     ) -> tuple[int | None, Any]:
         """Status and JSON, or else text, of any other request; no status without an answer, then an error's text."""
-        url = self._target.url + path
         headers = bearer(self._target.admin_key) if as_admin else {}
         try:
-            async with self._session.request(
-                method, url, params=query, headers=headers, json=body
-            ) as response:
-                raw = await response.read()
-                try:
-                    return response.status, json.loads(raw)
-                except ValueError:
-                    text = raw.decode(errors="replace")
-                    return response.status, text if response.ok else text[:_MESSAGE_CHARS]
+            status, raw = await self.fetch(method, path, params=query, headers=headers, json=body)
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             return None, str(exc) or type(exc).__name__
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            text = raw.decode(errors="replace")
+            return status, text if status < 400 else text[:_MESSAGE_CHARS]
+
+    async def fetch(self, method: Method, path: str, **options: Any) -> tuple[int, bytes]:
+        """Status and body; options and errors are those of `aiohttp.ClientSession.request`."""
+        async with self._session.request(method, self._target.url + path, **options) as response:
+            return response.status, await response.read()
 
 
 @dataclass(slots=True)
@@ -204,6 +209,7 @@ class _Answer:
     output_tokens: int | None = None
     last_choice_s: float | None = None
     texts: list[str] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)
     finished: bool = False
     error: ErrorKind | None = None
     message: str = ""
@@ -246,6 +252,7 @@ class _Answer:
             error=self.error,
             message=self.message,
             text="".join(self.texts),
+            token_texts=tuple(self.token_texts),
         )
 
     def _take_usage(self, body: Mapping[str, Any]) -> None:
@@ -270,6 +277,8 @@ class _Answer:
         self._take_usage(chunk)
         if choices := chunk.get("choices"):
             self.last_choice_s = now_s
+            for choice in choices:
+                self.token_texts += (choice.get("logprobs") or {}).get("tokens") or ()
             if any(_has_tokens(choice) for choice in choices):
                 self.event_s.append(now_s)
                 self.texts += map(_text, choices)
