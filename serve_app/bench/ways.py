@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from actors.errors import DeviceMemoryError
 from actors.image.layout import Layout
@@ -49,9 +49,7 @@ def ways_of(variants: Sequence[str], layout: Layout) -> list[Way]:
 def _kept(name: str, layout: Layout) -> Way:
     found = KEPT.fullmatch(name)
     assert found is not None
-    place: KeptPlace = "first"
-    if found[2] in ("middle", "last"):
-        place = found[2]  # type: ignore[assignment]  # one of the two
+    place = cast("KeptPlace", found[2] or "first")
     return Way(name, kept_segments(layout, int(found[1]), place))
 
 

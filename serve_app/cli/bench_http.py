@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -184,10 +185,7 @@ def http(
         )
         _check_files(json_file, sqlite_file)
     started_at = time.time()
-
-    def report_of(bench: "HttpBench", ended: str | None) -> "Report":
-        return _report(bench, client, started_at, ended, sqlite_file)
-
+    report_of = partial(_report, client, started_at, sqlite_file)
     bench, error, exit_code = _run(
         target, workload, loads, workers, report_of, json_file, quiet=quiet
     )
@@ -246,11 +244,11 @@ def _run(
 
 
 def _report(
-    bench: "HttpBench",
     client: Mapping[str, Any],
     started_at: float,
-    ended: str | None,
     sqlite_file: Path | None,
+    bench: "HttpBench",
+    ended: str | None,
 ) -> "Report":
     from serve_app.bench.figures import without_password
     from serve_app.bench.http.report import Report
@@ -297,23 +295,13 @@ def _loads(
             f"--request-rate must be more than 0 and at most {_MAX_RATE:g} per second, found {wrong[0]:g}; "
             "--concurrency N sends N at once"
         )
-    if not request_rate:
-        concurrency = concurrency or [1]
-
-    def count(places: int | None, rate: float | None) -> int | None:
-        if requests is None and duration_s is None:
-            return default_requests(places, rate)
-        return requests
-
-    closed = [
-        Load(concurrency=n, requests=count(n, None), duration_s=duration_s, gap=gap)
-        for n in concurrency
+    asked: list[tuple[int | None, float | None]] = [(places, None) for places in concurrency]
+    asked += [(None, rate) for rate in request_rate]
+    has_no_end = requests is None and duration_s is None
+    return [
+        Load(each, rate, default_requests(each, rate) if has_no_end else requests, duration_s, gap)
+        for each, rate in asked or [(1, None)]
     ]
-    opened = [
-        Load(request_rate=r, requests=count(None, r), duration_s=duration_s, gap=gap)
-        for r in request_rate
-    ]
-    return closed + opened
 
 
 def _gap(idle_every: int | None, idle_s: float | None, sleep_every: int | None) -> Gap | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from actors.checkpoints.download import ensure_checkpoint
@@ -33,7 +34,6 @@ from serve_app.replica.in_process import Loaded, load_model
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 _GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0)
 
@@ -66,7 +66,7 @@ class InProcessTarget:
         self.worker = worker = loaded.halves.worker
         seen = worker.memory.residue.last_reading
         self._asleep_bytes = 0  # used at the end of the last sleep
-        self._about = About(
+        self.about = About(
             model=config.model_id,
             where="in process",
             device=_name_of_device(worker.memory.device),
@@ -79,10 +79,6 @@ class InProcessTarget:
             image_s=loaded.image_s,
             engine_s=loaded.engine_s,
         )
-
-    @property
-    def about(self) -> About:
-        return self._about
 
     async def ask(self, prompt: str, count: int) -> Answer:
         return (await self._ask(prompt, count, asleep=False)).answer
@@ -144,7 +140,7 @@ class InProcessTarget:
         total = 0.0
         for done, window in enumerate(windows):
             on_progress(f"perplexity of {passage.name}", done, len(windows))
-            total += await self._log_likelihood(window)
+            total += await self.worker.with_model(partial(log_likelihood, window=window))
         predicted = sum(len(window) - 1 for window in windows)
         perplexity = perplexity_of(total, predicted)
         if not math.isfinite(perplexity):
@@ -160,15 +156,9 @@ class InProcessTarget:
 
     async def choices(self, prompt: str, answer: Tokens) -> Tokens:
         assert answer.ids is not None
-        prompt_ids, answer_ids = self.runtime.codec.encode_prompt(prompt), answer.ids
-
-        def choose(model: "PreTrainedModel") -> tuple[int, ...]:
-            return greedy_choices(model, prompt_ids, answer_ids)
-
+        prompt_ids = self.runtime.codec.encode_prompt(prompt)
+        choose = partial(greedy_choices, prompt=prompt_ids, answer=answer.ids)
         return self._tokens(await self.worker.with_model(choose))
-
-    async def _log_likelihood(self, window: Sequence[int]) -> float:
-        return await self.worker.with_model(lambda model: log_likelihood(model, window))
 
     async def _ask(self, prompt: str, count: int, *, asleep: bool) -> FirstToken:
         # Whatever the checkpoint's defaults: what is compared is what the logits say.

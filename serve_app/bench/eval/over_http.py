@@ -75,7 +75,7 @@ class HttpTarget:
         self._server = server
         self._name = name
         self._asleep_bytes = 0  # used at the end of the last sleep
-        self._about = About(
+        self.about = About(
             model=name,
             where=without_password(server.url),
             memory_of="process" if _own_is_known(replicas) else "card",
@@ -84,10 +84,6 @@ class HttpTarget:
             used_bytes=_used_bytes(replicas),
             total_bytes=_total_bytes(replicas),
         )
-
-    @property
-    def about(self) -> About:
-        return self._about
 
     async def ask(self, prompt: str, count: int) -> Answer:
         body = {
