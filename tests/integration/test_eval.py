@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from serve_app.bench.eval.in_process import InProcessTarget
 from serve_app.bench.eval.over_http import over_http
 from serve_app.bench.eval.perplexity import greedy_choices, log_likelihood
 from serve_app.bench.eval.verdict import Plan, Report, Slept
+from serve_app.bench.http.client import Client, RequestRecord
 from serve_app.cli.main import app
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import read_keys
@@ -425,9 +427,14 @@ async def server_of(**models: FakeModel) -> AsyncIterator[str]:
         await serving
 
 
-def over_http_report(model: FakeModel, name: str | None = None, **plan: Any) -> Report:
+def over_http_report(
+    model: FakeModel, name: str | None = None, login: str = "", **plan: Any
+) -> Report:
     async def scenario() -> Report:
-        async with server_of(fake=model) as url, over_http(f"{url}/v1/", name) as target:
+        async with (
+            server_of(fake=model) as url,
+            over_http(f"{url.replace('//', '//' + login)}/v1/", name) as target,
+        ):
             report = start(target, Plan(prompt=PROMPT, **plan))
             await evaluate(target, report, None, lambda what, done, total: None)
             return report
@@ -485,6 +492,22 @@ def test_server_whose_replica_fails_is_told() -> None:
     (failed,) = (check for check in report.checks if check.name == "cycles")
     assert not failed.passed
     assert "HTTP 500" in failed.told
+
+
+def test_password_of_the_url_is_in_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel()
+    asked = Client.ask
+
+    async def cut(self: Client, path: str, body: Mapping[str, Any]) -> RequestRecord:
+        record = await asked(self, path, body)
+        slept = any(order != () for order in model.orders)
+        return replace(record, error="broken", message="it ended early") if slept else record
+
+    monkeypatch.setattr(Client, "ask", cut)
+    report = over_http_report(model, login="me:hunter2@")
+    assert "it ended early" in str(report.cycles[0].failure)
+    assert "hunter2" not in report.model_dump_json()
+    assert report.about.where.startswith("http://***@127.0.0.1:")
 
 
 def test_server_that_somebody_wakes_is_told() -> None:

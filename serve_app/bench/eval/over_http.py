@@ -77,7 +77,7 @@ class HttpTarget:
         self._asleep_bytes = 0  # used at the end of the last sleep
         self.about = About(
             model=name,
-            where=without_password(server.url),
+            where=server.url,
             memory_of="process" if _own_is_known(replicas) else "card",
             weights_bytes=replicas[0].weights_bytes,
             kv_bytes=replicas[0].kv_bytes,
@@ -168,7 +168,7 @@ class Server:
     """Calls to one server; what it refuses is raised as the ServingError it stands for."""
 
     def __init__(self, client: Client) -> None:
-        self.url = client.url
+        self.url = without_password(client.url)  # as it is told
         self._client = client
 
     async def call(
@@ -209,7 +209,7 @@ class Server:
         return record, record.first_s - record.start_s
 
     def _unreachable(self, why: str) -> Unavailable:
-        return Unavailable(f"no answer from {self.url}: {why}")
+        return Unavailable(f"no answer from {self.url}: {without_password(why)}")
 
 
 def _refusal(status: int, message: str) -> ServingError:
