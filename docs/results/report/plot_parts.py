@@ -5,7 +5,7 @@ Figures are 1200 pixels wide and made to be read at half of that, too.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -44,9 +44,10 @@ def bar(axes: Axes, span_s: Sequence[float], row: float, height: float, colour: 
 
 
 def name_marks(axes: Axes, marks: Sequence[tuple[str, float]], ends: float) -> None:
-    """Above the axes, those that are close to each other on lines of their own."""
+    """Lines at them, and above the axes their names, those that are close to each other on lines of their own."""
     level_ends: list[float] = []  # of the text on each level, as a share of the width
     for text, at in sorted(marks, key=lambda mark: mark[1]):
+        axes.axvline(at, color=BLACK, linewidth=1, linestyle=":")
         width = 0.0125 * len(text) * ends
         on_left = at + width > ends
         begin = at - width if on_left else at
@@ -60,6 +61,22 @@ def name_marks(axes: Axes, marks: Sequence[tuple[str, float]], ends: float) -> N
             textcoords="offset points",
             ha="right" if on_left else "left",
         )
+
+
+def errors(
+    axes: Axes,
+    counts: Sequence[int],
+    spreads: Sequence[Mapping[str, float]],
+    colour: str,
+    marker: str,
+    scale: float = 1.0,
+) -> None:
+    """A line through medians, with a bar from the smallest to the largest at each."""
+    medians = [scale * each["median"] for each in spreads]
+    below = [scale * (each["median"] - each["min"]) for each in spreads]
+    above = [scale * (each["max"] - each["median"]) for each in spreads]
+    style: dict[str, Any] = {"color": colour, "marker": marker, "linewidth": 2, "capsize": 4}
+    axes.errorbar(counts, medians, [below, above], zorder=3, **style)
 
 
 def spread_out(axes: Axes, values: Sequence[float]) -> None:

@@ -32,6 +32,7 @@ from docs.results.report.plot_parts import (
     STYLE,
     bar,
     double,
+    errors,
     legend,
     legend_of,
     name_marks,
@@ -89,9 +90,8 @@ def _timeline(result: dict[str, Any]) -> Figure:
     rows.set_xlabel("ms since the request's arrival")
     marks = [(name, 1e3 * at_s) for name, at_s in found["marks_s"].items()]
     ends_ms = max(at for _, at in marks)
-    for axes in (lanes, rows):
-        for _, at in marks:
-            axes.axvline(at, color=BLACK, linewidth=1, linestyle=":")
+    for _, at in marks:
+        rows.axvline(at, color=BLACK, linewidth=1, linestyle=":")
     name_marks(lanes, [(f"{name} {at:.3g} ms", at) for name, at in marks], ends_ms)
     rows.set_xlim(-0.01 * ends_ms, 1.02 * ends_ms)
     legend(rows, [("copy over the link", BLUE), ("forward", RED)], "lower left")
@@ -107,8 +107,6 @@ def _memory(result: dict[str, Any]) -> Figure:
     axes.fill_between([1e3 * at for at in found["at_s"]], used, color=BLUE, alpha=0.15)
     marks = [(name, 1e3 * at_s) for name, at_s in found["marks_s"].items()]
     ends_ms = 1e3 * found["at_s"][-1]
-    for _, at in marks:
-        axes.axvline(at, color=BLACK, linewidth=1, linestyle=":")
     name_marks(axes, marks, ends_ms)
     axes.set_xlim(0, ends_ms)
     axes.set_ylim(0, 1.08 * max(used))
@@ -156,14 +154,7 @@ def _kept_layers(result: dict[str, Any]) -> Figure:
     for (colour, marker), (place, points) in zip(styles, series.items(), strict=False):
         counts = [count for count, _ in points]
         spreads = [row["ttft_asleep_s"] for _, row in points]
-        middles = [1e3 * s["median"] for s in spreads]
-        errors = [
-            [1e3 * (s["median"] - s["min"]) for s in spreads],
-            [1e3 * (s["max"] - s["median"]) for s in spreads],
-        ]
-        axes.errorbar(
-            counts, middles, errors, color=colour, marker=marker, linewidth=2, capsize=4, zorder=3
-        )
+        errors(axes, counts, spreads, colour, marker, scale=1e3)
         entries.append((f"{place} layers kept: median, min-max", colour))
     first = next(iter(series.values()))
     links = [(count, link_seconds(result, row)) for count, row in first]
@@ -187,13 +178,7 @@ def _throughput(result: dict[str, Any]) -> Figure:
     found = result["concurrency"]
     counts = [int(name) for name in found]
     figure, (left, right) = new_figure(3.9, columns=2)
-    rates = [found[name]["tokens_per_s"] for name in found]
-    errors = [
-        [r["median"] - r["min"] for r in rates],
-        [r["max"] - r["median"] for r in rates],
-    ]
-    medians = [r["median"] for r in rates]
-    left.errorbar(counts, medians, errors, color=BLUE, marker="o", linewidth=2, capsize=4)
+    errors(left, counts, [found[name]["tokens_per_s"] for name in found], BLUE, "o")
     left.set_title("throughput")
     left.set_ylabel("tokens/s")
     left.set_ylim(bottom=0)
