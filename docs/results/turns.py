@@ -64,7 +64,7 @@ def _ended(record: RequestRecord) -> RequestRecord:
 
 
 def _told(records: list[RequestRecord]) -> dict[str, Any]:
-    seconds = [record.first_s - record.start_s for record in records if record.first_s is not None]
+    seconds = [record.ttft_s for record in records if record.ttft_s is not None]
     tokens = sum(record.prompt_tokens or 0 for record in records)
     return {
         "prompt_tokens": statistics.median(record.prompt_tokens or 0 for record in records),

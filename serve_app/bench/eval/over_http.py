@@ -96,13 +96,13 @@ class HttpTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        record, first_s = await self._server.ask("/v1/completions", body)
+        record, ttft_s = await self._server.ask("/v1/completions", body)
         return Answer(
             text=record.text,
             tokens=Tokens(texts=record.token_texts),
             prompt_tokens=record.prompt_tokens or 0,
-            first_s=first_s,
-            seconds=record.end_s - record.start_s,
+            first_s=ttft_s,
+            seconds=record.latency_s,
         )
 
     async def steady(self) -> None:
@@ -204,9 +204,9 @@ class Server:
             raise self._unreachable(record.message)
         if record.error is not None:
             raise ReplicaFailed(f"{self.url}{path}: {record.message}")
-        if record.first_s is None:
+        if record.ttft_s is None:
             raise ReplicaFailed(f"{self.url} ended the answer before its first token")
-        return record, record.first_s - record.start_s
+        return record, record.ttft_s
 
     def _unreachable(self, why: str) -> Unavailable:
         return Unavailable(f"no answer from {self.url}: {without_password(why)}")

@@ -76,6 +76,15 @@ class RequestRecord:
         return len(self.event_s) if self.output_tokens is None else self.output_tokens
 
     @property
+    def ttft_s(self) -> float | None:
+        """None as `first_s`."""
+        return None if self.first_s is None else self.first_s - self.start_s
+
+    @property
+    def latency_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
     def tpot_s(self) -> float | None:
         """Between later tokens; None where there are none."""
         if self.first_s is None or self.tokens < 2:

@@ -317,18 +317,16 @@ def append_rows(file: Path, report: Report) -> None:
 
 
 def _row(workload: Workload, record: RequestRecord, epoch_s: float) -> dict[str, Any]:
-    success = record.error is None
-    ttft_s = None if record.first_s is None else record.first_s - record.start_s
     return {
         "request": json.dumps(workload.body(record.round_number, record.index)),
         "start_time": epoch_s + record.start_s,
         "inter_token_latencies": json.dumps(
             [round(later - earlier, 6) for earlier, later in pairwise(record.event_s)]
         ),
-        "success": int(success),
+        "success": int(record.error is None),
         "completed_time": epoch_s + record.end_s,
-        "latency": record.end_s - record.start_s,
-        "first_chunk_latency": ttft_s,
+        "latency": record.latency_s,
+        "first_chunk_latency": record.ttft_s,
         "n_chunks": len(record.event_s),
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.tokens,

@@ -67,10 +67,10 @@ class Times:
         gaps = (later - earlier for r in answers for earlier, later in pairwise(r.event_s))
         return cls(
             requests=len(answers),
-            ttft=Spread.of(r.first_s - r.start_s for r in answers if r.first_s is not None),
+            ttft=Spread.of(r.ttft_s for r in answers if r.ttft_s is not None),
             tpot=Spread.of(r.tpot_s for r in answers if r.tpot_s is not None),
             itl=Spread.of(gaps),
-            latency=Spread.of(r.end_s - r.start_s for r in answers),
+            latency=Spread.of(r.latency_s for r in answers),
         )
 
 
@@ -124,7 +124,7 @@ def summarize(
     answers = [record for record in records if record.error is None]
     failures = [record for record in records if record.error is not None]
     taken_s = _time_taken(records)
-    latency_s = sum(r.end_s - r.start_s for r in answers)
+    latency_s = sum(r.latency_s for r in answers)
     output_tokens = sum(r.tokens for r in answers)
     events = sum(len(r.event_s) for r in answers)
     prompts = [r.prompt_tokens for r in answers if r.prompt_tokens is not None]

@@ -92,7 +92,7 @@ def figures(requests: TraceRequests | None, measured: Measured) -> dict[str, Any
         records = with_wakes(records, requests, measured.wakes)
     summary = summarize(Load(request_rate=1.0, requests=len(records)), records, measured.lags_s)
     refused = sum(record.status in _NOT_SERVED for record in records)
-    firsts = [r.first_s - r.start_s for r in records if r.first_s is not None and r.error is None]
+    firsts = [r.ttft_s for r in records if r.ttft_s is not None and r.error is None]
     right = [requests.is_right(r.index, r.text) for r in records if r.error is None]
     knows_wakes = measured.wakes is not None
     return told | {
@@ -125,17 +125,14 @@ def figures(requests: TraceRequests | None, measured: Measured) -> dict[str, Any
 
 
 def _in_time(record: RequestRecord) -> bool:
-    if record.error is not None or record.first_s is None:
+    if record.error is not None or record.ttft_s is None:
         return False
-    return (
-        record.first_s - record.start_s <= IN_TIME_TTFT_S
-        and (record.tpot_s or 0.0) <= IN_TIME_TPOT_S
-    )
+    return record.ttft_s <= IN_TIME_TTFT_S and (record.tpot_s or 0.0) <= IN_TIME_TPOT_S
 
 
 def _waited_s(record: RequestRecord) -> float:
     """For the first token, or for the news that there will be none."""
-    return (record.first_s or record.end_s) - record.start_s
+    return record.latency_s if record.ttft_s is None else record.ttft_s
 
 
 def _of_models(
