@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from actors.replica.in_process import InProcessModel, build_in_process
 from actors.worker.host_image import PreparedImage
 from actors.worker.model_worker import build_module
 from serve_app.bench.figures import Progress, environment
+from serve_app.bench.serve_process import store_bytes_for
 from serve_app.config.errors import ConfigError, validate
 from serve_app.config.files import load_model_config
 from serve_app.process.heap import set_aside
@@ -64,9 +64,8 @@ class Subject:
 
     @property
     def store_bytes(self) -> int:
-        """An object store that holds its image, in bytes: some room for alignment on top."""
-        size = sum(image_sizes(self.checkpoint, self.dtype).values())
-        return math.ceil(1.1 * size + 2**29)
+        """Of an object store that holds its image."""
+        return store_bytes_for(sum(image_sizes(self.checkpoint, self.dtype).values()))
 
     def request(self) -> ImageRequest:
         return ImageRequest("m", self.source, self.dtype)

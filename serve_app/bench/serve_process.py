@@ -3,6 +3,7 @@
 For benches that have a server of their own, and for the end-to-end tests.
 """
 
+import math
 import os
 import re
 import shutil
@@ -214,6 +215,20 @@ class ServeProcess:
 def listening_to_sigint(command: list[str]) -> list[str]:
     """The same command: a shell's background job ignores SIGINT, and so would its children, if these are tests."""
     return [sys.executable, "-c", _LISTEN_TO_SIGINT, *command]
+
+
+def store_bytes_for(image_bytes: int) -> int:
+    """An object store that holds images: some room for alignment on top."""
+    return math.ceil(1.1 * image_bytes + 2**29)
+
+
+def with_store(store_bytes: int) -> dict[str, str]:
+    """The environment of a Ray with an object store of that size."""
+    return {
+        "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(store_bytes),
+        # Of the memory that is free now; the limit above is what counts.
+        "RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION": "0.8",
+    }
 
 
 def logged_at(line: str) -> float:

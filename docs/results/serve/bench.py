@@ -5,7 +5,6 @@ limit, and one that fails does not keep the others back.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from serve_app.bench.http.workers import (
     processes,
     workers_for,
 )
-from serve_app.bench.serve_process import ServeProcess
+from serve_app.bench.serve_process import ServeProcess, store_bytes_for, with_store
 from serve_app.config.model import ModelConfig
 from serve_app.process.ports import free_port
 
@@ -77,8 +76,7 @@ class Served:
         except (yaml.YAMLError, LookupError, TypeError) as error:
             raise ValueError(f"{serve_config} is no serve_config.yaml: {error}") from error
         size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-        store_bytes = math.ceil(1.1 * size + 2**29)  # some room for alignment on top
-        return cls(checkpoint, settings, yaml.safe_dump(config), store_bytes)
+        return cls(checkpoint, settings, yaml.safe_dump(config), store_bytes_for(size))
 
 
 class ServeBench:
@@ -129,13 +127,8 @@ class ServeBench:
         with processes(count, Target(f"http://127.0.0.1:{port}")) as self._clients:
             for client in self._clients:  # before the clock runs: they take cores to start
                 client.wait(_CLIENT_START_S)
-            self._server = ServeProcess(
-                self._served.config,
-                port,
-                RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=str(self._served.store_bytes),
-                # Of the memory that is free now; the limit above is what counts.
-                RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION="0.8",
-            )
+            store = with_store(self._served.store_bytes)
+            self._server = ServeProcess(self._served.config, port, **store)
             try:
                 yield
             finally:

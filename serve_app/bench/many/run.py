@@ -60,7 +60,7 @@ from serve_app.bench.many.variants import (
     fits,
     settings_for,
 )
-from serve_app.bench.serve_process import ServeProcess
+from serve_app.bench.serve_process import ServeProcess, store_bytes_for, with_store
 from serve_app.config.files import ServeConfig
 from serve_app.config.model import ModelConfig
 from serve_app.process.ports import free_port
@@ -73,7 +73,6 @@ _LOGGED_WITHIN_S = 30.0  # lines come through Ray
 _COMPRESSED_WITHIN_S = 240.0
 _POLL_S = 0.5
 _START_DELAY_S = 0.1
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +129,9 @@ class ManyBench:
         images = _image_bytes(config)
         compressed = {_image(model) for model in config.models if _is_compressed(model)}
         self._to_be_compressed = len(compressed)
-        # Every image once, for one of them its compressed copy, and some room for alignment on top.
+        # Every image once, and for one of them its compressed copy.
         size = sum(images.values()) + max((images[image] for image in compressed), default=0)
-        self._store_bytes = math.ceil(1.1 * size + _GIB / 2)
+        self._store_bytes = store_bytes_for(size)
         self._plan = plan
         self._environment = environment()
         self._figures: dict[str, dict[str, Any]] = {}
@@ -188,13 +187,7 @@ class ManyBench:
         """What it found stays, however it ends."""
         progress(f"{name}: starts", 0, 0)
         measured = Measured()
-        server = _Served(
-            self._config_of(name),
-            self._port,
-            RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=str(self._store_bytes),
-            # Of the memory that is free now; the limit above is what counts.
-            RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION="0.8",
-        )
+        server = _Served(self._config_of(name), self._port, **with_store(self._store_bytes))
         target = Target(server.url, timeout_s=_ANSWER_LIMIT_S)
         try:
             async with Client(target) as client:
