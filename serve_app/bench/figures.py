@@ -1,5 +1,6 @@
 """What every bench has: how far it is, hardware, versions, command, and how its numbers are told. No torch here."""
 
+import math
 import os
 import platform
 import re
@@ -23,6 +24,29 @@ _HIDDEN = "***"
 
 # What is being done; how much of how much: 0 of 0 where that is not known.
 Progress = Callable[[str, int, int], None]
+
+
+class TimeLimit:
+    """From now on. What has begun when it is up is finished.
+
+    Attributes:
+        was_up: whether somebody was told so.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = math.inf if limit_s is None else limit_s
+        self._began_s = time.monotonic()
+        self.was_up = False
+
+    def is_up(self, reserve: float = 0.0) -> bool:
+        """Whether to begin nothing more.
+
+        Args:
+            reserve: the share of the limit that others are to have.
+        """
+        is_up = time.monotonic() - self._began_s > (1 - reserve) * self._limit_s
+        self.was_up |= is_up
+        return is_up
 
 
 def environment() -> dict[str, str | int | float | bool | None]:

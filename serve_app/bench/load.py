@@ -19,9 +19,9 @@ from actors.holder.room import MakeRoom
 from actors.image.layout import ImageKey
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.image.store import store_room
-from serve_app.bench.figures import Progress, Table, facts, spread
+from serve_app.bench.figures import Progress, Table, TimeLimit, facts, spread
 from serve_app.bench.instance import command_of, finished, read_from_disk, request_for, start_holder
-from serve_app.bench.local import LESSEE, LocalBench, Subject, TimeLimit
+from serve_app.bench.local import LESSEE, LocalBench, Subject
 
 STAGES = ("process start", "imports", "join Ray", "module", "bytes", "warm-up", "first token")
 _STARTED = 3  # the stages before a process is up

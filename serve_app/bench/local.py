@@ -139,31 +139,6 @@ class LocalBench(Generic[P]):
         }
 
 
-class TimeLimit:
-    """From now on. What has begun when it is up is finished.
-
-    Attributes:
-        was_up: whether somebody was told so.
-    """
-
-    def __init__(self, limit_s: float | None) -> None:
-        self._limit_s = limit_s
-        self._began_s = time.monotonic()
-        self.was_up = False
-
-    def is_up(self, reserve: float = 0.0) -> bool:
-        """Whether to begin nothing more.
-
-        Args:
-            reserve: the share of the limit that others are to have.
-        """
-        if self._limit_s is None:
-            return False
-        is_up = time.monotonic() - self._began_s > (1 - reserve) * self._limit_s
-        self.was_up |= is_up
-        return is_up
-
-
 # --- the model in this process ---
 
 

@@ -17,6 +17,7 @@ from serve_app.bench.cycle import Crowd
 from serve_app.bench.figures import (
     Progress,
     Table,
+    TimeLimit,
     facts,
     shown,
     spread,
@@ -28,7 +29,6 @@ from serve_app.bench.local import (
     LocalBench,
     LocalModel,
     Subject,
-    TimeLimit,
     build_model,
     compressed_image,
     context_bytes,

@@ -18,7 +18,7 @@ from actors.memory.driver import MemoryDriver
 from actors.worker.model_memory import select_driver
 from serve_app.bench.baselines import BASELINES, Baseline, why_not
 from serve_app.bench.cycle import Crowd, Cycle, OurCycles, Way
-from serve_app.bench.figures import Progress, spread
+from serve_app.bench.figures import Progress, TimeLimit, spread
 from serve_app.bench.local import (
     PROMPT_TOKENS,
     WARM_REQUESTS,
@@ -28,7 +28,6 @@ from serve_app.bench.local import (
     LocalModel,
     Prompt,
     Subject,
-    TimeLimit,
     build_model,
     compressed_image,
     context_bytes,

@@ -15,7 +15,7 @@ from typing import Any, Self
 import yaml
 
 from docs.results.serve.phases import MODEL, PHASES, Found, Phase, Phases, Plan
-from serve_app.bench.figures import Progress, environment
+from serve_app.bench.figures import Progress, TimeLimit, environment
 from serve_app.bench.http.client import Client, Target
 from serve_app.bench.http.workers import (
     ProcessWorker,
@@ -139,22 +139,20 @@ class ServeBench:
 
     async def run(self, progress: Progress) -> None:
         """Go through the phases, while `serving`."""
-        began_s = time.monotonic()
+        limit = TimeLimit(self._plan.limit_s)
         async with Client(Target(self._server.url, timeout_s=_ANSWER_S)) as client:
             phases = Phases(self._server, client, self._clients, self._plan, progress)
             for name, phase in phases.by_name().items():
-                if (why := self._why_not(name, time.monotonic() - began_s)) is None:
+                if (why := self._why_not(name, limit)) is None:
                     await self._run_phase(name, phase, progress)
                 else:
                     self._skipped[name] = why
         self.complete = not self.failed and not self._skipped
 
-    def _why_not(self, name: str, passed_s: float) -> str | None:
+    def _why_not(self, name: str, limit: TimeLimit) -> str | None:
         if "failed" in self._result.get("start", {}):
             return "the start failed"
-        limit_s = self._plan.limit_s
-        too_late = limit_s is not None and passed_s > limit_s and name != "start"
-        return "the time was up" if too_late else None
+        return "the time was up" if name != "start" and limit.is_up() else None
 
     async def _run_phase(self, name: str, phase: Phase, progress: Progress) -> None:
         """What it found stays, however it ends."""

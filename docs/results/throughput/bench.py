@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from actors.protocol import SamplingParams
 from docs.results.source import source_of
-from serve_app.bench.figures import Progress, Table, facts, ms, spread
+from serve_app.bench.figures import Progress, Table, TimeLimit, facts, ms, spread
 from serve_app.bench.local import (
     GREEDY,
     WARM_REQUESTS,
@@ -26,7 +26,6 @@ from serve_app.bench.local import (
     LocalModel,
     Prompt,
     Subject,
-    TimeLimit,
     build_model,
     load_of,
 )

@@ -16,7 +16,7 @@ from actors.checkpoints.download import ensure_checkpoint
 from actors.checkpoints.model_config import own_dtype
 from actors.checkpoints.sizes import image_sizes
 from serve_app.bench.card_use import card_use
-from serve_app.bench.figures import Progress, environment
+from serve_app.bench.figures import Progress, TimeLimit, environment
 from serve_app.bench.host_use import host_use
 from serve_app.bench.http.client import Client, RequestRecord, Target
 from serve_app.bench.http.run import fit_scale
@@ -171,11 +171,10 @@ class ManyBench:
 
     async def run(self, progress: Progress) -> None:
         """One variant after the other."""
-        limit_s = math.inf if self._plan.limit_s is None else self._plan.limit_s
-        ends_s = time.monotonic() + limit_s
+        limit = TimeLimit(self._plan.limit_s)
         await asyncio.gather(*(worker.ready() for worker in self._clients))
         for name in dict.fromkeys((AS_CONFIGURED, *self._plan.variants)):
-            if time.monotonic() > ends_s:
+            if limit.is_up():
                 self._skipped[name] = "the time was up"
             elif name != AS_CONFIGURED and self._known is None:
                 self._skipped[name] = f"{AS_CONFIGURED} failed, which tells what fits"
