@@ -39,59 +39,48 @@ def _figures(result: Result) -> Table:
     infinite = found.get("infinite", {}).get("tokens_per_s")
     rows: list[Sequence[str]] = []
 
-    def row(name: str, cells: Iterator[str]) -> None:
+    def row(name: str, form: str, *keys: str, of: float = 1) -> None:
+        """What stands behind these keys, in parts of `of`."""
+        cells = []
+        for value in found.values():
+            for key in keys:
+                value = None if value is None else value.get(key)
+            cells.append("-" if value is None else f"{value if of == 1 else value / of:{form}}")
         rows.append((name, *cells))
 
-    def number(key: str, form: str = "d", scale: float = 1.0) -> Iterator[str]:
-        for each in found.values():
-            value = each.get(key)
-            yield "-" if value is None else f"{value / scale if scale != 1 else value:{form}}"
-
-    def spread(key: str, which: str, digits: int = 3) -> Iterator[str]:
-        for each in found.values():
-            value = each[key]
-            yield "-" if value is None else f"{value[which]:.{digits}f}"
-
-    def grown(key: str, which: str, scale: float, form: str) -> Iterator[str]:
-        for each in found.values():
-            trend = each.get("grown", {}).get(key)
-            yield "-" if trend is None else f"{trend[which] / scale:{form}}"
-
-    row("all models ready after, s", number("ready_s", ".0f"))
+    row("all models ready after, s", ".0f", "ready_s")
     if any(each.get("uncompressed") for each in found.values()):
-        row("images not compressed yet", number("uncompressed"))
-    row("requests", number("requests"))
-    row("refused", number("refused"))
-    row("failed", number("failed_requests"))
+        row("images not compressed yet", "d", "uncompressed")
+    row("requests", "d", "requests")
+    row("refused", "d", "refused")
+    row("failed", "d", "failed_requests")
     for limit_s in WITHIN_S:
         shares = (each["first_token_within"][f"{limit_s:g}"] for each in found.values())
-        row(f"first token within {limit_s:g} s", (f"{100 * share:.1f} %" for share in shares))
-    row(
-        f"within {IN_TIME_TTFT_S:g} s, and later tokens within {IN_TIME_TPOT_S:g} s",
-        number("in_time", ".1%"),
-    )
+        cells = (f"{100 * share:.1f} %" for share in shares)
+        rows.append((f"first token within {limit_s:g} s", *cells))
+    in_time = f"within {IN_TIME_TTFT_S:g} s, and later tokens within {IN_TIME_TPOT_S:g} s"
+    row(in_time, ".1%", "in_time")
     for name, key in (("hot", "ttft_hot_s"), ("cold", "ttft_cold_s")):
         counts = (each[key] and each[key]["count"] for each in found.values())
-        row(f"{name} answers", (str(count or 0) for count in counts))
-        row(f"TTFT {name} p50, s", spread(key, "p50"))
-        row(f"TTFT {name} p99, s", spread(key, "p99"))
-    row("TPOT p50, s", spread("tpot_s", "p50", 4))
-    row("TPOT p99, s", spread("tpot_s", "p99", 4))
-    row("tokens per second", number("tokens_per_s", ".1f"))
+        rows.append((f"{name} answers", *(str(count or 0) for count in counts)))
+        row(f"TTFT {name} p50, s", ".3f", key, "p50")
+        row(f"TTFT {name} p99, s", ".3f", key, "p99")
+    row("TPOT p50, s", ".4f", "tpot_s", "p50")
+    row("TPOT p99, s", ".4f", "tpot_s", "p99")
+    row("tokens per second", ".1f", "tokens_per_s")
     if infinite:
-        row("of infinite's", number("tokens_per_s", ".2f", infinite))
-    row("card busy, %", number("busy", ".0f", 0.01))
-    row("swaps per minute", number("swaps_per_min", ".1f"))
-    row("deep sleeps", number("deep_sleeps"))
-    row("bytes moved, GiB", number("moved_bytes", ".2f", 2**30))
-    row("KV cache given back, GiB", number("kv_given_back_bytes", ".2f", 2**30))
-    row("no room for more KV cache, times", number("kv_refused"))
+        row("of infinite's", ".2f", "tokens_per_s", of=infinite)
+    row("card busy, %", ".0f", "busy", of=0.01)
+    row("swaps per minute", ".1f", "swaps_per_min")
+    row("deep sleeps", "d", "deep_sleeps")
+    row("bytes moved, GiB", ".2f", "moved_bytes", of=2**30)
+    row("KV cache given back, GiB", ".2f", "kv_given_back_bytes", of=2**30)
+    row("no room for more KV cache, times", "d", "kv_refused")
     for name, key in (("host memory", "host_bytes"), ("card memory", "card_bytes")):
-        row(f"{name} at last, GiB", grown(key, "last", 2**30, ".2f"))
-        row(f"{name} grows, MiB an hour", grown(key, "per_hour", 2**20, "+.0f"))
-    row("longest wait, s", number("longest_wait_s", ".2f"))
-    answers = (f"{each['wrong']} of {each['asked']}" for each in found.values())
-    row("wrong answers", answers)
+        row(f"{name} at last, GiB", ".2f", "grown", key, "last", of=2**30)
+        row(f"{name} grows, MiB an hour", "+.0f", "grown", key, "per_hour", of=2**20)
+    row("longest wait, s", ".2f", "longest_wait_s")
+    rows.append(("wrong answers", *(f"{e['wrong']} of {e['asked']}" for e in found.values())))
     return Table(("", *found), rows if found else ())
 
 
