@@ -368,15 +368,24 @@ class LinkProbe:
 
     def gb_per_s(self) -> float:
         """10^9 bytes a second."""
+        copy = self._seconds_on_card if self._device.type == "cuda" else self._seconds_on_cpu
+        return float(self._host.nbytes / 1e9 / statistics.median(copy(_COPIES)))
+
+    def _seconds_on_card(self, copies: int) -> list[float]:
+        """By the device's clock."""
+        target = torch.empty_like(self._host, device=self._device)
+        copy = partial(target.copy_, self._host, non_blocking=True)
+        seconds = _seconds(copy, self._device, copies)
+        del target, copy
+        torch.cuda.empty_cache()
+        return seconds
+
+    def _seconds_on_cpu(self, copies: int) -> list[float]:
         seconds = []
-        for _ in range(_COPIES):
-            target = torch.empty_like(self._host, device=self._device)
-            copy = partial(target.copy_, self._host, non_blocking=True)
-            seconds += _seconds(copy, self._device, 1)
-            del target, copy  # a card's next one is where this one was
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        return float(self._host.nbytes / 1e9 / statistics.median(seconds))
+        for _ in range(copies):
+            target = torch.empty_like(self._host)
+            seconds += _seconds(partial(target.copy_, self._host), self._device, 1)
+        return seconds
 
 
 def _seconds(work: Callable[[], object], device: torch.device, times: int) -> list[float]:
