@@ -11,8 +11,9 @@ from actors.errors import UnsupportedParameter
 from actors.protocol import ChatPrompt, MessageForm
 from actors.text.codec import TextCodec
 from actors.text.forced_calls import forced_call
-from serve_app.openai.message import MessageParser, Parts
+from serve_app.openai.message import MessageParser
 from tests.unit.actors.engine.sampling.test_grammar import generate, ids, make_codec, sequence
+from tests.unit.serve_app.openai.parts import Parts, feed
 
 KIND = {"enum": ["a", "bc"]}
 SCHEMA = {
@@ -53,7 +54,7 @@ def prompt(*names: str) -> ChatPrompt:
 
 
 def read(form: MessageForm, text: str) -> Parts:
-    return MessageParser(form, TOOLS).feed(text, last=True)
+    return feed(MessageParser(form, TOOLS), text, last=True)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from actors.protocol import MessageForm
 from serve_app.openai.message import MessageParser
 from serve_app.openai.tool_calls import ToolCall
+from tests.unit.serve_app.openai.parts import Parts, feed
 
 THINK = MessageForm(reasoning="think")
 OPENED = MessageForm(reasoning="think", in_reasoning=True)
@@ -25,18 +26,6 @@ TOOLS = [
 ]
 SUN = ToolCall("weather", '{"city": "Köln", "days": 2}')
 TIME = ToolCall("time", "{}")
-
-
-class Parts(NamedTuple):
-    reasoning: str
-    content: str
-    calls: tuple[ToolCall, ...]
-
-
-def feed(parser: MessageParser, text: str, *, last: bool = False) -> Parts:
-    reasoning, pieces = parser.feed(text, last=last)
-    content = "".join(piece for piece in pieces if isinstance(piece, str))
-    return Parts(reasoning, content, tuple(each for each in pieces if isinstance(each, ToolCall)))
 
 
 def parse(form: MessageForm, *pieces: str, tools: Any = TOOLS) -> Parts:
