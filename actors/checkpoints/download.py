@@ -180,10 +180,7 @@ def plan(
 def _client(request: DownloadRequest) -> HubClient:
     """The hub's client, once the id looks right and the network answers."""
     check_model_id(request.hub, request.id)
-    try:
-        check_addresses(ENDPOINT_VARIABLES[request.hub])
-    except ValueError as error:
-        raise errors.WrongRequest(str(error)) from error
+    check_addresses(ENDPOINT_VARIABLES[request.hub])
     client: HubClient
     # Here, as the hubs' libraries take long to import.
     if request.hub is Hub.MODELSCOPE:

@@ -8,10 +8,10 @@ import urllib.request
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from actors.checkpoints.errors import WrongRequest
+
 _TIMEOUT_S = 2.0
 _PORTS = {"https": 443, "socks5": 1080, "socks5h": 1080}
-
-
 _PROXY_VARIABLES = {"http_proxy", "https_proxy", "all_proxy"}
 
 
@@ -19,14 +19,14 @@ def check_addresses(endpoint_variable: str) -> None:
     """Of the hub and of proxies, as the environment has them; a hub's library falls over a wrong one as it is imported.
 
     Raises:
-        ValueError: one is no address; names its variable, and not its value, where a password may stand.
+        WrongRequest: one is no address; names its variable, and not its value, where a password may stand.
     """
     for name, address in os.environ.items():
         if name == endpoint_variable or name.lower() in _PROXY_VARIABLES:
             try:
                 _ = urlsplit(address if "://" in address else f"http://{address}").port
             except ValueError as error:
-                raise ValueError(f"{name} is no address: {error}") from error
+                raise WrongRequest(f"{name} is no address: {error}") from error
 
 
 class Route(NamedTuple):
