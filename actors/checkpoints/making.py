@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 from actors.checkpoints.chatml import SPECIAL_TOKENS, byte_level, for_transformers
 from actors.checkpoints.quantizing import quantised, write_index
 from actors.checkpoints.writing import RECIPE_FILE, whole_directory, write_shard
-from actors.quantization.making import QuantizeName, Quantizer, is_quantized, quantizer
+from actors.quantization.formats import QuantizeName
+from actors.quantization.making import Quantizer, is_quantized, quantizer
 
 ShapeName = Literal["demo", "tiny", "deepseek-r1-distill-qwen-1.5b", "deepseek-r1-distill-qwen-7b"]
 DtypeName = Literal["float32", "bfloat16", "float16"]

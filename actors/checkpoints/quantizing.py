@@ -22,7 +22,8 @@ from actors.checkpoints.directory import (
 )
 from actors.checkpoints.variants import VARIANT_FILE
 from actors.checkpoints.writing import RECIPE_FILE, whole_directory, write_shard
-from actors.quantization.making import QuantizeName, Quantizer, is_quantized, quantizer
+from actors.quantization.formats import QuantizeName
+from actors.quantization.making import Quantizer, is_quantized, quantizer
 
 
 def quantize_checkpoint(

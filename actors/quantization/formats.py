@@ -9,10 +9,31 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from actors.quantization.scheme import Kind, Scheme
 from actors.rounding import cdiv
+
+# The recipes by which checkpoints are made to try and test with (making.py).
+QuantizeName = Literal[
+    "gptq-4-128",
+    "gptq-4-128-order",
+    "gptq-4-channel",
+    "gptq-4-32-asym",
+    "gptq-v2-4-32-asym",
+    "gptq-8-128",
+    "awq-4-128",
+    "ct-w4a16",
+    "ct-w4a16-asym",
+    "ct-w4a16-order",
+    "ct-w8a16",
+    "ct-int8",
+    "ct-fp8",
+    "ct-fp8-static",
+    "fp8-block",
+    "fp8-tensor",
+]
+QUANTIZE_NAMES: tuple[QuantizeName, ...] = get_args(QuantizeName)
 
 # How a projection's values are stored.
 #   gptq, gptq_v2  qweight int32 [K*bits/32, N], qzeros int32 [groups, N*bits/32], scales [groups, N], g_idx int32 [K]:

@@ -8,32 +8,13 @@ Packs by arithmetic of its own: what reads the files is to be tried with them.
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from actors.quantization.formats import QUANTIZE_NAMES, QuantizeName
 from actors.rounding import cdiv
-
-QuantizeName = Literal[
-    "gptq-4-128",
-    "gptq-4-128-order",
-    "gptq-4-channel",
-    "gptq-4-32-asym",
-    "gptq-v2-4-32-asym",
-    "gptq-8-128",
-    "awq-4-128",
-    "ct-w4a16",
-    "ct-w4a16-asym",
-    "ct-w4a16-order",
-    "ct-w8a16",
-    "ct-int8",
-    "ct-fp8",
-    "ct-fp8-static",
-    "fp8-block",
-    "fp8-tensor",
-]
-QUANTIZE_NAMES: tuple[QuantizeName, ...] = get_args(QuantizeName)
 
 Stored = dict[str, Tensor]  # by the last parts of the tensors' names
 

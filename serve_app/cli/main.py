@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from actors.quantization.formats import QuantizeName
 from serve_app import __version__
 from serve_app.cli.bench import bench
 from serve_app.cli.doctor_command import doctor
@@ -35,7 +36,7 @@ app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 
-# As in `actors.checkpoints.making` and `actors.quantization.making`, known without torch.
+# As in `actors.checkpoints.making`, known without torch.
 Shape = Literal[
     "demo",
     "tiny",
@@ -46,24 +47,6 @@ Dtype = Literal[
     "float32",
     "bfloat16",
     "float16",
-]
-Quantize = Literal[
-    "gptq-4-128",
-    "gptq-4-128-order",
-    "gptq-4-channel",
-    "gptq-4-32-asym",
-    "gptq-v2-4-32-asym",
-    "gptq-8-128",
-    "awq-4-128",
-    "ct-w4a16",
-    "ct-w4a16-asym",
-    "ct-w4a16-order",
-    "ct-w8a16",
-    "ct-int8",
-    "ct-fp8",
-    "ct-fp8-static",
-    "fp8-block",
-    "fp8-tensor",
 ]
 
 
@@ -116,7 +99,7 @@ def make_checkpoint(
         bool, typer.Option("--tied/--untied", help="Whether the head shares the embedding.")
     ] = False,
     quantize: Annotated[
-        Quantize | None,
+        QuantizeName | None,
         typer.Option(help="Quantise the projections, as the hubs' files have them."),
     ] = None,
     force: Annotated[

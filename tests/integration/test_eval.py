@@ -27,7 +27,7 @@ from actors.checkpoints.sizes import image_sizes
 from actors.errors import InvalidRequest, ReplicaFailed, Unavailable, WeightsCorrupted
 from actors.image import packer
 from actors.protocol import ReplicaStatus, SleepCommand
-from actors.quantization.making import QuantizeName
+from actors.quantization.formats import QuantizeName
 from docs.results.report.page import as_markdown, sections_of
 from serve_app.bench.eval.evaluate import Passage, evaluate, start
 from serve_app.bench.eval.in_process import InProcessTarget

@@ -22,8 +22,8 @@ from actors.image.attach import build_on_meta
 from actors.image.image import WeightImage, private_buffers
 from actors.image.packer import checkpoint_dtype, image_key
 from actors.quantization.experts import QuantizedExperts
+from actors.quantization.formats import QUANTIZE_NAMES, QuantizeName
 from actors.quantization.linear import QuantizedLinear
-from actors.quantization.making import QUANTIZE_NAMES, QuantizeName
 from actors.quantization.summary import summary
 from actors.worker.model_memory import ModelMemory
 from serve_app import LLM, SamplingParams

@@ -13,7 +13,7 @@ from actors.errors import DeviceMemoryShort, NeverFits, NoRoom, WorkerLost
 from actors.memory.cpu_card import CpuCard
 from actors.observer import GrantOutcome, SleepCause, WakeCause
 from actors.protocol import DeviceNow, ReplicaState
-from actors.quantization.making import QuantizeName
+from actors.quantization.formats import QuantizeName
 from actors.replica.worker_client import WorkerClient
 from serve_app.metrics.catalogue import CARD_WAITING
 from serve_app.metrics.instruments import gauges

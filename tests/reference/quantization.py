@@ -34,8 +34,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from actors.quantization.checkpoint import quantized_checkpoint
-from actors.quantization.formats import read_format
-from actors.quantization.making import QUANTIZE_NAMES, gptq_zeros, quantizer
+from actors.quantization.formats import QUANTIZE_NAMES, read_format
+from actors.quantization.making import gptq_zeros, quantizer
 from actors.quantization.packing import dequantized, repack, unpack_int4
 
 NAME = "model.layers.0.mlp.up_proj"  # of a projection that all recipes quantise

@@ -12,8 +12,7 @@ from actors.checkpoints.making import write_checkpoint
 from actors.checkpoints.sizes import image_sizes
 from actors.image.layout import Layout
 from actors.image.packer import checkpoint_dtype, load_reference, plan
-from actors.quantization.formats import Unserved
-from actors.quantization.making import QUANTIZE_NAMES, QuantizeName
+from actors.quantization.formats import QUANTIZE_NAMES, QuantizeName, Unserved
 
 
 def layout_of(checkpoint: Path, dtype: str) -> Layout:

@@ -30,8 +30,8 @@ from actors.engine.sampling.sampler import SequenceSampling
 from actors.engine.sizing import STEP_SIZES, CardMemory, Limits, plan_limits
 from actors.image.attach import build_on_meta
 from actors.image.packer import checkpoint_dtype
+from actors.quantization.formats import QuantizeName
 from actors.quantization.linear import QuantizedLinear
-from actors.quantization.making import QuantizeName
 from actors.quantization.scheme import Scheme
 from actors.quantization.summary import written_bytes
 from actors.text.sampling_defaults import ResolvedSampling

@@ -12,8 +12,8 @@ from actors.checkpoints.directory import unsupported_weights
 from actors.checkpoints.making import write_checkpoint
 from actors.image import packer
 from actors.image.attach import build_on_meta
-from actors.quantization.formats import StoredTensor, read_format
-from actors.quantization.making import QuantizeName, quantizer
+from actors.quantization.formats import QuantizeName, StoredTensor, read_format
+from actors.quantization.making import quantizer
 
 NAME = "model.layers.0.mlp.up_proj"
 
