@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear
 
 from actors.quantization.operators import operator
 from actors.quantization.routing import most_tiles, tile_rows
@@ -210,20 +211,25 @@ def _launch(
 
 
 def dequantised(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    scheme: Scheme,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """See `matmul`. Takes up to 64 MiB meanwhile, for some of the weight's rows at a time."""
     (M, K), N = x.shape, len(weight)
     most = max(1, WRITTEN_BYTES // (K * x.element_size()))
     if most >= N:
-        return x @ _written(weight, scales, zeros, scheme, x.dtype, K, 0, N).T
+        return linear(x, _written(weight, scales, zeros, scheme, x.dtype, K, 0, N), bias)
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
     count = round_up(cdiv(N, cdiv(N, most)), _MAX_CHANNELS)
     for first in range(0, N, count):
         end = min(first + count, N)
         rows = _written(weight, scales, zeros, scheme, x.dtype, K, first, end)
         torch.mm(x, rows.T, out=out[:, first:end])
-    return out
+    return out if bias is None else out.add_(bias)
 
 
 def _written(

@@ -79,9 +79,8 @@ class QuantizedLinear(QuantizedWeight):
         rows = x.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        out = matmul(rows, self.weight, self.scales, self.zeros, self.scheme, self.quantises)
-        if self.bias is not None:
-            out = out + self.bias
+        weight = self.weight, self.scales, self.zeros, self.scheme
+        out = matmul(rows, *weight, self.quantises, self.bias)
         return out.view(*x.shape[:-1], self.out_features)
 
 

@@ -26,6 +26,7 @@ from actors.quantization.checkpoint import QuantizedCheckpoint
 from actors.quantization.experts import QuantizedExperts, QuantizedStack, fits
 from actors.quantization.formats import Projection, Unserved
 from actors.quantization.linear import QuantizedLinear, QuantizedWeight
+from actors.quantization.mlp import GatedMlp, is_gated
 from actors.quantization.packing import repack
 from actors.threads import on_threads
 
@@ -98,6 +99,8 @@ def _swap(model: PreTrainedModel, places: "_Places", dtype: torch.dtype) -> list
             quantised, filling = _quantised(module, (name,), (projection,), dtype)
             setattr(module, name, quantised)
             fillings += filling
+        if is_gated(module):
+            model.set_submodule(parent, GatedMlp(module))
     return fillings
 
 

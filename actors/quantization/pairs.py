@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from actors.quantization.gating import gated_of
 from actors.quantization.scheme import WRITTEN_BYTES, Scheme
 from actors.rounding import cdiv, next_power_of_2, round_up
 
@@ -47,49 +48,81 @@ def bytes_taken(M: int, N: int, K: int) -> int:
     return 2 * M * (2 * N + K)
 
 
-def product(x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme, bias: Tensor | None = None
+) -> Tensor:
     """The rows `x` [M, K] times the weight [N, K]: [M, N]; see `products.matmul`, and `fit`."""
-    (M, K), N = x.shape, len(weight)
-    of_blocks = scales if scheme.group == BLOCK else None
-    parts, factors, of_weight = split(x, of_blocks, N)
-    both = torch._scaled_mm(
-        parts.view(-1, K), weight.T, factors.T, of_weight.T, out_dtype=torch.bfloat16
+    both = _products(split(x, _of_blocks(scales, scheme), len(weight)), weight)
+    return _join(both, scales, scheme, x.new_empty((len(x), len(weight))), bias)
+
+
+def gated_mlp(
+    x: Tensor, gate_up: tuple[Tensor, Tensor, Scheme], down: tuple[Tensor, Tensor, Scheme]
+) -> Tensor:
+    """down(silu(gate) * up) of the rows `x` [M, H]: [M, H].
+
+    The sums of the first product's halves become the pairs of the second one at once. Apart that takes three kernels,
+    and what each of them writes is read by the next.
+
+    Args:
+        gate_up: weight [2I, H], gates first, its scales and scheme, as of `product`.
+        down: likewise, [H, I].
+    """
+    (weight, scales, scheme), (of_down, scales_of_down, scheme_of_down) = gate_up, down
+    both = _products(split(x, _of_blocks(scales, scheme), len(weight)), weight)
+    gated = split_gated(
+        *(both, len(x), scales, scheme), _of_blocks(scales_of_down, scheme_of_down), len(of_down)
     )
-    out = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    _join(both.view(2, -1), scales if of_blocks is None else None, out, scheme)
-    return out
+    both = _products(gated, of_down)
+    return _join(both, scales_of_down, scheme_of_down, x.new_empty((len(x), len(of_down))))
 
 
 def product_of_quantised(x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     """Like `product`, but of rows that are quantised. Takes up to 64 MiB meanwhile, for some of the rows at a time."""
     (M, K), N = x.shape, len(weight)
-    of_blocks = scales if scheme.group == BLOCK else None
-    out = torch.empty((round_up(M, _ROWS_ALIGNED), N), dtype=x.dtype, device=x.device)
+    of_blocks = _of_blocks(scales, scheme)
+    out = x.new_empty((round_up(M, _ROWS_ALIGNED), N))
     count = round_up(cdiv(M, cdiv(M * K, WRITTEN_BYTES)), _ROWS_ALIGNED)
     for rows, place in zip(torch.split(x, count), torch.split(out, count), strict=True):
         (quantised,), factors, of_weight = split(rows, of_blocks, N, quantised=True)
         torch._scaled_mm(quantised, weight.T, factors.T, of_weight.T, out_dtype=x.dtype, out=place)
     out = out[:M]
-    if of_blocks is None:
-        _join(out.view(1, -1), scales, out, scheme)
-    return out
+    return out if of_blocks is not None else _join(out[None], scales, scheme, out)
 
 
-def _join(parts: Tensor, scales: Tensor | None, out: Tensor, scheme: Scheme) -> None:
-    """Write the sums of the parts [2, m] or [1, m], times the columns' scales, to `out` [M, N], which may be the first."""
+def _of_blocks(scales: Tensor, scheme: Scheme) -> Tensor | None:
+    """The scales, if torch's product takes them."""
+    return scales if scheme.group == BLOCK else None
+
+
+def _products(pairs: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> Tensor:
+    """Of both of each pair, [2, R, N]; times no scales of columns yet."""
+    parts, factors, of_weight = pairs
+    rows = parts.view(-1, parts.size(2))
+    found = torch._scaled_mm(rows, weight.T, factors.T, of_weight.T, out_dtype=torch.bfloat16)
+    return found.view(2, -1, len(weight))
+
+
+def _join(
+    parts: Tensor, scales: Tensor, scheme: Scheme, out: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`out` [M, N] with the sums of the parts [2, R, N], or the one part, which it may be, times the columns' scales."""
     _add[(cdiv(out.numel(), _ADDED),)](
         parts,
-        parts.size(1),
-        out if scales is None else scales,
+        parts.stride(0),
+        scales,
+        out if bias is None else bias,
         out,
         out.numel(),
         out.size(1),
         scheme.rows,
         PAIRS=len(parts) == 2,
-        SCALED=scales is not None,
+        SCALED=scheme.group != BLOCK,
+        BIASED=bias is not None,
         BLOCK=_ADDED,
         num_warps=4,
     )
+    return out
 
 
 def split(
@@ -106,12 +139,10 @@ def split(
         [K/128, 2 * R] or [K/128, R]; the weight's scales, [N/128, K/128].
     """
     x = x.contiguous()
-    (M, K), device = x.shape, x.device
+    M, K = x.shape
     count = 1 if quantised else 2
     R = round_up(M, _ROWS_ALIGNED // count)
-    parts = torch.empty((count, R, K), dtype=torch.float8_e4m3fn, device=device)
-    factors = torch.empty((K // BLOCK, count * R), dtype=torch.float32, device=device)
-    of_weight = torch.empty((N // BLOCK, K // BLOCK), dtype=torch.float32, device=device)
+    parts, factors, of_weight = found = _room(count, R, K, N, x.device)
     _split[(cdiv(R, _SPLIT_ROWS), K // BLOCK)](
         x,
         of_weight if scales is None else scales,
@@ -129,7 +160,52 @@ def split(
         COLUMNS=next_power_of_2(N // BLOCK),
         num_warps=4,
     )
-    return parts, factors, of_weight
+    return found
+
+
+def split_gated(
+    both: Tensor, M: int, of_columns: Tensor, scheme: Scheme, scales: Tensor | None, N: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of silu(gate) * up [M, K], as `split` gives them.
+
+    Args:
+        both: products of pairs, [2, R, 2K], gates first, where R is M or one more.
+        of_columns: the scales that they are to be multiplied by still, if their weight's `scheme` has any.
+        scales: of the weight that is to be multiplied next, [K/128, N/128], or None.
+    """
+    R, K = both.size(1), both.size(2) // 2
+    parts, factors, of_weight = found = _room(2, R, K, N, both.device)
+    _split_of_gated[(cdiv(R, _SPLIT_ROWS), K // BLOCK)](
+        both,
+        of_columns,
+        of_weight if scales is None else scales,
+        parts,
+        factors,
+        of_weight,
+        M,
+        R,
+        K,
+        scheme.rows,
+        N // BLOCK,
+        SCALED=scheme.group != BLOCK,
+        ONES=scales is None,
+        ROWS=_SPLIT_ROWS,
+        BLOCK=BLOCK,
+        COLUMNS=next_power_of_2(N // BLOCK),
+        num_warps=4,
+    )
+    return found
+
+
+def _room(
+    count: int, R: int, K: int, N: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For what `split` returns."""
+    return (
+        torch.empty((count, R, K), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((K // BLOCK, count * R), dtype=torch.float32, device=device),
+        torch.empty((N // BLOCK, K // BLOCK), dtype=torch.float32, device=device),
+    )
 
 
 @triton.jit(do_not_specialize=["M", "R", "columns"])
@@ -141,8 +217,43 @@ def _split(
     block = tl.program_id(1)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = m.to(tl.int64)[:, None] * K + (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-    inside = (m < R)[:, None]
     values = tl.load(x + at, mask=(m < M)[:, None], other=0.0).to(tl.float32)
+    _store(values, parts, factors, m, at, R, K, PAIRS)
+    if tl.program_id(0) == 0:
+        _store_scales(scales, of_weight, K, columns, ONES, BLOCK, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["M", "R", "rows", "columns"])
+def _split_of_gated(
+    sums, of_columns, scales, parts, factors, of_weight, M, R, K, rows, columns,
+    SCALED: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Likewise, of what comes of the sums of both halves of [2, R, 2K]."""
+    block = tl.program_id(1)
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (m < M)[:, None]
+    of_gate = sums + (m.to(tl.int64)[:, None] * (2 * K) + channel[None, :])
+    half = R.to(tl.int64) * (2 * K)
+    gate = tl.load(of_gate, mask=inside, other=0.0).to(tl.float32)
+    gate += tl.load(of_gate + half, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(of_gate + K, mask=inside, other=0.0).to(tl.float32)
+    up += tl.load(of_gate + (half + K), mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        gate *= tl.load(of_columns + channel // rows)[None, :]
+        up *= tl.load(of_columns + (K + channel) // rows)[None, :]
+    DTYPE: tl.constexpr = sums.dtype.element_ty
+    values = gated_of(gate.to(DTYPE), up.to(DTYPE)).to(tl.float32)
+    at = m.to(tl.int64)[:, None] * K + channel[None, :]
+    _store(values, parts, factors, m, at, R, K, True)
+    if tl.program_id(0) == 0:
+        _store_scales(scales, of_weight, K, columns, ONES, BLOCK, COLUMNS)
+
+
+@triton.jit
+def _store(values, parts, factors, m, at, R, K, PAIRS: tl.constexpr):
+    """The pairs of a block's values of some rows, and what they are to be multiplied by."""
+    inside = (m < R)[:, None]
     most = tl.max(tl.abs(values), 1)
     # The largest becomes 128 to 256, of the 448 that there are. Exponents of float32 are 127 more than they mean.
     exponent = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 8), 254)
@@ -164,26 +275,33 @@ def _split(
     tl.store(parts + at, first.to(tl.float8e4nv), mask=inside)
     # NaN, if one of them is, or is infinite: e4m3 has no number for that.
     factor += tl.sum(values * 0.0, 1)
-    factors += block * (2 * R if PAIRS else R)
+    factors += tl.program_id(1) * (2 * R if PAIRS else R)
     tl.store(factors + m, factor, mask=m < R)
     if PAIRS:
         tl.store(factors + R + m, factor, mask=m < R)
-    if tl.program_id(0) == 0:
-        column = tl.arange(0, COLUMNS)
-        there = column < columns
-        if ONES:
-            scale = tl.full([COLUMNS], 1.0, tl.float32)
-        else:
-            scale = tl.load(scales + block * columns + column, mask=there, other=0.0)
-        tl.store(of_weight + column * (K // BLOCK) + block, scale, mask=there)
+
+
+@triton.jit
+def _store_scales(
+    scales, of_weight, K, columns, ONES: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Of the weight, for a block of input channels."""
+    block = tl.program_id(1)
+    column = tl.arange(0, COLUMNS)
+    there = column < columns
+    if ONES:
+        scale = tl.full([COLUMNS], 1.0, tl.float32)
+    else:
+        scale = tl.load(scales + block * columns + column, mask=there, other=0.0)
+    tl.store(of_weight + column * (K // BLOCK) + block, scale, mask=there)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _add(
-    sums, half, scales, out, size, N, rows,
-    PAIRS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    sums, half, scales, bias, out, size, N, rows,
+    PAIRS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of both halves' first `size` numbers, or the numbers that are there, times the columns' scales."""
+    """The sums of both halves' first `size` numbers, or the numbers that are there, times the columns' scales, with bias."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     found = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)
@@ -192,4 +310,6 @@ def _add(
         found += second.to(tl.float32)
     if SCALED:
         found *= tl.load(scales + at % N // rows, mask=inside, other=0.0)
+    if BIASED:
+        found += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, found.to(out.dtype.element_ty), mask=inside)

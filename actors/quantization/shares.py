@@ -25,7 +25,7 @@ def shares(turns: int, places: int, programs: int, device: torch.device) -> tupl
         places: programs that there are for each share.
         programs: that a multiprocessor shall have at least.
     """
-    wanted = programs * _multiprocessors(device) // places
+    wanted = programs * multiprocessors(device) // places
     share = cdiv(turns, max(1, min(wanted, turns // _MIN_TURNS, _MAX_SHARES)))
     return share, cdiv(turns, share)
 
@@ -41,7 +41,7 @@ def joined(sums: Tensor, out: Tensor) -> Tensor:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -46,8 +46,9 @@ def test_kernels_compile_for_cards_that_are_not_here(project: Path, capability: 
     of_cascade = len(FLOAT_TYPES) * 4
     of_single_rows = 2
     expected = of_cascade + len(PRODUCTS) + len(WRITTEN) + of_single_rows
-    of_pairs = 4 if capability == 90 else 0
-    assert found.stdout.count("compiled") == expected + of_pairs
+    of_pairs = 6 if capability == 90 else 0
+    of_gates = 1
+    assert found.stdout.count("compiled") == expected + of_pairs + of_gates
 
 
 def compiled(
@@ -109,7 +110,7 @@ def compile_cascade(capability: int) -> None:
 
 def compile_products(capability: int) -> None:
     """With the tile of most rows, which takes the most registers and shared memory."""
-    from actors.quantization import kernels, pairs, single_row
+    from actors.quantization import gating, kernels, pairs, single_row
 
     for kind, dtype, of_experts in PRODUCTS:
         # The tiles of experts are those of any card.
@@ -131,15 +132,24 @@ def compile_products(capability: int) -> None:
         pointers = {"x": "*bf16", "out": "*bf16", "weight": "*u8", "scales": "*fp32"}
         types = types_of(single_row._product, constants, pointers)
         compiled(single_row._product, capability, types, constants, {"num_warps": turn.warps})
+    constants = {"CHANNELS": 1024}
+    types = types_of(gating._gate, constants, {"gate_up": "*bf16", "out": "*bf16"})
+    compiled(gating._gate, capability, types, constants)
     for in_pairs in (True, False) if capability == 90 else ():
         constants = {"PAIRS": in_pairs, "ONES": False, "ROWS": 8}
         constants |= {"BLOCK": pairs.BLOCK, "COLUMNS": 512}
         pointers = {"x": "*bf16", "parts": "*fp8e4nv"}
         pointers |= dict.fromkeys(("scales", "factors", "of_weight"), "*fp32")
         compiled(pairs._split, capability, types_of(pairs._split, constants, pointers), constants)
-        constants = {"PAIRS": in_pairs, "SCALED": True, "BLOCK": 1024}
-        pointers = {"sums": "*bf16", "out": "*bf16", "scales": "*fp32"}
+        constants = {"PAIRS": in_pairs, "SCALED": True, "BIASED": in_pairs, "BLOCK": 1024}
+        pointers = {"sums": "*bf16", "out": "*bf16", "scales": "*fp32", "bias": "*bf16"}
         compiled(pairs._add, capability, types_of(pairs._add, constants, pointers), constants)
+        constants = {"SCALED": not in_pairs, "ONES": not in_pairs, "ROWS": 8}
+        constants |= {"BLOCK": pairs.BLOCK, "COLUMNS": 32}
+        pointers = {"sums": "*bf16", "parts": "*fp8e4nv"}
+        pointers |= dict.fromkeys(("of_columns", "scales", "factors", "of_weight"), "*fp32")
+        types = types_of(pairs._split_of_gated, constants, pointers)
+        compiled(pairs._split_of_gated, capability, types, constants)
     for kind, dtype in WRITTEN:
         constants = {"KIND": kind, "ZEROS": False, "ONE_GROUP": False}
         constants |= {"FP8_UNIT": capability >= 89, "BN": 64, "BK": 128}

@@ -119,7 +119,7 @@ def test_shares_of_the_input_channels(kind: str, monkeypatch: pytest.MonkeyPatch
     """Some with fewer turns than others, on a device with room for all."""
     from actors.quantization import products, shares
 
-    monkeypatch.setattr(shares, "_multiprocessors", lambda device: 100)
+    monkeypatch.setattr(shares, "multiprocessors", lambda device: 100)
     for K in (256, 9 * 128, 37 * 128):
         case = make_case(Scheme(kind, 128), K, 40, torch.float16)
         x = inputs(11, K, torch.float16)
@@ -132,7 +132,7 @@ def test_a_row_is_the_same_whatever_is_beside_it(
 ) -> None:
     from actors.quantization import products, shares
 
-    monkeypatch.setattr(shares, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(shares, "multiprocessors", lambda device: 4)
     case = make_case(Scheme(kind, 64), 512, 72, torch.float16)  # not one of `few_rows`
     many = inputs(16, 512, torch.float16)
     if not CARD:  # numpy adds in an order that depends on a row's place: its sums have to be exact
@@ -146,6 +146,24 @@ def test_a_row_is_the_same_whatever_is_beside_it(
     for M, first in ((1, 0), (1, 15), (3, 7), (15, 1)):
         alone = products.matmul(*case.of(many[first : first + M]))
         assert torch.equal(alone, together[first : first + M])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_bias(kind: str, dtype: torch.dtype) -> None:
+    """It comes to the product, which may have been rounded before."""
+    from actors.quantization.products import matmul
+
+    case = make_case(Scheme(kind, 128), 256, 72, dtype)
+    bias = inputs(1, 72, dtype, seed=5)[0]
+    for rows in (1, 4, 70, 400):
+        x = inputs(rows, 256, dtype)
+        y = matmul(*case.of(x), bias=bias)
+        plain = matmul(*case.of(x))
+        off = (y.float() - (plain.float() + bias.float())).abs()
+        eps = torch.finfo(dtype).eps
+        assert bool((off <= (plain.abs().float() + y.abs().float()) * eps).all())
+        assert not torch.equal(y, plain)
 
 
 def test_inputs_of_any_strides() -> None:
@@ -165,8 +183,9 @@ def test_the_operator_has_a_shape_without_data() -> None:
         fakes = [mode.from_tensor(t) for t in (inputs(7, 256, torch.float16), case.weight)]
         y = matmul(*fakes, mode.from_tensor(case.scales), None, scheme)
     assert (y.shape, y.dtype) == ((7, 72), torch.float16)
-    samples = (inputs(7, 256, torch.float16), case.weight, case.scales, None, "int4", 128, 1)
-    torch.library.opcheck(torch.ops.sleepserve.quantized_matmul.default, (*samples, False))
+    weight = (case.weight, case.scales, None, "int4", 128, 1, False)
+    x, bias = inputs(7, 256, torch.float16), inputs(1, 72, torch.float16)[0]
+    torch.library.opcheck(torch.ops.sleepserve.quantized_matmul.default, (x, *weight, bias))
 
 
 def test_compiled_without_a_break_and_for_any_number_of_rows() -> None:

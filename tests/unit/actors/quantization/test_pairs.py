@@ -113,6 +113,26 @@ def test_what_is_not_finite_spoils_its_row_only(bad: float) -> None:
     assert factors.isnan().nonzero().tolist() == [[1, 5]]
 
 
+@pytest.mark.parametrize("of_columns", [False, True])
+def test_pairs_of_gated_sums(of_columns: bool) -> None:
+    """What the sums come to, gated, in pairs: the same as in three steps."""
+    from actors.quantization.gating import gated
+    from actors.quantization.pairs import _join, split, split_gated
+
+    scheme = Scheme("fp8", K) if of_columns else BLOCKS
+    R = M + 1
+    both = inputs(2 * R, 2 * K, torch.bfloat16).view(2, R, 2 * K)
+    columns = torch.rand((1, 2 * K), device=DEVICE) + 0.5
+    scales = torch.rand((K // 128, 3), device=DEVICE)
+    between = gated(_join(both, columns, scheme, both.new_empty((M, 2 * K))))
+    expected = split(between, scales, 3 * 128)
+    found = split_gated(both, M, columns, scheme, scales, 3 * 128)
+    assert [each.shape for each in found] == [each.shape for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.float(), other.float())
+    assert bool(found[0].float().any())
+
+
 def test_scales_of_the_weight_in_their_places() -> None:
     from actors.quantization.pairs import split
 
@@ -137,11 +157,18 @@ def test_what_does_not_fit() -> None:
 
 
 def test_rows_that_are_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too many of a wide weight would take more memory than a weight that is written out."""
+    """Too many of a wide weight would take more memory than a weight that is written out, and some would take longer."""
     from actors.quantization import kernels, products
 
     monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
-    for N, K, rows in ((37888, 3584, {64, 65, 256}), (3584, 18944, {65, 256, 512, 768})):
+    monkeypatch.setattr(products, "multiprocessors", lambda device: 132)
+    cases = (
+        (37888, 3584, {64, 65, 256}),
+        (3584, 18944, {65, 256, 512}),
+        (3584, 3584, {65, 256}),
+        (4608, 3584, {64, 65}),  # of 256 rows the tiles are 144
+    )
+    for N, K, rows in cases:
         weight = torch.empty((N, K), device="meta", dtype=torch.float8_e4m3fn)
         tried = (1, 63, 64, 65, 256, 512, 768, 769, 2048)
         x = {M: torch.empty((M, K), device="meta", dtype=torch.bfloat16) for M in tried}
@@ -212,18 +239,27 @@ def test_products_of_quantised_rows(group: str, N: int, K: int) -> None:
 @pytest.mark.parametrize("group", ["blocks", "columns", "one"])
 def test_products_are_off_by_two_roundings(group: str, N: int, K: int) -> None:
     """A plain product of rounded weights is off by one at least: of the output."""
+    from actors.quantization.pairs import product
     from actors.quantization.products import in_pairs, matmul
 
     case = make_case(scheme_of(group, K), K, N, torch.float32)
+    weight = case.weight, case.scales, case.scheme
     for rows in (65, 200, 256, 768):
         x = inputs(rows, K, torch.bfloat16)
-        assert in_pairs(x, case.weight, case.scheme)
-        y = matmul(*case.of(x))
+        y = product(x, *weight)
         exact = x.double() @ case.dequantised.double().T
         plain = x @ case.dequantised.bfloat16().T
         off, plain_off = ((each.double() - exact).square().mean().sqrt() for each in (y, plain))
         assert off < 2**0.5 * plain_off
-        assert torch.equal(y, matmul(*case.of(x)))
+        assert torch.equal(y, product(x, *weight))
+        if in_pairs(x, case.weight, case.scheme):
+            assert torch.equal(y, matmul(*case.of(x)))
+        else:
+            assert rows > 65
+        bias = inputs(1, N, torch.bfloat16)[0]
+        found = matmul(*case.of(x), bias=bias).double()
+        off = (found - exact - bias).square().mean().sqrt()
+        assert off < 2**0.5 * (plain + bias - exact - bias).square().mean().sqrt()
 
 
 @ON_HOPPER

@@ -1,4 +1,4 @@
-"""The measuring script of quantised products runs, on a card."""
+"""The measuring scripts of quantised products and MLPs run, on a card."""
 
 import time
 
@@ -20,3 +20,13 @@ def test_small_shapes_are_measured_and_shown() -> None:
     console = Console(width=140, record=True)
     show(found, console)
     assert "times as fast" in console.export_text()
+
+
+def test_a_small_mlp_is_measured_and_shown() -> None:
+    from docs.results.quantized_mlp import WAYS, measure, show
+
+    found = [measure(rows, 512, 1024) for rows in (65, 1024)]
+    assert all(row["ms"][way] > 0 for row in found for way in WAYS)
+    console = Console(width=140, record=True)
+    show(found, console)
+    assert "spared" in console.export_text()
