@@ -57,9 +57,12 @@ def product(
 
 
 def gated_mlp(
-    x: Tensor, gate_up: tuple[Tensor, Tensor, Scheme], down: tuple[Tensor, Tensor, Scheme]
+    x: Tensor,
+    gate_up: tuple[Tensor, Tensor, Scheme],
+    down: tuple[Tensor, Tensor, Scheme],
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """down(silu(gate) * up) of the rows `x` [M, H]: [M, H].
+    """down(silu(gate) * up) of the rows `x` [M, H], and the residual, if there is one: [M, H].
 
     The sums of the first product's halves become the pairs of the second one at once. Apart that takes three kernels,
     and what each of them writes is read by the next.
@@ -74,7 +77,8 @@ def gated_mlp(
         *(both, len(x), scales, scheme), _of_blocks(scales_of_down, scheme_of_down), len(of_down)
     )
     both = _products(gated, of_down)
-    return _join(both, scales_of_down, scheme_of_down, x.new_empty((len(x), len(of_down))))
+    out = x.new_empty((len(x), len(of_down)))
+    return _join(both, scales_of_down, scheme_of_down, out, residual)
 
 
 def product_of_quantised(x: Tensor, weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
@@ -104,21 +108,25 @@ def _products(pairs: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> Tensor:
 
 
 def _join(
-    parts: Tensor, scales: Tensor, scheme: Scheme, out: Tensor, bias: Tensor | None = None
+    parts: Tensor, scales: Tensor, scheme: Scheme, out: Tensor, more: Tensor | None = None
 ) -> Tensor:
-    """`out` [M, N] with the sums of the parts [2, R, N], or the one part, which it may be, times the columns' scales."""
+    """`out` [M, N] with the sums of the parts [2, R, N], or the one part, which it may be, times the columns' scales.
+
+    Args:
+        more: is added to all that; [N] or [M, N].
+    """
     _add[(cdiv(out.numel(), _ADDED),)](
         parts,
         parts.stride(0),
         scales,
-        out if bias is None else bias,
+        out if more is None else more,
         out,
         out.numel(),
         out.size(1),
         scheme.rows,
         PAIRS=len(parts) == 2,
         SCALED=scheme.group != BLOCK,
-        BIASED=bias is not None,
+        MORE=0 if more is None else more.dim(),
         BLOCK=_ADDED,
         num_warps=4,
     )
@@ -298,10 +306,10 @@ def _store_scales(
 
 @triton.jit(do_not_specialize=["rows"])
 def _add(
-    sums, half, scales, bias, out, size, N, rows,
-    PAIRS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
+    sums, half, scales, more, out, size, N, rows,
+    PAIRS: tl.constexpr, SCALED: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of both halves' first `size` numbers, or the numbers that are there, times the columns' scales, with bias."""
+    """The sums of both halves' first `size` numbers, or the numbers that are there, times the columns' scales, and more."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     found = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)
@@ -310,6 +318,7 @@ def _add(
         found += second.to(tl.float32)
     if SCALED:
         found *= tl.load(scales + at % N // rows, mask=inside, other=0.0)
-    if BIASED:
-        found += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
+    if MORE > 0:
+        place = at % N if MORE == 1 else at
+        found += tl.load(more + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, found.to(out.dtype.element_ty), mask=inside)

@@ -135,6 +135,7 @@ def _mlp_like(
     down_group: int,
     down_rows: int,
     quantise_down_rows: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((x.size(0), down_weight.size(0)))
 
@@ -156,19 +157,21 @@ def _gated_mlp(
     down_group: int,
     down_rows: int,
     quantise_down_rows: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
     scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
     of_down = Scheme(down_kind, down_group, down_rows, down_zeros is not None)  # type: ignore[arg-type]
     quantises = quantise_rows or quantise_down_rows
     if not quantises and is_gated_in_pairs(x, weight, scheme, down_weight, of_down):
         down = down_weight, down_scales, of_down
-        return pairs.gated_mlp(x, (weight, scales, scheme), down)
+        return pairs.gated_mlp(x, (weight, scales, scheme), down, residual)
     gate_up = _quantized_matmul(x, weight, scales, zeros, kind, group, rows, quantise_rows)
-    return _quantized_matmul(
+    out = _quantized_matmul(
         gating.gated(gate_up),
         *(down_weight, down_scales, down_zeros, down_kind, down_group, down_rows),
         quantise_down_rows,
     )
+    return out if residual is None else out.add_(residual)
 
 
 def is_gated_in_pairs(

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from actors.engine.model.paged_step import Rehearsal, computing
 from actors.image.decoder_layers import decoder_layers
+from actors.quantization.mlp import GatedMlp
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +92,14 @@ class CompiledLayers:
         logger.info("compiled %d decoder layers in %.1f s", len(self._layers), seconds)
 
     def _compile_on(self, device: torch.device) -> None:
+        options: dict[str, Any] = {}
+        if any(isinstance(module, GatedMlp) for module in self._model.modules()):
+            # Here, as torch's compiler takes its time to be imported.
+            from actors.engine.model.joined_residuals import JoinedResiduals
+
+            options["post_grad_custom_post_pass"] = JoinedResiduals()
         for kind in {type(layer) for layer in self._layers}:
-            self._forwards[kind] = torch.compile(kind.forward, dynamic=True)
+            self._forwards[kind] = torch.compile(kind.forward, dynamic=True, options=options)
         with torch.compiler.set_stance("default"), torch.no_grad(), computing(Rehearsal()):
             for layer, calls in zip(self._copies, self._calls, strict=True):
                 try:

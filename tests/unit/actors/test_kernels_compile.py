@@ -141,8 +141,8 @@ def compile_products(capability: int) -> None:
         pointers = {"x": "*bf16", "parts": "*fp8e4nv"}
         pointers |= dict.fromkeys(("scales", "factors", "of_weight"), "*fp32")
         compiled(pairs._split, capability, types_of(pairs._split, constants, pointers), constants)
-        constants = {"PAIRS": in_pairs, "SCALED": True, "BIASED": in_pairs, "BLOCK": 1024}
-        pointers = {"sums": "*bf16", "out": "*bf16", "scales": "*fp32", "bias": "*bf16"}
+        constants = {"PAIRS": in_pairs, "SCALED": True, "MORE": 1 + in_pairs, "BLOCK": 1024}
+        pointers = {"sums": "*bf16", "out": "*bf16", "scales": "*fp32", "more": "*bf16"}
         compiled(pairs._add, capability, types_of(pairs._add, constants, pointers), constants)
         constants = {"SCALED": not in_pairs, "ONES": not in_pairs, "ROWS": 8}
         constants |= {"BLOCK": pairs.BLOCK, "COLUMNS": 32}

@@ -153,7 +153,7 @@ def test_the_operator_has_a_shape_without_data() -> None:
 @pytest.mark.parametrize("kind", ["blocks", "columns", "one"])
 def test_at_one_go_and_apart_are_the_same_to_the_bit(kind: str, shape: tuple[int, int]) -> None:
     from actors.quantization.gating import gated
-    from actors.quantization.pairs import product
+    from actors.quantization.pairs import gated_mlp, product
     from actors.quantization.products import is_gated_in_pairs
 
     H, width = shape
@@ -174,6 +174,11 @@ def test_at_one_go_and_apart_are_the_same_to_the_bit(kind: str, shape: tuple[int
         between = gated(product(x, gate_up.weight, gate_up.scales, first))
         expected = product(between, down.weight, down.scales, second)
         assert torch.equal(mlp(x), expected)
+        residual = inputs(rows, H, torch.bfloat16, seed=7)
+        weights = (gate_up.weight, gate_up.scales, first), (down.weight, down.scales, second)
+        off = (gated_mlp(x, *weights, residual).double() - expected - residual).abs()
+        both = expected.double().abs() + residual.abs()
+        assert bool((off <= both * torch.finfo(x.dtype).eps).all())
         assert not torch.equal(expected, torch.zeros_like(expected))
     assert torch.equal(replayed(mlp, x), expected)
 
