@@ -72,11 +72,15 @@ def gated_mlp(
         down: likewise, [H, I].
     """
     (weight, scales, scheme), (of_down, scales_of_down, scheme_of_down) = gate_up, down
-    both = _products(split(x, _of_blocks(scales, scheme), len(weight)), weight)
-    gated = split_gated(
-        *(both, len(x), scales, scheme), _of_blocks(scales_of_down, scheme_of_down), len(of_down)
+    # In one expression: no halves are kept for as long as the next product takes.
+    both = _products(
+        split_gated(
+            _products(split(x, _of_blocks(scales, scheme), len(weight)), weight),
+            *(len(x), scales, scheme),
+            *(_of_blocks(scales_of_down, scheme_of_down), len(of_down)),
+        ),
+        of_down,
     )
-    both = _products(gated, of_down)
     out = x.new_empty((len(x), len(of_down)))
     return _join(both, scales_of_down, scheme_of_down, out, residual)
 

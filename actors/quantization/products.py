@@ -90,7 +90,7 @@ def _quantized_matmul(
         out = few_rows.product(x, weight, scales, zeros, scheme)
     elif in_pairs(x, weight, scheme):
         return pairs.product(x, weight, scales, scheme, bias)
-    elif (tile := variant(x, scheme)) is not None:
+    elif not is_written(x, weight, scheme) and (tile := variant(x, scheme)) is not None:
         out = kernels.fused(x, weight, scales, zeros, scheme, tile)
     else:
         return kernels.dequantised(x, weight, scales, zeros, scheme, bias)
@@ -165,9 +165,9 @@ def _gated_mlp(
     if not quantises and is_gated_in_pairs(x, weight, scheme, down_weight, of_down):
         down = down_weight, down_scales, of_down
         return pairs.gated_mlp(x, (weight, scales, scheme), down, residual)
-    gate_up = _quantized_matmul(x, weight, scales, zeros, kind, group, rows, quantise_rows)
+    # In one expression: gate and up are not kept for as long as the last product takes.
     out = _quantized_matmul(
-        gating.gated(gate_up),
+        gating.gated(_quantized_matmul(x, weight, scales, zeros, kind, group, rows, quantise_rows)),
         *(down_weight, down_scales, down_zeros, down_kind, down_group, down_rows),
         quantise_down_rows,
     )
@@ -220,6 +220,12 @@ def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
         and takes_pairs(scheme, N, K, x.dtype, x.device)
         and _pairs_s(M, N, K, x.device) <= _written_s(M, N, K)
     )
+
+
+def is_written(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` has the weight written out for rows `x` [M, K], if they are not `in_pairs`: tiles would take longer still."""
+    N, K = weight.shape
+    return len(x) >= PAIRS_FROM and takes_pairs(scheme, N, K, x.dtype, x.device)
 
 
 def _pairs_s(M: int, N: int, K: int, device: torch.device) -> float:

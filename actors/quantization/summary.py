@@ -43,7 +43,9 @@ def summary(model: nn.Module, device: torch.device) -> str | None:
     if any(each.quantises for each in of_cores):
         apart.append(f"of fp8 quantised inputs from {products.QUANTISED_FROM} rows")
     if not all(each.quantises for each in of_cores):
-        apart.append(f"of fp8 pairs from {products.PAIRS_FROM} to {products.PAIRS_UP_TO}")
+        apart.append(
+            f"of fp8 pairs from {products.PAIRS_FROM} to {products.PAIRS_UP_TO} where they are faster"
+        )
     if any(
         products.takes_few_rows(each.scheme, each.in_features, each.dtype, device)
         for each in linear
