@@ -275,6 +275,13 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(sums)
 
 
+def keep(found: Sequence[dict[str, Any]], file: Path | None) -> None:
+    """Write the rows to a file, with what they were measured on."""
+    if file is not None:
+        facts = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}
+        file.write_text(json.dumps(facts, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", nargs="+", choices=list(SCHEMES), default=["int4", "fp8"])
@@ -285,9 +292,7 @@ def main() -> None:
     end_s = time.monotonic() + asked.limit_s
     found = [row for kind in asked.kinds for row in measure(kind, SHAPES, asked.rows, end_s)]
     show(found, Console(width=140))
-    if asked.json is not None:
-        facts = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}
-        asked.json.write_text(json.dumps(facts, indent=1) + "\n")
+    keep(found, asked.json)
 
 
 if __name__ == "__main__":

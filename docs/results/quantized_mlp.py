@@ -5,7 +5,6 @@ between them at one go (`pairs.gated_mlp`), the same in pairs apart, with weight
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from actors.quantization import pairs
 from actors.quantization.gating import gated
 from actors.quantization.kernels import dequantised
 from actors.quantization.products import is_gated_in_pairs
-from docs.results.quantized_matmul import LAYERS, SCHEMES, copies, milliseconds, quantised
+from docs.results.quantized_matmul import LAYERS, SCHEMES, copies, keep, milliseconds, quantised
 
 H, WIDTH = 3584, 18944
 ROWS = (64, 65, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 2048)
@@ -98,9 +97,7 @@ def main() -> None:
     asked = parser.parse_args()
     found = [measure(rows) for rows in asked.rows]
     show(found, Console(width=140))
-    if asked.json is not None:
-        facts = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}
-        asked.json.write_text(json.dumps(facts, indent=1) + "\n")
+    keep(found, asked.json)
 
 
 if __name__ == "__main__":
