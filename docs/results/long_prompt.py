@@ -132,7 +132,7 @@ def main() -> None:
             )
     except BenchError as error:
         parser.exit(1, f"error: {error}\n")
-    tell(result, tables(result), asked.json)
+    raise SystemExit(tell(result, tables(result), asked.json))
 
 
 if __name__ == "__main__":

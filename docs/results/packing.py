@@ -131,10 +131,12 @@ def main() -> None:
         file.read_bytes()  # whatever disk it lies on
     rounds: list[dict[str, Any]] = []
     result = {"checkpoint": subject.checkpoint.name, **environment(), "rounds": rounds}
+    code = 0
     for _ in range(asked.rounds):
         with local_ray(int(_STORE * subject.store_bytes)):
             rounds.append(one_round(subject))
-        tell(result, tables(result), asked.json)
+        code = tell(result, tables(result), asked.json)
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def main() -> None:
         "second": _told(seconds),
         "client": provenance(),
     }
-    tell(result, tables(result), asked.json)
+    raise SystemExit(tell(result, tables(result), asked.json))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from serve_app.cli.bench_run import (
     take_sigterm_as_interrupt,
     usage_errors,
     write,
+    written,
 )
 from serve_app.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, say
 from serve_app.config.keys import ADMIN_KEY_VARIABLE
@@ -189,11 +190,11 @@ def http(
     bench, error, exit_code = _run(
         target, workload, loads, workers, report_of, json_file, quiet=quiet
     )
-    _tell(report_of(bench, error), json_file)
+    untold = _tell(report_of(bench, error), json_file)
     if error is not None:
         say(f"error: {error}" if exit_code == EXIT_FAILED else error)
-    if exit_code:
-        raise typer.Exit(exit_code)
+    if exit_code or untold:
+        raise typer.Exit(exit_code or untold)
 
 
 def _run(
@@ -266,16 +267,21 @@ def _report(
     )
 
 
-def _tell(report: "Report", json_file: Path | None) -> None:
+def _tell(report: "Report", json_file: Path | None) -> int:
+    """Print it, and write it to the files that were asked for; the exit code."""
     from serve_app.bench.http.report import append_rows, as_json, show
 
     if report.rounds:
         # In a file or a pipe rich would wrap at 80 columns.
         show(report, Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS))
-    if json_file is not None:
-        write(as_json(report), json_file)
-    if report.database is not None:
-        append_rows(report.database, report)
+
+    def write_files() -> None:
+        if json_file is not None:
+            write(as_json(report), json_file)
+        if report.database is not None:
+            append_rows(report.database, report)
+
+    return written(write_files)
 
 
 # --- arguments ---

@@ -137,8 +137,9 @@ def wake(
         {"name": v.name, "found": v.found, "limit": v.limit, "kept": v.kept} for v in verdicts
     ]
     failed = result["wrong"] > 0 or not all(verdict.kept for verdict in verdicts)
-    tell(result, tables(result), json_file, [*([""] if verdicts else []), *map(str, verdicts)])
-    raise typer.Exit(code or (EXIT_FAILED if failed else 0))
+    lines = [*([""] if verdicts else []), *map(str, verdicts)]
+    untold = tell(result, tables(result), json_file, lines)
+    raise typer.Exit(code or untold or (EXIT_FAILED if failed else 0))
 
 
 def load(
@@ -242,7 +243,10 @@ def _limits(asserted: Sequence[str]) -> dict[str, float]:
         if name not in GOALS or not equals:
             known = ", ".join(GOALS)
             raise ValueError(f"--assert takes goals or NAME=MAX, found {text}; names are {known}")
-        limits[name] = float(value)
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            raise ValueError(f"--assert {name} takes a number, found {value}") from None
     return limits
 
 

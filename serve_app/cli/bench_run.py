@@ -7,11 +7,13 @@ interrupted. What was measured until then is told in any case.
 import asyncio
 import json
 import signal
+import sqlite3
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -40,6 +42,10 @@ def check_writable(file: Path | None) -> None:
     """Before the work, not after it."""
     if file is not None:
         file.touch()
+        if _is_plain(file):
+            beside = _beside(file)
+            beside.touch()
+            beside.unlink()
 
 
 @contextmanager
@@ -98,13 +104,19 @@ def _saving(bench: Bench, show: Progress, json_file: Path | None) -> Progress:
 
 
 def kept(result: Callable[[], dict[str, Any]], file: Path) -> Callable[[bool], None]:
-    """What writes a result if it has not for a while, or is to in any case: we may be killed."""
+    """What writes a result if it has not for a while, or is to in any case: we may be killed.
+
+    Where it cannot, it says so, and what was measured is written at the end, if there is room then.
+    """
     next_s = time.monotonic() + _SAVE_INTERVAL_S
 
     def keep(at_once: bool) -> None:
         nonlocal next_s
         if time.monotonic() >= next_s or at_once:
-            write(result(), file)
+            try:
+                write(result(), file)
+            except OSError as error:
+                say(f"not written yet: {error}")
             next_s = time.monotonic() + _SAVE_INTERVAL_S
 
     return keep
@@ -154,8 +166,8 @@ def measure(
     """Run, print and write; the exit code, which also tells of wrong answers."""
     code = run(bench, around, json_file)
     result = bench.result()
-    tell(result, tables(result), json_file)
-    return code or (EXIT_FAILED if result.get("wrong") else 0)
+    untold = tell(result, tables(result), json_file)
+    return code or untold or (EXIT_FAILED if result.get("wrong") else 0)
 
 
 def tell(
@@ -163,14 +175,47 @@ def tell(
     tables: Sequence[Table],
     json_file: Path | None,
     more: Sequence[str] = (),
-) -> None:
-    """Print a result's tables, and write it if that was asked for."""
+) -> int:
+    """Print a result's tables, and write it if that was asked for; the exit code."""
     for line in (*as_text(tables), *more):
         print(line)
-    if json_file is not None:
-        write(result, json_file)
+    return 0 if json_file is None else written(partial(write, result, json_file))
+
+
+def written(work: Callable[[], None]) -> int:
+    """Write files at the end; the exit code. One that cannot be written, as on a full disk, is told in a line."""
+    try:
+        work()
+    except (OSError, sqlite3.Error) as error:
+        say(f"error: {error}")
+        return EXIT_FAILED
+    return 0
 
 
 def write(result: dict[str, Any], file: Path) -> None:
-    """As JSON."""
-    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    """As JSON. Whoever reads the file meanwhile, or finds it when we were killed, has a whole result, if an older one.
+
+    Raises:
+        OSError: it cannot be written; what was in the file stays.
+    """
+    text = json.dumps(result, indent=2) + "\n"
+    if not _is_plain(file):
+        file.write_text(text, encoding="utf-8")
+        return
+    beside = _beside(file)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file.resolve())
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _is_plain(file: Path) -> bool:
+    """Not a pipe, a terminal or another device."""
+    return file.is_file() or not file.exists()
+
+
+def _beside(file: Path) -> Path:
+    whole = file.resolve()
+    return whole.with_name(f"{whole.name}.part")

@@ -232,11 +232,8 @@ def _run(opened: _Opened, plan: Plan, passage: bench.Passage | None, json_file: 
     if report is not None:
         report.interrupted = code == EXIT_INTERRUPTED
         report.judge()
-        code = code or (0 if report.passed else EXIT_FAILED)
-        try:
-            tell(report.model_dump(mode="json"), tables(report), json_file)
-        except OSError as error:  # as of a full disk
-            code = _failed(error, EXIT_FAILED)
+        untold = tell(report.model_dump(mode="json"), tables(report), json_file)
+        code = code or untold or (0 if report.passed else EXIT_FAILED)
     if code == EXIT_INTERRUPTED:
         say("interrupted")
     return code

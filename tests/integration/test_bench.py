@@ -412,6 +412,7 @@ def test_object_store_of_a_subject_is_as_large_as_a_quantised_image_and_little_m
     [
         (["--variants", "faster"], "no variant faster"),
         (["--assert", "speed=1"], "--assert takes goals or NAME=MAX"),
+        (["--assert", "wrong=few"], "--assert wrong takes a number, found few"),
         (["--engine", "num_blocks"], "--engine takes KEY=VALUE"),
         (
             ["--engine", "num_blocks=["],

@@ -111,9 +111,9 @@ def serve(
 
     code = run(bench, bench.serving(), json_file)
     result = bench.result()
-    tell(result, tables(result), json_file)
+    untold = tell(result, tables(result), json_file)
     failed = bench.failed or result.get("latency", {}).get("wrong", 0) > 0
-    raise typer.Exit(code or (EXIT_FAILED if failed else 0))
+    raise typer.Exit(code or untold or (EXIT_FAILED if failed else 0))
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
