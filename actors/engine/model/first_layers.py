@@ -10,10 +10,11 @@ from actors.image.decoder_layers import decoder_layers
 
 
 class FirstLayers:
-    """The first decoder layers of a model: as many as it takes to have one of each kind.
+    """The first decoder layers of a model: as many as it takes to have one of each kind, and one more.
 
-    Forwards through them run the kernels of a whole forward, and need as much memory beside weights and cache; the
-    logits mean nothing.
+    Forwards through them run the kernels of a whole forward, and need as much memory beside weights and cache: from the
+    second layer on the embeddings, which models hold on to, are no longer what a layer computes from. The logits mean
+    nothing.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -25,7 +26,7 @@ class FirstLayers:
         first: dict[object, int] = {}
         for index, (_, layer) in enumerate(layers):
             first.setdefault((types[index], _kind(layer)), index)
-        self._count = max(first.values()) + 1
+        self._count = max(first.values()) + 2
         owner, _, name = layers[0][0].removesuffix(".0").rpartition(".")
         self._list = model.get_submodule(owner), name
 

@@ -14,7 +14,7 @@ from tests.unit.actors.engine.small_models import SMALL, build
 DEEP = SMALL | {"num_hidden_layers": 6}
 IDS = torch.arange(5)[None]
 RUN: dict[str, tuple[Callable[[], tf.PreTrainedConfig], int]] = {
-    "all alike": (lambda: tf.Qwen2Config(**DEEP), 1),
+    "all alike": (lambda: tf.Qwen2Config(**DEEP), 2),
     "a window in two of three": (
         lambda: tf.Gemma3TextConfig(
             **DEEP,
@@ -22,25 +22,25 @@ RUN: dict[str, tuple[Callable[[], tf.PreTrainedConfig], int]] = {
             sliding_window=16,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         ),
-        3,
+        4,
     ),
     "dense, then experts": (
         lambda: tf.Qwen2MoeConfig(
             **DEEP, num_experts=4, moe_intermediate_size=24, mlp_only_layers=[0, 1]
         ),
-        3,
+        4,
     ),
     "two lists in one another": (
         lambda: tf.GPT2Config(
             vocab_size=96, n_embd=32, n_layer=6, n_head=4, n_positions=64, eos_token_id=2
         ),
-        1,
+        2,
     ),
 }
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_as_many_layers_run_as_there_are_kinds(name: str) -> None:
+def test_one_layer_more_runs_than_it_takes_to_have_all_kinds(name: str) -> None:
     make, expected = RUN[name]
     model = build(make(), device="cpu").eval()
     whole = model(IDS).logits
