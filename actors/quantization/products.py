@@ -1,4 +1,4 @@
-"""Products with quantised weights on a card: `matmul` chooses between six ways, by the rows.
+"""Products with quantised weights on a card: `matmul` chooses between six ways, by the rows; `gated_mlp` is two of them.
 
 `fused` and `dequantised` fit any number of rows (kernels.py). For numbers between theirs, of FP8, there is `pairs`; for
 one row of FP8 there is `single_row`, for up to eight of 4 bits `few_rows`: in these three the weights are not even
@@ -177,7 +177,10 @@ def _gated_mlp(
 def is_gated_in_pairs(
     x: Tensor, weight: Tensor, scheme: Scheme, down_weight: Tensor, of_down: Scheme
 ) -> bool:
-    """Whether `gated_mlp` computes rows `x` [M, H] in `pairs`, at one go."""
+    """Whether `gated_mlp` computes rows `x` [M, H] in `pairs`, at one go.
+
+    That takes ten bytes for each row and channel between the products, as many as sizing counts (`cache_shape._mlp_width`).
+    """
     return PAIRS_FROM <= len(x) <= PAIRS_UP_TO and all(
         takes_pairs(each, len(of), of.size(1), x.dtype, x.device)
         for each, of in ((scheme, weight), (of_down, down_weight))
