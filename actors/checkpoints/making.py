@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from tokenizers import models, pre_tokenizers, trainers
@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from actors.checkpoints.chatml import SPECIAL_TOKENS, byte_level, for_transformers
 from actors.checkpoints.quantizing import quantised, write_index
-from actors.checkpoints.writing import RECIPE_FILE, whole_directory, write_shard
+from actors.checkpoints.recipes import RECIPE_FILE, DtypeName, ShapeName
+from actors.checkpoints.writing import whole_directory, write_shard
 from actors.quantization.formats import QuantizeName
 from actors.quantization.making import Quantizer, is_quantized, quantizer
 
-ShapeName = Literal["demo", "tiny", "deepseek-r1-distill-qwen-1.5b", "deepseek-r1-distill-qwen-7b"]
-DtypeName = Literal["float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
 RECIPE_VERSION = 1  # counts changes of the bytes that a recipe gives

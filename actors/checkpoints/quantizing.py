@@ -20,8 +20,9 @@ from actors.checkpoints.directory import (
     unsupported_weights,
     weight_files,
 )
+from actors.checkpoints.recipes import RECIPE_FILE
 from actors.checkpoints.variants import VARIANT_FILE
-from actors.checkpoints.writing import RECIPE_FILE, whole_directory, write_shard
+from actors.checkpoints.writing import whole_directory, write_shard
 from actors.quantization.formats import QuantizeName
 from actors.quantization.making import Quantizer, is_quantized, quantizer
 

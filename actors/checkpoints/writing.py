@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-RECIPE_FILE = "sleepserve_recipe.json"  # written last; what a directory was made from
-
 
 def write_shard(tensors: "dict[str, torch.Tensor]", file: Path) -> None:
     """A safetensors file that has the mode of any new file; by itself the library makes it its owner's alone.

@@ -7,10 +7,11 @@ Imports that take long stand inside the commands.
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from actors.checkpoints.recipes import DtypeName, ShapeName
 from actors.quantization.formats import QuantizeName
 from serve_app import __version__
 from serve_app.cli.bench import bench
@@ -36,20 +37,6 @@ app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 
-# As in `actors.checkpoints.making`, known without torch.
-Shape = Literal[
-    "demo",
-    "tiny",
-    "deepseek-r1-distill-qwen-1.5b",
-    "deepseek-r1-distill-qwen-7b",
-]
-Dtype = Literal[
-    "float32",
-    "bfloat16",
-    "float16",
-]
-
-
 @app.command()
 def check(
     file: Annotated[
@@ -72,7 +59,7 @@ def check(
 def make_checkpoint(
     context: typer.Context,
     directory: Annotated[Path, typer.Argument(metavar="DIR", file_okay=False, help="Where to.")],
-    shape: Annotated[Shape | None, typer.Option(help="Sizes of the model.")] = None,
+    shape: Annotated[ShapeName | None, typer.Option(help="Sizes of the model.")] = None,
     variant_of: Annotated[
         Path | None,
         typer.Option(
@@ -88,7 +75,7 @@ def make_checkpoint(
         ),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Type of the weights; the shape's own when absent.")
+        DtypeName | None, typer.Option(help="Type of the weights; the shape's own when absent.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     shards: Annotated[

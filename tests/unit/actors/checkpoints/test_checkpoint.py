@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from actors.checkpoints import making as checkpoint
-from actors.checkpoints.making import RECIPE_FILE, SHAPES, write_checkpoint
+from actors.checkpoints.making import SHAPES, write_checkpoint
+from actors.checkpoints.recipes import RECIPE_FILE, DtypeName, ShapeName
 from actors.checkpoints.writing import whole_directory, write_shard
 from actors.quantization.formats import QUANTIZE_NAMES
-from serve_app.cli.main import Dtype, QuantizeName, Shape, app
+from serve_app.cli.main import QuantizeName, app
 
 TEXT = 'Hello, wörld!\n  你好 🙂 안녕, 3.14\tdef main(): return "x"'
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -304,6 +305,6 @@ def test_command_prints_the_directory_alone_and_tells_progress_apart(tmp_path: P
 
 
 def test_command_knows_every_shape_dtype_and_recipe() -> None:
-    assert list(get_args(Shape)) == list(SHAPES)
-    assert list(get_args(Dtype)) == ["float32", "bfloat16", "float16"]
+    assert list(get_args(ShapeName)) == list(SHAPES)
+    assert list(get_args(DtypeName)) == ["float32", "bfloat16", "float16"]
     assert get_args(QuantizeName) == QUANTIZE_NAMES

@@ -10,8 +10,9 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from actors.checkpoints.directory import missing_from_checkpoint, quantized
-from actors.checkpoints.making import RECIPE_FILE, write_checkpoint
+from actors.checkpoints.making import write_checkpoint
 from actors.checkpoints.quantizing import quantize_checkpoint
+from actors.checkpoints.recipes import RECIPE_FILE
 from actors.checkpoints.variants import write_variant
 from serve_app.cli.main import app
 
