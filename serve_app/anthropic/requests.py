@@ -28,10 +28,24 @@ from serve_app.openai.fields import (
     wrong,
 )
 from serve_app.openai.keep_alive import KeepAlive
-from serve_app.openai.requests import Ask, ModelName, SamplingFields, Stops, TokenizeAsk
+from serve_app.openai.requests import (
+    Ask,
+    ModelName,
+    SamplingFields,
+    Stops,
+    TokenizeAsk,
+    refuse_of_chats,
+)
 
 # Fields that we know and cannot honour.
-_UNSUPPORTED = ("container", "mcp_servers", "context_management")
+_UNSUPPORTED = ("container", "mcp_servers", "context_management", "output_format")
+# Of chats' fields -> those that are here in their place.
+_INSTEAD = {
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "chat_template_kwargs": "thinking",
+    "reasoning_effort": "thinking",
+}
 
 _Texts = Annotated[
     str,
@@ -280,6 +294,7 @@ class MessagesBody(CountTokensBody, SamplingFields, KeepAlive):
 def parse_messages(fields: Mapping[str, Any]) -> Ask:
     """POST /v1/messages."""
     _refuse_unsupported(fields)
+    refuse_of_chats(fields, MessagesBody, _INSTEAD)
     return parse_form(MessagesBody, fields).ask()
 
 

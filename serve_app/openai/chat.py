@@ -116,12 +116,15 @@ class ChatForm(Part):
     ] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    reasoning_effort: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any], small_inside()] = Field(
         default={}, max_length=MAX_OPTIONS
     )
 
     def prompt(self, *, with_tools: bool = True, must_call: tuple[str, ...] = ()) -> ChatPrompt:
-        template_kwargs = dict(self.chat_template_kwargs)
+        effort = self.reasoning_effort
+        template_kwargs = {} if effort is None else thinking(effort != "none")
+        template_kwargs |= self.chat_template_kwargs
         if self.continue_final_message:
             template_kwargs["continue_final_message"] = True
         return ChatPrompt(

@@ -461,6 +461,37 @@ def parse_seed(fields: Mapping[str, Any]) -> Ask:
     return body.ask((body.prompt,), max_tokens=body.max_tokens)
 
 
+# What of a chat's body is not looked at in other dialects: how an answer is told, not what is in it.
+_TELL_NOTHING = ("stream_options",)
+
+
+def refuse_of_chats(
+    fields: Mapping[str, Any], form: type[BaseModel], instead: Mapping[str, str]
+) -> None:
+    """Refuse what another dialect's body does not have, and a chat honours or refuses.
+
+    Args:
+        form: of such a body.
+        instead: what to use in the place of some fields.
+
+    Raises:
+        UnsupportedParameter: a field would change the answer.
+    """
+    for name, field in ChatBody.model_fields.items():
+        value = fields.get(name)
+        if name in form.model_fields or name in _TELL_NOTHING or value == {"type": "text"}:
+            continue
+        default = field.get_default(call_default_factory=True, validated_data={})
+        is_nothing = not value and not default and default is not None
+        if value is not None and value != default and not is_nothing:
+            use = f"; use {instead[name]}" if name in instead else ""
+            raise UnsupportedParameter(f"{name} is not supported, found {shown(value)}{use}", name)
+    _refuse(
+        fields,
+        {n: each for n, each in _UNSUPPORTED_IN_CHATS.items() if n not in form.model_fields},
+    )
+
+
 def _refuse(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[object, ...]]) -> None:
     for name, harmless in unsupported.items():
         if (value := fields.get(name)) is not None and value not in harmless:

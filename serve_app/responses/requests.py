@@ -34,7 +34,7 @@ from serve_app.openai.fields import (
 )
 from serve_app.openai.grammar import JsonSchema, any_object
 from serve_app.openai.keep_alive import KeepAlive
-from serve_app.openai.requests import Ask, ModelName, SamplingFields
+from serve_app.openai.requests import Ask, ModelName, SamplingFields, refuse_of_chats
 
 # Fields that we know and cannot honour -> the values that ask for nothing, and why.
 _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
@@ -46,6 +46,17 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "truncation": (("disabled",), "too long a prompt is refused"),
     "context_management": (([],), "nothing is left out of a prompt"),
     "top_logprobs": ((0,), "chats have them"),
+}
+# Of chats' fields -> those that are here in their place.
+_INSTEAD = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "structured_outputs": "text.format",
+    "guided_json": "text.format",
+    "chat_template_kwargs": "reasoning.effort",
+    "reasoning_effort": "reasoning.effort",
 }
 # Of `include`; what else can be included is of tools not here.
 _LOGPROBS = "message.output_text.logprobs"
@@ -319,6 +330,7 @@ def parse_responses(fields: Mapping[str, Any]) -> ResponseAsk:
         if (value := fields.get(name)) is not None and value not in harmless:
             text = f"{name} is not supported, found {shown(value)}: {why}"
             raise UnsupportedParameter(text, name)
+    refuse_of_chats(fields, ResponsesBody, _INSTEAD)
     body = parse_form(ResponsesBody, fields)
     if _LOGPROBS in body.include:
         raise UnsupportedParameter(
@@ -347,20 +359,18 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if isinstance(item, ReasoningItem):
             if item.content:
-                thought = {"reasoning_content": item.content}
-                messages.append({"role": "assistant", "content": "", **thought})
+                last = last or _added(messages, {"role": "assistant", "content": ""})
+                last["reasoning_content"] = _lines(last.get("reasoning_content"), item.content)
         elif isinstance(item, FunctionCallOutputItem):
             result = {"tool_call_id": item.call_id, "content": item.output}
             messages.append({"role": "tool", **result})
         elif isinstance(item, FunctionCallItem):
-            if last is None:
-                last = {"role": "assistant", "content": ""}
-                messages.append(last)
+            last = last or _added(messages, {"role": "assistant", "content": ""})
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             last.setdefault("tool_calls", []).append(call)
-        elif item.role == "assistant" and last is not None and _only_thought(last):
-            last["content"] = item.content
+        elif item.role == "assistant" and last is not None:
+            last["content"] = _lines(last["content"], item.content)
         else:
             # Most templates do not know `developer`.
             role = "system" if item.role == "developer" else item.role
@@ -368,5 +378,10 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _only_thought(message: Mapping[str, Any]) -> bool:
-    return not message["content"] and "tool_calls" not in message
+def _added(messages: list[dict[str, Any]], message: dict[str, Any]) -> dict[str, Any]:
+    messages.append(message)
+    return message
+
+
+def _lines(*texts: str | None) -> str:
+    return "\n".join(text for text in texts if text)

@@ -239,6 +239,13 @@ def test_wrong_value_is_named_with_what_was_found(fields: Any, param: str, messa
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stop": "x"}, "stop"),
+        ({"seed": 0}, "seed"),
+        ({"n": 2}, "n"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"bad_words": ["x"]}, "bad_words"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     ],
 )

@@ -202,6 +202,35 @@ def test_items_of_one_turn_are_one_message(model):
     assert prompt.template_kwargs == {"enable_thinking": False, "thinking": False}
 
 
+def test_text_and_thoughts_behind_a_call_are_of_its_message(model):
+    """A result follows the message with its call, as many templates want it."""
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    asked(
+        model,
+        input=[
+            {"role": "user", "content": "add"},
+            {"type": "reasoning", "content": [_part("reasoning_text", "Hm")]},
+            {"role": "assistant", "content": "So:"},
+            call,
+            {"type": "reasoning", "content": [_part("reasoning_text", "Well")]},
+            {"role": "assistant", "content": ""},
+            {"role": "assistant", "content": "Done."},
+            {"type": "function_call_output", "call_id": "1", "output": "2"},
+        ],
+    )
+    function = {"name": "f", "arguments": {}}
+    assert model.requests[0].prompt.messages == (
+        {"role": "user", "content": "add"},
+        {
+            "role": "assistant",
+            "content": "So:\nDone.",
+            "reasoning_content": "Hm\nWell",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    )
+
+
 def _part(kind: str, text: str) -> dict[str, str]:
     return {"type": kind, "text": text}
 
@@ -240,6 +269,15 @@ def test_response_of_nothing_has_no_item():
         ({"include": ["message.output_text.logprobs"]}, "unsupported_parameter", "include"),
         ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools[0].type"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "unsupported_parameter", "input[0]"),
+        ({"max_tokens": 3}, "unsupported_parameter", "max_tokens"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "unsupported_parameter",
+            "response_format",
+        ),
+        ({"guided_json": {}}, "unsupported_parameter", "guided_json"),
+        ({"seed": 0}, "unsupported_parameter", "seed"),
+        ({"bad_words": ["x"]}, "unsupported_parameter", "bad_words"),
         ({"input": []}, "invalid_request_error", "input"),
         ({"input": None}, "invalid_request_error", "input"),
         ({"max_output_tokens": 0}, "invalid_request_error", "max_output_tokens"),
@@ -312,8 +350,18 @@ def test_refused_store_says_what_to_do(client):
     )
 
 
+def test_fields_of_chats_are_told_what_to_use(client):
+    refused = client.post(RESPONSES, json={**BODY, "max_tokens": 3}).json()
+    assert refused["error"]["message"] == (
+        "max_tokens is not supported, found 3; use max_output_tokens"
+    )
+
+
 def test_what_asks_for_nothing_is_ignored(model):
     harmless = {"store": False, "truncation": "disabled", "user": "me", "service_tier": "auto"}
+    harmless |= {"n": 1, "stop": [], "logprobs": False, "logit_bias": {}, "seed": None}
+    harmless |= {"presence_penalty": 0, "response_format": {"type": "text"}, "echo": False}
+    harmless |= {"stream_options": {"include_obfuscation": False}, "chat_template": ""}
     asked(model, **harmless, include=["reasoning.encrypted_content"], reasoning={"summary": "auto"})
     assert asked(model, text={"format": None})["text"] == {"format": {"type": "text"}}
 

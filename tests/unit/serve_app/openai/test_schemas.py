@@ -239,6 +239,17 @@ def test_special_tokens_are_the_tokenizer_s_business_unless_told(value):
     assert request.add_special_tokens is value
 
 
+@pytest.mark.parametrize(("effort", "wanted"), [("none", False), ("low", True)])
+def test_whether_to_reason_reaches_the_template_unless_it_is_told_itself(effort, wanted):
+    (prompt,) = chat(reasoning_effort=effort).prompts
+    assert prompt.template_kwargs == {"enable_thinking": wanted, "thinking": wanted}
+    told = {"thinking": not wanted, "enable_thinking": not wanted, "a": 1}
+    (prompt,) = chat(reasoning_effort=effort, chat_template_kwargs=told).prompts
+    assert prompt.template_kwargs == told
+    (prompt,) = chat().prompts
+    assert prompt.template_kwargs == {}
+
+
 def test_continuous_usage_needs_include_usage():
     both = {"include_usage": True, "continuous_usage_stats": True}
     assert chat(stream=True, stream_options=both).continuous_usage
@@ -252,7 +263,6 @@ IGNORED = {
     "service_tier": "auto",
     "parallel_tool_calls": True,
     "prediction": {"type": "content", "content": "x"},
-    "reasoning_effort": "low",
     "verbosity": "low",
     "priority": 0,
     "best_of": 1,
