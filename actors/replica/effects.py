@@ -40,8 +40,12 @@ class Effects(Protocol):
             ReplicaFailed: none lives.
         """
 
-    def give_up_waiting(self, reason: str) -> None:
-        """Let a wake that still waits for room raise Unavailable; of no effect on one that has its room."""
+    def give_up_waiting(self, reason: str) -> bool:
+        """Let a wake that still waits for room raise Unavailable; of no effect on one that has its room.
+
+        Returns:
+            Whether wakes wait for room at all: one that is only about to begin need not, then.
+        """
 
     def requests_wait(self, wait: bool) -> None:
         """The first request waits for a wake now, or none any more."""

@@ -98,6 +98,7 @@ class Lifecycle:
         self._drops_image: SleepCause | None = None
         self._transition: asyncio.Task[bool] | None = None
         self._is_shared = False  # it is a wake, and for all who come while it is under way
+        self._given_up: str | None = None  # why the wake that is about to begin need not
         self._work: asyncio.Task[None] | None = None  # of the transition
         self._asleep_since_s = now()
         self._frozen_since_s: float | None = None  # requests in flight while it does not compute
@@ -419,7 +420,8 @@ class Lifecycle:
 
     def _give_up_wake(self, reason: str) -> None:
         self._is_shared = False  # who comes now begins another one, if this one comes to nothing
-        self._effects.give_up_waiting(reason)
+        if self._effects.give_up_waiting(reason):
+            self._given_up = reason
 
     def _check_not_held(self) -> None:
         if self.held:
@@ -515,6 +517,8 @@ class Lifecycle:
         drops_image, self._drops_image = self._drops_image, None
         result = WakeResult.FAILED
         try:
+            if self._given_up is not None:
+                raise Untouched(Unavailable(self._given_up))
             change = await self._effects.wake(cause)
             result = WakeResult.OK
         except Untouched as exc:
@@ -607,6 +611,7 @@ class Lifecycle:
     ) -> None:
         """The one writer of the state, and the one place of its log line."""
         before, self._state, self.reason = self._state, state, reason
+        self._given_up = None
         try:
             self._on_change()
         except Exception:

@@ -165,10 +165,11 @@ class OnCard:
         """See Effects."""
         self._workers.fail_in_flight(error)
 
-    def give_up_waiting(self, reason: str) -> None:
+    def give_up_waiting(self, reason: str) -> bool:
         """See Effects."""
         self._given_up = reason
         self._card.withdraw(reason)
+        return True
 
     def requests_wait(self, wait: bool) -> None:
         """See Effects."""

@@ -49,8 +49,9 @@ class ByRuntime:
         """See Effects."""
         return await self.runtime.sleep(level, deep)
 
-    def give_up_waiting(self, reason: str) -> None:
+    def give_up_waiting(self, reason: str) -> bool:
         """See Effects; nothing waits."""
+        return False
 
     def requests_wait(self, wait: bool) -> None:
         """See Effects; nobody wants to know."""

@@ -42,6 +42,7 @@ class GatedEffects:
         restart_gate: how long the next worker takes to start.
         restart_failure: why none does.
         can_deepen: whether a sleep gets deep.
+        wakes_wait_for_room: as on a card that models share.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class GatedEffects:
         self.restart_failure: Exception | None = None
         self.change = NOTHING
         self.can_deepen = True
+        self.wakes_wait_for_room = False
         self.on_abort: Callable[[], None] = lambda: None
         self.ended_with: list[Exception] = []
         self.has_ended = asyncio.Event()
@@ -66,8 +68,9 @@ class GatedEffects:
     async def wake(self, cause: WakeCause) -> MemoryChange:
         return await self._act("wake")
 
-    def give_up_waiting(self, reason: str) -> None:
+    def give_up_waiting(self, reason: str) -> bool:
         self.given_up.append(reason)
+        return self.wakes_wait_for_room
 
     def requests_wait(self, wait: bool) -> None:
         self.told_waiting.append(wait)

@@ -483,6 +483,32 @@ def test_hold_ends_a_wait_for_room() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("waits_for_room", [True, False])
+def test_hold_in_the_same_turn_as_the_request_that_wakes(waits_for_room: bool) -> None:
+    """The wake has not begun to run. Where it would wait for room, nobody is asked for any."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        bench.effects.wakes_wait_for_room = waits_for_room
+        await bench.awake()
+        await bench.lifecycle.sleep(SleepCommand())
+        bench.effects.calls.clear()
+        request = asyncio.create_task(bench.request())
+        hold = asyncio.create_task(bench.lifecycle.sleep(SleepCommand(hold=True)))
+        await hold
+        assert bench.lifecycle.state is ASLEEP
+        assert bench.effects.calls == ([] if waits_for_room else ["wake", "sleep 1"])
+        if waits_for_room:
+            with pytest.raises(Unavailable):
+                await request
+        else:
+            await request
+        await bench.lifecycle.wake_up()
+        assert bench.effects.calls[-1] == "wake", "the next one is wanted"
+
+    run(scenario)
+
+
 def test_first_and_last_request_are_told() -> None:
     async def scenario() -> None:
         effects = GatedEffects()

@@ -309,7 +309,7 @@ class Effects:
     async def sleep(self, level: int, deep: bool = False) -> MemoryChange:
         return MemoryChange(0, 0, 0, released_bytes=5)
 
-    def give_up_waiting(self, reason: str) -> None:
+    def give_up_waiting(self, reason: str) -> bool:
         raise AssertionError
 
     def requests_wait(self, wait: bool) -> None:
