@@ -159,8 +159,10 @@ class ModelRuntime:
             ReplicaFailed: the generation loop ended underneath, or the weights are corrupted.
             DeviceMemoryShort: other processes left too little memory for a step.
             InvalidRequest: the grammar turned out to be too much work, or a dead end.
+            ContextLengthExceeded: this worker has room for less than the one that it was prepared for.
         """
         self.check_health()
+        self._check_room(prepared)
         stream = self._streams.open(prepared)
         try:
             if prepared.request.echo:
@@ -185,6 +187,16 @@ class ModelRuntime:
                     return
         finally:
             self._streams.close(stream)
+
+    def _check_room(self, prepared: Prepared) -> None:
+        """The card may have had more to give when the worker before this one started."""
+        facts = self.worker.facts
+        asked = (
+            prepared.request.sampling.max_tokens
+        )  # not a default of ours, which follows the room
+        if len(prepared.prompt_ids) + (asked or 1) > facts.max_model_len:
+            params = replace(prepared.params, max_tokens=asked)
+            check_request(params, prepared.prompt_ids, facts.vocab_size, facts.max_model_len)
 
     async def _until_told(self, stream: RequestStream) -> None:
         """Wait for something that may be sent; raises what the stream failed with."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.errors import DeviceMemoryShort
 from actors.holder.host_memory import ImageUse, Need
 from actors.image.image import WeightImage
 from actors.replica.sleep_config import SleepConfig
@@ -120,6 +121,38 @@ def test_image_beyond_the_budget_goes_with_the_sleep(tiny_checkpoint: Path) -> N
         await h.runtime.wake()
         assert await h.tokens(PROMPTS[0]) == before
         assert h.asked == ["reload"]
+
+    run(tiny_checkpoint, private, scenario)
+
+
+def test_image_beyond_the_budget_goes_with_a_wake_that_is_refused(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = load(tiny_checkpoint)
+    private.is_kept_asleep = False
+
+    def refuse() -> None:
+        raise DeviceMemoryShort("a neighbour has it", 1.0)
+
+    async def scenario(h: Harness) -> None:
+        before = await h.tokens(PROMPTS[0])
+        reload = h.worker.image._reload
+
+        async def reload_private() -> WeightImage:
+            again = await reload()
+            again.is_kept_asleep = False
+            return again
+
+        monkeypatch.setattr(h.worker.image, "_reload", reload_private)
+        await h.runtime.sleep(1)
+        with monkeypatch.context() as short:
+            short.setattr(h.worker.memory, "begin_wake", refuse)
+            with pytest.raises(DeviceMemoryShort):
+                await h.runtime.wake()
+        assert h.asked == ["reload"]
+        assert h.worker.memory.image is None
+        await h.runtime.wake()
+        assert await h.tokens(PROMPTS[0]) == before
 
     run(tiny_checkpoint, private, scenario)
 

@@ -19,7 +19,7 @@ from actors.replica.sleep_config import SleepConfig
 from actors.worker import cleared, model_memory
 from actors.worker.messages import Outputs
 from actors.worker.model_memory import ModelMemory
-from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, run
+from tests.integration.runtime_harness import ENGINE, PROMPTS, Harness, harness, load, run
 
 
 @pytest.fixture(scope="module")
@@ -435,6 +435,32 @@ def test_sequence_that_fills_the_context_to_the_last_token(
             h.prepare(prompt, max_tokens=limit - 19)
 
     run(tiny_checkpoint, image, scenario, ENGINE.model_copy(update={"num_blocks": 20}))
+
+
+def test_request_for_a_worker_with_more_room_is_checked_again_by_the_next(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    """A card that others fill meanwhile has less for the next worker's cache."""
+    larger, smaller = (ENGINE.model_copy(update={"num_blocks": blocks}) for blocks in (20, 8))
+
+    async def scenario(h: Harness) -> None:
+        async with harness(tiny_checkpoint, load(tiny_checkpoint), smaller) as following:
+            limit = following.worker._engine.max_model_len
+            assert limit == 128
+
+            async def tokens(length: int, max_tokens: int | None) -> int:
+                prepared = h.prepare((7,) * length, max_tokens=max_tokens, ignore_eos=True)
+                events = following.runtime.generate(prepared)
+                return sum([len(event.token_ids) async for event in events])
+
+            assert await tokens(limit - 8, 8) == 8
+            assert await tokens(limit - 8, None) == 8, "what nobody asked for is cut to the room"
+            for length, max_tokens in ((limit - 8, 9), (limit, None), (limit + 70, 8)):
+                with pytest.raises(ContextLengthExceeded, match="128"):
+                    await tokens(length, max_tokens)
+            assert await tokens(3, 5) == 5
+
+    run(tiny_checkpoint, image, scenario, larger)
 
 
 def test_abort_ends_every_stream_with_its_tokens_so_far(
