@@ -185,15 +185,16 @@ class NamedTool(Part):
 
 def _known_choice(value: object) -> object:
     """Refuses what is neither, before pydantic names both."""
-    if value in ("none", "auto", "required") or (isinstance(value, dict) and "name" in value):
+    if value in ("none", "auto", "required"):
         return value
-    if (
-        isinstance(value, dict)
-        and isinstance(kind := value.get("type"), str)
-        and kind != "function"
-    ):
+    if not isinstance(value, dict):
+        raise wrong(_TOOL_CHOICES)
+    kind, name = value.get("type"), value.get("name")
+    if isinstance(kind, str) and kind != "function":
         raise unsupported(f"{_TOOL_CHOICES}, found type {shown(kind)}")
-    raise wrong(_TOOL_CHOICES)
+    if kind != "function" or not isinstance(name, str) or not name:
+        raise wrong(_TOOL_CHOICES)
+    return value
 
 
 _TOOL_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "name": ...}'

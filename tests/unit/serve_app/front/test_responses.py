@@ -329,11 +329,43 @@ def test_more_than_an_answer_should_repeat_is_refused(client, model, fields):
     assert model.requests == []
 
 
-@pytest.mark.parametrize("value", [True, 5, "some", {"type": "function"}, ["auto"]])
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        5,
+        "some",
+        {"type": "function"},
+        ["auto"],
+        {"name": "add"},
+        {"type": None, "name": "add"},
+        {"type": ["function"], "name": "add"},
+        {"type": "function", "name": ""},
+        {"type": "function", "name": None},
+        {"type": "function", "name": ["add"]},
+    ],
+)
 def test_tool_choice_that_is_none_is_refused_by_its_name(client, value):
-    refused = client.post(RESPONSES, json={**BODY, "tool_choice": value}).json()["error"]
-    assert refused["param"] == "tool_choice"
+    response = client.post(RESPONSES, json={**BODY, "tools": TOOLS, "tool_choice": value})
+    refused = is_error(response, 400, "invalid_request_error", "tool_choice")
     assert refused["message"].startswith('tool_choice must be "none", "auto", "required" or {')
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "custom", "name": "add"},
+        {"type": "mcp", "server_label": "x", "name": "add"},
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+    ],
+)
+def test_tool_choice_of_a_kind_that_is_not_here_is_refused_as_such(client, value):
+    response = client.post(RESPONSES, json={**BODY, "tools": TOOLS, "tool_choice": value})
+    refused = is_error(response, 400, "unsupported_parameter", "tool_choice")
+    assert refused["message"] == (
+        'tool_choice must be "none", "auto", "required" or {"type": "function", "name": ...}, '
+        f'found type "{value["type"]}"'
+    )
 
 
 def test_size_of_an_answer_has_what_it_repeats(model):
