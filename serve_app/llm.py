@@ -85,7 +85,7 @@ class SamplingParams(Sampling):
         given: dict[str, Any] = {
             k: _listed(v) for k, v in fields.items() if v is not None or k == "max_tokens"
         }
-        with faults():
+        with faults(given):
             super().__init__(**given)
         self.params(max_tokens=self.max_tokens, logprobs=self.logprobs)
 

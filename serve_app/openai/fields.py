@@ -97,7 +97,7 @@ def parse_form(form: type[Model], fields: Mapping[str, Any]) -> Model:
         UnsupportedParameter: the value is right, but we cannot honour it.
     """
     refuse_unknown(form, fields)
-    with faults():
+    with faults(fields):
         return form.model_validate({k: v for k, v in fields.items() if v is not None})
 
 
@@ -114,12 +114,12 @@ def refuse_unknown(form: type[BaseModel], names: Iterable[str]) -> None:
 
 
 @contextmanager
-def faults() -> Iterator[None]:
-    """Have the body's ValidationError raised as `parse_form` does."""
+def faults(body: Mapping[str, Any]) -> Iterator[None]:
+    """Have the ValidationError of a body raised as `parse_form` does."""
     try:
         yield
     except ValidationError as exc:
-        raise _fault(exc.errors(include_url=False)[0]) from None
+        raise _fault(exc.errors(include_url=False)[0], body) from None
 
 
 # --- values with a form of their own: validators for pydantic ---
@@ -370,8 +370,9 @@ _EXPECTED: Mapping[str, str] = {
 }
 
 
-def _fault(error: ErrorDetails) -> InvalidRequest:
-    param = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"])[1:]
+def _fault(error: ErrorDetails, body: Mapping[str, Any]) -> InvalidRequest:
+    path = _path(error, body)
+    param = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in path)[1:]
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         return InvalidRequest(f"{param} is required", param)
@@ -383,6 +384,26 @@ def _fault(error: ErrorDetails) -> InvalidRequest:
     bounds = {k: f"{v:.8g}" if isinstance(v, float) else v for k, v in context.items()}
     phrase = expected.format(**bounds) if expected else f"is wrong: {error['msg']}"
     return InvalidRequest(f"{param} {phrase}{_found(error)}", param)
+
+
+def _path(error: ErrorDetails, body: Mapping[str, Any]) -> list[int | str]:
+    """Where it is in the body.
+
+    Pydantic's own path also has which member of a union it tried. That is no key of the body, as the last name of
+    the path need not be, if it is what is missing.
+    """
+    value: object = body
+    path: list[int | str] = []
+    last = len(error["loc"]) - 1
+    for position, at in enumerate(error["loc"]):
+        if isinstance(at, int):
+            value = value[at] if isinstance(value, list | tuple) and at < len(value) else None
+        elif isinstance(value, Mapping) and at in value:
+            value = value[at]
+        elif not (error["type"] == "missing" and position == last):
+            continue
+        path.append(at)
+    return path
 
 
 def _found(error: ErrorDetails) -> str:

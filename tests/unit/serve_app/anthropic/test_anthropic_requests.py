@@ -199,8 +199,23 @@ def test_what_asks_for_nothing_is_ignored() -> None:
         ),
         (
             {"messages": [said({"type": "tool_result", "content": "x"})]},
-            "messages[0].content[0].tool_result.tool_use_id",
+            "messages[0].content[0].tool_use_id",
             "is required",
+        ),
+        (
+            {"messages": [said({"type": "text"})]},
+            "messages[0].content[0].text",
+            "messages[0].content[0].text is required",
+        ),
+        (
+            {"messages": [said({"type": "text", "text": {"a": 1}})]},
+            "messages[0].content[0].text",
+            "messages[0].content[0].text must be a string",
+        ),
+        (
+            {"messages": [*HI, said({**called("f"), "input": None}, role="assistant"), *HI]},
+            "messages[1].content[0].input",
+            "messages[1].content[0].input must be an object, found null",
         ),
         ({"system": 1}, "system", "must be a string, found 1"),
         ({"temperature": "hot"}, "temperature", "must be a number"),
@@ -234,7 +249,7 @@ def test_wrong_value_is_named_with_what_was_found(fields: Any, param: str, messa
         ({"messages": [said({"type": "document", "source": {}})]}, "messages[0].content[0]"),
         (
             {"messages": [said(result(content=[{"type": "image"}]))]},
-            "messages[0].content[0].tool_result.content",
+            "messages[0].content[0].content",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"container": "c"}, "container"),

@@ -299,6 +299,30 @@ def test_refusals_say_what_and_why(client, model, fields, code, param):
 
 
 @pytest.mark.parametrize(
+    ("item", "param", "message"),
+    [
+        ({"role": "user"}, "input[0].content", "is required"),
+        ({"type": "message", "role": "me", "content": "x"}, "input[0].role", "must be 'user'"),
+        ({"type": "function_call", "call_id": "1"}, "input[0].name", "is required"),
+        (
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "["},
+            "input[0].arguments",
+            "must be a JSON object",
+        ),
+        (
+            {"type": "function_call_output", "call_id": "1", "output": {"a": 1}},
+            "input[0].output",
+            "must be a string",
+        ),
+    ],
+)
+def test_wrong_item_is_named_by_its_path_in_the_body(client, item, param, message):
+    response = client.post(RESPONSES, json={"input": [item]})
+    refused = is_error(response, 400, "invalid_request_error", param)
+    assert refused["message"].startswith(f"{param} {message}")
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("metadata", '{"a": 1e400}'),
