@@ -103,8 +103,9 @@ class Gate:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             token = ""
-        if key_header is not None and key_header in headers:
-            name, token = key_header, headers[key_header]
+        # Empty where a client sends it always, and has its key in the other one.
+        if key_header is not None and (own := headers.get(key_header, "")).strip():
+            name, token = key_header, own
         if not token.strip():
             other = "" if key_header is None else f", or {key_header}: KEY"
             raise InvalidApiKey(f"this server needs a key: send Authorization: Bearer KEY{other}")

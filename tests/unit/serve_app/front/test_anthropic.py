@@ -409,12 +409,19 @@ def test_key_is_taken_from_either_header_on_this_route_alone(path):
             {"x_api_key": ADMIN},
             {"authorization": f"Bearer {USER}"},
             {"x_api_key": USER, "authorization": "Bearer EMPTY"},
+            {"x_api_key": "", "authorization": f"Bearer {USER}"},
+            {"x_api_key": " \t", "authorization": f"Bearer {USER}"},
         ):
             assert asked(**headers).status_code == 200
-        without = is_anthropic_s(asked(), 401, "authentication_error")
-        assert (
-            without == "this server needs a key: send Authorization: Bearer KEY, or x-api-key: KEY"
+        for headers in ({}, {"x_api_key": ""}, {"x_api_key": " ", "authorization": "Bearer "}):
+            without = is_anthropic_s(asked(**headers), 401, "authentication_error")
+            assert without == (
+                "this server needs a key: send Authorization: Bearer KEY, or x-api-key: KEY"
+            )
+        wrong = is_anthropic_s(
+            asked(x_api_key="", authorization="Bearer " + "wrong" * 5), 401, "authentication_error"
         )
+        assert wrong == "the key of the Authorization header is not one of this server's"
         wrong = is_anthropic_s(asked(x_api_key="wrong" * 5), 401, "authentication_error")
         assert wrong == "the key of the x-api-key header is not one of this server's"
         elsewhere = client.post(CHAT, json=CHAT_BODY, headers={"x-api-key": USER})
