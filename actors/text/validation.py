@@ -30,9 +30,12 @@ def check_request(
         raise InvalidRequest("the prompt is empty", "prompt")
     check_token_ids(prompt_ids, "prompt", vocab_size)
     if len(prompt_ids) + (params.max_tokens or 1) > max_model_len:
+        most = "the answer needs one at least"
+        if params.max_tokens is not None:
+            most = f"max_tokens is {params.max_tokens}"
         raise ContextLengthExceeded(
-            f"prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}; together "
-            f"the limit is {max_model_len} (engine.max_model_len)",
+            f"the prompt has {len(prompt_ids)} tokens and {most}; together the limit is {max_model_len} "
+            "(engine.max_model_len)",
             "prompt",
         )
 

@@ -108,10 +108,13 @@ class Bodies:
         )
 
 
-def check_travels(prompt: Prompt, most: int = MAX_MESSAGE_BYTES) -> None:
+def check_travels(prompt: Prompt, most: int = MAX_MESSAGE_BYTES, param: str = "prompt") -> None:
     """Look whether a prompt takes no more bytes than that, as it is sent to a replica.
 
     Takes its time with a large one, so it belongs where bodies are parsed.
+
+    Args:
+        param: the field that it is made of.
 
     Raises:
         ContextLengthExceeded: it takes more. Nobody knows how many: it is not looked at to its end.
@@ -123,7 +126,7 @@ def check_travels(prompt: Prompt, most: int = MAX_MESSAGE_BYTES) -> None:
     except _TooHeavy:
         raise ContextLengthExceeded(
             f"the prompt takes more bytes than the limit of a prompt, which is {most} here",
-            "prompt",
+            param,
         ) from None
 
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors import errors
 from serve_app.front.dialects import OPENAI, Dialect, Row
+from serve_app.front.field_names import in_client_s_words
 from serve_app.models.remote_errors import unwrap
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class KeyBusy(errors.Unavailable):
 class ServerBusy(errors.Unavailable):
     """As much work is in flight as this process takes on."""
 
+
+NO_NAMES: Mapping[str, str] = {}
 
 _CLIENT = "invalid_request_error"
 _SERVER = "server_error"
@@ -111,11 +114,19 @@ class Problem:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def describe(exc: Exception, request_id: str, dialect: Dialect = OPENAI) -> Problem:
+def describe(
+    exc: Exception,
+    request_id: str,
+    dialect: Dialect = OPENAI,
+    field_names: Mapping[str, str] = NO_NAMES,
+) -> Problem:
     """What the client learns about `exc`.
 
     Errors that are ours, and those nobody expected, are logged with the request's id; of the latter
     the client learns nothing but that id.
+
+    Args:
+        field_names: see `in_client_s_words`.
     """
     root = unwrap(exc)
     if not isinstance(root, errors.ServingError):
@@ -126,8 +137,10 @@ def describe(exc: Exception, request_id: str, dialect: Dialect = OPENAI) -> Prob
     row = row_of(type(root))
     if row.status == 500:
         logger.error("request %s failed: %s", request_id, root, exc_info=exc)
-    param = root.param if isinstance(root, errors.InvalidRequest) else None
-    return Problem(row.status, _error_body(dialect, row, str(root), param), _headers(root))
+    message, param = str(root), None
+    if isinstance(root, errors.InvalidRequest):
+        message, param = in_client_s_words(root, field_names)
+    return Problem(row.status, _error_body(dialect, row, message, param), _headers(root))
 
 
 def row_of(kind: type[errors.ServingError]) -> Row:
@@ -161,8 +174,9 @@ class Edge:
     """The outermost layer: gives each request an id, and whatever is raised an error body.
 
     The id is the caller's `x-request-id` where that is fit for a log line. It is in
-    `scope["request_id"]`, and what the client speaks in `scope["dialect"]`. Plain ASGI: Starlette's
-    BaseHTTPMiddleware hides a client's disconnect.
+    `scope["request_id"]`, and what the client speaks in `scope["dialect"]`; what it calls the fields that errors name,
+    whoever has read its body adds to `scope["field_names"]`. Plain ASGI: Starlette's BaseHTTPMiddleware hides a
+    client's disconnect.
     """
 
     def __init__(
@@ -180,6 +194,8 @@ class Edge:
         request_id = given if _SANE_REQUEST_ID.fullmatch(given) else uuid4().hex
         scope["request_id"] = request_id
         dialect = scope["dialect"] = self._dialect_of(scope)
+        field_names: dict[str, str] = {}
+        scope["field_names"] = field_names
         begun = False
 
         async def send_named(message: Message) -> None:
@@ -198,7 +214,7 @@ class Edge:
             exc.__traceback__ = None  # as below
             raise
         except Exception as exc:
-            problem = describe(exc, request_id, dialect)
+            problem = describe(exc, request_id, dialect, field_names)
             if begun:
                 # Serve keeps it where it leads back to itself (`_handle_errors_and_metrics`, 2.60): its frames, with
                 # prompt and answer, would wait for the garbage collector.

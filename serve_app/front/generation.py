@@ -69,6 +69,7 @@ class Generation:
             self._settings.keepalive_interval_s,
             request.scope["request_id"],
             request.scope["dialect"],
+            ask.field_names,
         )
         return HeldResponse(frames, EVENTS)
 
@@ -92,6 +93,7 @@ class Generation:
         Raises:
             ServerBusy, KeyBusy: so many more continuations would be too many now.
         """
+        request.scope["field_names"].update(ask.field_names)
         model = self._models.one(ask.model)
         answer = make(ask, model.info.model_id)
         logger.debug("request %s is answered as %s", request.scope["request_id"], answer.answer_id)

@@ -8,7 +8,7 @@ asks for `include_usage` and such clients must handle a chunk without choices.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -21,7 +21,7 @@ from actors.errors import ReplicaFailed, ServingError, ShuttingDown
 from actors.protocol import TokenEvent
 from actors.waits import at_most
 from serve_app.front.dialects import OPENAI, Dialect
-from serve_app.front.errors import RequestTimeout, describe
+from serve_app.front.errors import NO_NAMES, RequestTimeout, describe
 from serve_app.openai.growing import GrowingAnswer
 
 logger = logging.getLogger(__name__)
@@ -163,6 +163,7 @@ async def event_stream(
     keepalive_interval_s: float,
     request_id: str,
     dialect: Dialect = OPENAI,
+    field_names: Mapping[str, str] = NO_NAMES,
 ) -> AsyncGenerator[bytes, None]:
     """The body of a streamed answer.
 
@@ -193,7 +194,7 @@ async def event_stream(
     except Exception as exc:
         if not begun:
             raise
-        for chunk in answer.failed(describe(exc, request_id, dialect).body):
+        for chunk in answer.failed(describe(exc, request_id, dialect, field_names).body):
             yield frame(chunk)
     else:
         if (trailer := answer.trailer()) is not None:

@@ -7,7 +7,7 @@ Fields that would change the output and that we cannot honour are refused with
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -118,6 +118,8 @@ class Ask:
     parallel_tool_calls: bool = True
     add_special_tokens: bool | None = None
     keep_alive_s: float | None = None
+    # What the client calls fields, by the names that later errors have for them; others have the same.
+    field_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:

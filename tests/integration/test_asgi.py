@@ -141,6 +141,31 @@ def test_bad_request_is_refused_and_counted(client: TestClient) -> None:
     assert re.search(counted, client.get("/metrics").text)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "limit"),
+    [
+        ("chat/completions", {**HI, "max_tokens": 5000}, "messages", "max_tokens is 5000"),
+        (
+            "chat/completions",
+            {"messages": HI["messages"], "max_completion_tokens": 5000},
+            "messages",
+            "max_completion_tokens is 5000",
+        ),
+        ("responses", {"input": "hi", "max_output_tokens": 5000}, "input", "max_output_tokens is"),
+        ("responses", {"input": "a " * 5000}, "input", "the answer needs one at least;"),
+        ("completions", {"prompt": "x", "max_tokens": 5000}, "prompt", "max_tokens is 5000"),
+    ],
+)
+def test_too_many_tokens_are_told_in_the_client_s_words(
+    client: TestClient, path: str, body: dict[str, Any], param: str, limit: str
+) -> None:
+    response = client.post(f"/v1/{path}", json={"model": "tiny", **body})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert re.match(rf"the prompt has \d+ tokens and {limit}", error["message"])
+
+
 def test_held_model_refuses(client: TestClient) -> None:
     assert client.post("/sleep?model=tiny&hold=true").status_code == 200
     response = client.post("/v1/chat/completions", json={**HI, "model": "tiny"})

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from actors.protocol import ChatPrompt
 from serve_app.anthropic import requests as anthropic
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access
-from serve_app.front.bodies import check_travels
+from serve_app.front import field_names
+from serve_app.front.bodies import MAX_MESSAGE_BYTES, check_travels
 from serve_app.front.dialects import ANTHROPIC
 from serve_app.front.dialects import RESPONSES as RESPONSES_DIALECT
 from serve_app.front.endpoints.endpoint import EVENTS, JSON, TEXT, Answer, Endpoint, Form
@@ -34,12 +36,13 @@ _MAX_TOKENIZED_BYTES = 2**20  # of a text; its tokens are made in this process, 
 
 def _sendable(ask: A) -> A:
     for prompt in ask.prompts:
-        check_travels(prompt)
+        check_travels(prompt, MAX_MESSAGE_BYTES, ask.field_names.get("prompt", "prompt"))
     return ask
 
 
 def _short(ask: requests.TokenizeAsk) -> requests.TokenizeAsk:
-    check_travels(ask.prompt, _MAX_TOKENIZED_BYTES)
+    param = "messages" if isinstance(ask.prompt, ChatPrompt) else "prompt"
+    check_travels(ask.prompt, _MAX_TOKENIZED_BYTES, param)
     return ask
 
 
@@ -58,6 +61,14 @@ def _body(
     return Form((model,), lambda fields, settings: bounded(parse(fields)), in_body=True)
 
 
+def _named(
+    parse: Callable[[Mapping[str, Any]], A],
+    names: Callable[[Mapping[str, Any]], Mapping[str, str]],
+) -> Callable[[Mapping[str, Any]], A]:
+    """With what the client calls the fields that later errors are about."""
+    return lambda fields: replace(parse(fields), field_names=names(fields))
+
+
 _NOTHING: Form[None] = Form((), lambda fields, settings: None)  # whatever is sent is not looked at
 _NO_QUERY = _plain(requests.NoQuery, in_query=True)
 _MODEL = _plain(requests.ModelQuery, in_query=True)
@@ -70,7 +81,7 @@ _TOKENIZE = Form(
     lambda fields, _: _short(requests.parse_tokenize(fields)),
     in_body=True,
 )
-_CHAT = _body(requests.ChatBody, requests.parse_chat, _sendable)
+_CHAT = _body(requests.ChatBody, _named(requests.parse_chat, field_names.of_chat), _sendable)
 _COMPLETION = Form(
     (requests.CompletionBody,),
     lambda fields, settings: _sendable(
@@ -78,8 +89,14 @@ _COMPLETION = Form(
     ),
     in_body=True,
 )
-_RESPONSES = _body(responses.ResponsesBody, responses.parse_responses, _sendable)
-_MESSAGES = _body(anthropic.MessagesBody, anthropic.parse_messages, _sendable)
+_RESPONSES = _body(
+    responses.ResponsesBody,
+    _named(responses.parse_responses, field_names.of_response),
+    _sendable,
+)
+_MESSAGES = _body(
+    anthropic.MessagesBody, _named(anthropic.parse_messages, field_names.of_message), _sendable
+)
 _COUNT_TOKENS = _body(anthropic.CountTokensBody, anthropic.parse_count_tokens, _short)
 _SEED = _body(requests.SeedBody, requests.parse_seed, _sendable)
 

@@ -232,9 +232,9 @@ def test_error_before_the_first_token_has_its_status(
     client, model, stream, error, status, code, retry_after
 ):
     model.fail_first = error
-    for path, body in ((CHAT, CHAT_BODY), (TEXT, TEXT_BODY)):
+    for path, body, field in ((CHAT, CHAT_BODY, "messages"), (TEXT, TEXT_BODY, "prompt")):
         response = client.post(path, json={**body, "stream": stream})
-        shown = is_error(response, status, code, getattr(error, "param", None))
+        shown = is_error(response, status, code, field if hasattr(error, "param") else None)
         assert "inside" not in shown["message"]
         assert response.headers.get("retry-after") == retry_after
         assert response.headers["content-type"] == "application/json"

@@ -432,7 +432,7 @@ def test_what_asks_for_nothing_is_ignored(model):
 def test_error_before_the_first_token_has_its_status(client, model, error, status, code):
     model.fail_first = error
     response = client.post(RESPONSES, json={**BODY, "stream": True})
-    is_error(response, status, code, getattr(error, "param", None))
+    is_error(response, status, code, "input" if hasattr(error, "param") else None)
 
 
 def test_error_in_mid_stream_is_told_by_two_events(client, model):
