@@ -125,6 +125,7 @@ class GenerateRequest:
     n: int = 1
     # First event of each continuation: the prompt's text without token ids, and with `sampling.logprobs`
     # the log-probabilities of its tokens.
+    # `sampling.max_tokens` may be 0 then, which it may not otherwise: nothing follows but the end.
     echo: bool = False
     stream: bool = True  # False: one event per continuation, at its end
     # Those that the tokenizer adds by itself, as BOS. None: to text, not to messages.
@@ -134,6 +135,11 @@ class GenerateRequest:
     trace: str | None = None  # the W3C traceparent of whoever asks
     # How long the replica may be idle behind it before it sleeps, in place of its own setting; math.inf: without end.
     keep_alive_s: float | None = None
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether only the prompt is wanted, with what the model makes of it."""
+        return self.echo and self.sampling.max_tokens == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,10 @@ class FakeModel:
                 if logprobs is not None:
                     logprobs = (replace(logprobs[0], logprob=None, top=()),)
                 yield TokenEvent(index, prompt_text(request), (), PROMPT_TOKENS, logprobs=logprobs)
+        if request.is_echo_alone:
+            for index in range(request.n):
+                yield TokenEvent(index, "", (), PROMPT_TOKENS, FinishReason.LENGTH)
+            return
         if not request.stream:
             yield from (self._whole(request, index) for index in range(request.n))
             return

@@ -15,6 +15,7 @@ from actors.errors import ReplicaFailed, ServingError, Unavailable
 from actors.observer import EngineMeter, Observer, WakePhase
 from actors.protocol import (
     ChatPrompt,
+    FinishReason,
     GenerateRequest,
     MemoryChange,
     TokenEvent,
@@ -112,6 +113,8 @@ class ModelRuntime:
         facts = self.worker.facts
         form = None
         sampling = request.sampling
+        if request.is_echo_alone:
+            sampling = replace(sampling, max_tokens=1)  # the engine's least; it goes to nobody
         if isinstance(prompt, ChatPrompt):
             form = self.codec.message_form(prompt, prompt_ids)
             if prompt.must_call:
@@ -181,6 +184,8 @@ class ModelRuntime:
                 await stream.pace(len(self._streams) / self._max_events_per_s)
                 await self._until_told(stream)
                 for event in stream.take():
+                    if prepared.request.is_echo_alone:
+                        event = _without_output(event)
                     for piece in pieces(event):
                         yield piece
                 if stream.is_delivered:
@@ -301,6 +306,16 @@ class ModelRuntime:
             if len(told) % _LOGPROBS_AT_ONCE == 0:
                 await asyncio.sleep(0)  # tokens of others go out in between
         return tuple(told)
+
+
+def _without_output(event: TokenEvent) -> TokenEvent:
+    """What is left where no token was asked for: the end, at the limit whatever the token was."""
+    finish = event.finish_reason
+    if finish is FinishReason.STOP:
+        finish = FinishReason.LENGTH
+    return replace(
+        event, text="", token_ids=(), logprobs=None, finish_reason=finish, stop_reason=None
+    )
 
 
 def _wrap_int64(value: int) -> int:

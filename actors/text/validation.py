@@ -31,7 +31,7 @@ def check_request(
     check_token_ids(prompt_ids, "prompt", vocab_size)
     if len(prompt_ids) + (params.max_tokens or 1) > max_model_len:
         most = "the answer needs one at least"
-        if params.max_tokens is not None:
+        if params.max_tokens is not None and params.max_tokens > 1:
             most = f"max_tokens is {params.max_tokens}"
         raise ContextLengthExceeded(
             f"the prompt has {len(prompt_ids)} tokens and {most}; together the limit is {max_model_len} "

@@ -180,7 +180,6 @@ class Sampling(SamplingFields, GrammarFields):
         ),
     ] = ()
     ignore_eos: bool = False
-    # As vLLM: one token at least, although OpenAI's completions take 0 together with echo.
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
     # None: the model's default, as above
@@ -301,7 +300,8 @@ class CompletionBody(_Body):
         tuple[str | tuple[int, ...], ...],
         PlainValidator(to_prompts, json_schema_input_type=_Prompts),
     ]
-    max_tokens: int = Field(default=16, ge=1, le=MAX_COUNT)
+    # 0 is for echo: the prompt and its log-probabilities, and no token behind them, as OpenAI and vLLM have it.
+    max_tokens: int = Field(default=16, ge=0, le=MAX_COUNT)
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool = False
     best_of: int = Field(default=1, ge=1, le=MAX_COUNT)
@@ -414,6 +414,8 @@ def parse_completion(fields: Mapping[str, Any], max_continuations: int) -> Ask:
     """POST /v1/completions."""
     _refuse(fields, _UNSUPPORTED)
     body = parse_form(CompletionBody, fields)
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens must be at least 1, found 0", "max_tokens")
     if body.best_of > body.n:
         raise UnsupportedParameter(
             f"best_of must be at most n ({body.n}), found {body.best_of}", "best_of"

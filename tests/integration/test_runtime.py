@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.errors import ContextLengthExceeded, Unavailable
+from actors.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from actors.image.image import WeightImage
 from actors.memory.cpu import CpuDriver, CpuLink
 from actors.protocol import ChatPrompt, FinishReason, MessageForm
@@ -344,6 +344,42 @@ def test_echo_with_logprobs_has_those_of_the_prompt(
         ]
         assert alone is not None
         assert [entry.logprob for entry in alone] == [None]
+
+    run(tiny_checkpoint, image, scenario)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_echo_alone_has_the_prompt_and_no_token(
+    tiny_checkpoint: Path, image: WeightImage, stream: bool, logprobs: int | None
+) -> None:
+    async def scenario(h: Harness) -> None:
+        asked = {"echo": True, "logprobs": logprobs, "n": 2, "stream": stream}
+        ids = h.runtime.codec.encode_prompt(PROMPTS[0])
+        usual = await h.events(ids, **asked, max_tokens=1)
+        (sampled,) = {i for event in usual for i in event.token_ids}
+        # Also where that token would have ended it.
+        for stops in ((), (sampled,)):
+            events = await h.events(ids, **asked, max_tokens=0, stop_token_ids=stops)
+            assert events[:2] == usual[:2]
+            assert {(e.text, e.token_ids, e.logprobs, e.stop_reason) for e in events[2:]} == {
+                ("", (), None, None)
+            }
+            ends = [(e.index, e.finish_reason) for e in events if e.finish_reason is not None]
+            assert sorted(ends) == [(0, FinishReason.LENGTH), (1, FinishReason.LENGTH)]
+        await h.until_free()
+
+    run(tiny_checkpoint, image, scenario)
+
+
+def test_no_tokens_are_for_echo_alone(tiny_checkpoint: Path, image: WeightImage) -> None:
+    async def scenario(h: Harness) -> None:
+        with pytest.raises(InvalidRequest, match="max_tokens is 0; it must be 1 or more"):
+            h.prepare(PROMPTS[0], max_tokens=0)
+        full = (5,) * h.runtime.worker.facts.max_model_len
+        with pytest.raises(ContextLengthExceeded, match="the answer needs one at least"):
+            h.prepare(full, max_tokens=0, echo=True)
+        h.prepare(full[1:], max_tokens=0, echo=True)
 
     run(tiny_checkpoint, image, scenario)
 

@@ -106,6 +106,42 @@ def test_completion_echo_with_logprobs_begins_with_the_prompt_s(client, stream):
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_echo_without_a_token_behind_it(client, model, stream, logprobs):
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    asked = {"prompt": ["one", "two"], "n": 2, "echo": True, "max_tokens": 0, "logprobs": logprobs}
+    response = client.post(TEXT, json={"stream": stream, **asked, **options})
+    if stream:
+        *chunks, trailer = chunks_of(response)
+        choices, usage = [chunk["choices"][0] for chunk in chunks], trailer["usage"]
+        assert texts_of(chunks) == {0: "one", 1: "one", 2: "two", 3: "two"}
+        ends = [each for each in choices if each["finish_reason"]]
+    else:
+        if (
+            logprobs is None
+        ):  # of a prompt's first token there is none, which openai's type does not say
+            conforms(Completion, response.json())
+        ends = choices = response.json()["choices"]
+        usage = response.json()["usage"]
+        assert [each["text"] for each in choices] == ["one", "one", "two", "two"]
+    assert [each["finish_reason"] for each in ends] == ["length"] * 4
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2 * PROMPT_TOKENS, 0)
+    told = [each["logprobs"]["tokens"] for each in choices if each["logprobs"]]
+    assert sorted(told) == ([] if logprobs is None else [["one"], ["one"], ["two"], ["two"]])
+    assert {request.is_echo_alone for request in model.requests} == {True}
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": False}, {"echo": None}])
+def test_no_token_without_echo_is_refused(client, model, fields):
+    response = client.post(TEXT, json={**TEXT_BODY, "max_tokens": 0, **fields})
+    error = is_error(response, 400, "invalid_request_error", "max_tokens")
+    assert error["message"] == "max_tokens must be at least 1, found 0"
+    below = client.post(TEXT, json={**TEXT_BODY, "max_tokens": -1, "echo": True})
+    is_error(below, 400, "invalid_request_error", "max_tokens")
+    assert model.requests == []
+
+
 def test_continuous_usage(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**TEXT_BODY, "stream": True, "stream_options": options}
