@@ -163,6 +163,8 @@ class TokenLogprob:
     token_bytes: bytes
     logprob: float | None  # None: the first token of a prompt, which nothing predicts
     top: tuple["TokenLogprob", ...] = ()  # likeliest first; empty inside `top` itself
+    # So many of the first of `token_bytes` are not in the text that comes with it: all of a special token's.
+    unwritten: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,12 +296,14 @@ class ModelRuntime:
             work.cancel()
             cut.cancel()
             await asyncio.gather(work, cut, return_exceptions=True)
+        request = prepared.request
+        unwritten = self.codec.unwritten(request.prompt, ids, request.add_special_tokens)
         told: list[TokenLogprob] = []
-        for token_id, raw in zip(ids, found, strict=True):
+        for token_id, raw, without in zip(ids, found, unwritten, strict=True):
             told.append(
-                self.codec.token_logprob(token_id, None)
+                self.codec.token_logprob(token_id, None, unwritten=without)
                 if raw is None
-                else self.codec.token_logprob(raw.token_id, raw.logprob, raw.top)
+                else self.codec.token_logprob(raw.token_id, raw.logprob, raw.top, without)
             )
             if len(told) % _LOGPROBS_AT_ONCE == 0:
                 await asyncio.sleep(0)  # tokens of others go out in between

@@ -7,7 +7,7 @@ makes for one continuation (`stream`) is not.
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class TextCodec:
             and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
         ):
             self._table = TokenBytes.of(tokenizer.backend_tokenizer)
+        self._special_ids = _hidden_ids(tokenizer)
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = set(parameters) - _TEMPLATE_OPTIONS - {"kwargs"}
         self._form = form_of(chat or ChatConfig(), _all_templates(tokenizer))
@@ -222,16 +223,54 @@ class TextCodec:
         """The token's text; U+FFFD where its bytes are no whole character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def unwritten(
+        self, prompt: Prompt, prompt_ids: Sequence[int], add_special_tokens: bool | None
+    ) -> Iterator[int]:
+        """How many of the bytes of each token of a prompt its text is without: see `TokenLogprob`.
+
+        A text is as it came, so it is without what the tokenizer has added. That of ids is `decode`'s.
+        """
+        if isinstance(prompt, str):
+            around = self.tokenize("", add_special_tokens=add_special_tokens)
+            added = [token_id for token_id in around if token_id in self._special_ids]
+            pairs = enumerate(zip(added, prompt_ids, strict=False))
+            begin = next((at for at, (one, other) in pairs if one != other), len(added))
+            end = len(prompt_ids) - (len(added) - begin)
+            shown = [begin <= at < end for at in range(len(prompt_ids))]
+        else:
+            shown = [token_id not in self._special_ids for token_id in prompt_ids]
+        spaces = 0 if self._table is None else self._table.strip
+        for token_id, is_shown in zip(prompt_ids, shown, strict=True):
+            token = self.token_bytes(token_id)
+            if not is_shown:
+                yield len(token)
+                continue
+            cut = min(spaces, len(token) - len(token.lstrip(b" ")))
+            spaces = spaces - cut if cut == len(token) else 0
+            yield cut
+
     def token_logprob(
-        self, token_id: int, logprob: float | None, top: Iterable[tuple[int, float]] = ()
+        self,
+        token_id: int,
+        logprob: float | None,
+        top: Iterable[tuple[int, float]] = (),
+        unwritten: int | None = None,
     ) -> TokenLogprob:
-        """A log-probability with the token's text; `top` holds pairs of id and log-probability."""
+        """A log-probability with the token's text; `top` holds pairs of id and log-probability.
+
+        Args:
+            unwritten: of a prompt's token; None: it is one of an output, of which special ones are not in the text.
+        """
+        token = self.token_bytes(token_id)
+        if unwritten is None:
+            unwritten = len(token) if token_id in self._special_ids else 0
         return TokenLogprob(
             token_id=token_id,
             token=self.token_text(token_id),
-            token_bytes=self.token_bytes(token_id),
+            token_bytes=token,
             logprob=logprob,
             top=tuple(self.token_logprob(*pair) for pair in top),
+            unwritten=unwritten,
         )
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -302,6 +341,14 @@ def _read_tokenizer(directory: Path, config: PreTrainedConfig) -> PreTrainedToke
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise ValueError(f"there is no tokenizer in {directory}; as a rule, tokenizer.json has it")
     return tokenizer
+
+
+def _hidden_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Those that `decode` leaves out."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return frozenset(tokenizer.all_special_ids)
+    added = tokenizer.added_tokens_decoder
+    return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 def _render_with_none(

@@ -214,7 +214,9 @@ class CompletionAnswer(_Answer):
             "tokens": [entry.token for entry in entries],
             "token_logprobs": [_sendable(entry) for entry in entries],
             "top_logprobs": [_top_of(entry, tops) for entry in entries],
-            "text_offset": [continuation.offsets.next(entry.token_bytes) for entry in entries],
+            "text_offset": [
+                continuation.offsets.next(entry.token_bytes[entry.unwritten :]) for entry in entries
+            ],
         }
 
 

@@ -348,6 +348,25 @@ def test_echo_with_logprobs_has_those_of_the_prompt(
     run(tiny_checkpoint, image, scenario)
 
 
+def test_echo_s_tokens_know_what_of_them_is_in_its_text(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    async def scenario(h: Harness) -> None:
+        special = min(h.runtime.codec.eos_ids)
+        ids = (special, *h.runtime.codec.encode_prompt(PROMPTS[0]), special)
+        asked = {"echo": True, "logprobs": 0, "max_tokens": 1}
+        text = "".join(map(h.runtime.codec.token_text, ids))
+        for prompt in (ids, text):  # the text names them
+            echo, *_ = await h.events(prompt, **asked)
+            assert echo.logprobs is not None
+            assert echo.text == (PROMPTS[0] if prompt is ids else text)
+            assert tuple(entry.token_id for entry in echo.logprobs) == ids
+            said = (entry.token_bytes[entry.unwritten :] for entry in echo.logprobs)
+            assert b"".join(said).decode() == echo.text
+
+    run(tiny_checkpoint, image, scenario)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_echo_alone_has_the_prompt_and_no_token(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from actors.errors import ContextLengthExceeded, InvalidRequest
@@ -240,6 +240,43 @@ def test_token_logprob_carries_text(codec: TextCodec) -> None:
     found = codec.token_logprob(a, -0.5, [(a, -0.5), (b, -1.5)])
     top = (TokenLogprob(a, "a", b"a", -0.5), TokenLogprob(b, "b", b"b", -1.5))
     assert found == TokenLogprob(a, "a", b"a", -0.5, top)
+
+
+def written(codec: TextCodec, prompt: str | tuple[int, ...], adds: bool | None = None) -> str:
+    """What tokens say themselves of a prompt's text."""
+    ids = codec.encode_prompt(prompt, add_special_tokens=adds)
+    without = codec.unwritten(prompt, ids, adds)
+    tokens = zip(map(codec.token_bytes, ids), without, strict=True)
+    return b"".join(token[count:] for token, count in tokens).decode("utf-8", "replace")
+
+
+def with_ends(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer, which puts a special token before and behind each text."""
+    first, last = tokenizer.convert_tokens_to_ids(["<|bos|>", "<|eos|>"])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A <|eos|>", special_tokens=[("<|bos|>", first), ("<|eos|>", last)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_without_strip"])
+@pytest.mark.parametrize("text", ["hi <|eos|>", "  hello", "<|bos|>h é<|eos|> d", "<|bos|>", ""])
+def test_tokens_of_a_prompt_know_what_its_text_is_without(kind: str, text: str) -> None:
+    codec = codec_of(with_ends(KINDS[kind][0]()))
+    ids = codec.tokenize(text)
+    assert (ids[0], ids[-1]) == (id_of(codec, "<|bos|>"), id_of(codec, "<|eos|>"))
+    for each in (ids, ids[1:-1] or ids, ids[1:] or ids):
+        assert written(codec, each) == codec.decode(each)
+    if "<|" not in text or kind != "byte_fallback":  # Llama 2's puts a space behind special tokens
+        assert written(codec, text) == text
+        if text:
+            assert written(codec, text, adds=False) == text
+
+
+def test_special_token_of_an_output_is_in_no_text(codec: TextCodec) -> None:
+    end, call = id_of(codec, "<|eos|>"), id_of(codec, "<tool call>")
+    assert codec.token_logprob(end, -1.0).unwritten == len("<|eos|>")
+    assert codec.token_logprob(call, -1.0).unwritten == 0
 
 
 # Prompts

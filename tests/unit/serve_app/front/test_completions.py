@@ -1,11 +1,14 @@
 """Completions, and the seed's form of them."""
 
+import json
+
 import pytest
 from openai.types import Completion
 
 from actors.errors import EngineDied, QueueFull
-from actors.protocol import SamplingParams
+from actors.protocol import FinishReason, SamplingParams, TokenEvent, TokenLogprob
 from serve_app.openai import requests
+from serve_app.openai.answers import CompletionAnswer
 from tests.fakes import PROMPT_TOKENS
 from tests.unit.serve_app.front.front import (
     TEXT,
@@ -104,6 +107,27 @@ def test_completion_echo_with_logprobs_begins_with_the_prompt_s(client, stream):
         "top_logprobs": [None, {"Hello": -0.5}, {",": -0.5}, {" world": -0.5}],
         "text_offset": [0, 2, 7, 8],
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_pass_over_what_is_not_in_the_text(stream):
+    """As of special tokens, in a prompt of token ids or in an output."""
+    ask = requests.parse_completion({**TEXT_BODY, "echo": True, "logprobs": 0, "stream": stream}, 1)
+    end = TokenLogprob(2, "<|end|>", b"<|end|>", -1.0, unwritten=7)
+    user, text = (TokenLogprob(1, token, token.encode(), -1.0) for token in ("user", " é!"))
+    events = [
+        TokenEvent(0, "user", (), 3, logprobs=(end, user, end)),
+        TokenEvent(0, " é!", (1, 2), 3, FinishReason.LENGTH, logprobs=(text, end)),
+    ]
+    answer = CompletionAnswer(ask, "fake", 0)
+    if stream:
+        choices = [chunk["choices"][0] for event in events for chunk in answer.chunks(0, event)]
+        offsets = [each for choice in choices for each in choice["logprobs"]["text_offset"]]
+    else:
+        for event in events:
+            answer.add(0, event)
+        offsets = json.loads(answer.written())["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 0, 4, 4, 7]
 
 
 @pytest.mark.parametrize("stream", [False, True])
