@@ -481,11 +481,11 @@ def refuse_of_chats(
     Raises:
         UnsupportedParameter: a field would change the answer.
     """
-    for name, field in ChatBody.model_fields.items():
+    for name, of in ChatBody.model_fields.items():
         value = fields.get(name)
         if name in form.model_fields or name in _TELL_NOTHING or value == {"type": "text"}:
             continue
-        default = field.get_default(call_default_factory=True, validated_data={})
+        default = of.get_default(call_default_factory=True, validated_data={})
         is_nothing = not value and not default and default is not None
         if value is not None and value != default and not is_nothing:
             use = f"; use {instead[name]}" if name in instead else ""
