@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class HeldText:
     """Holds back the end of a text that may become part of a mark.
 
-    White space in front of a mark belongs to it: models put line breaks around what they mark. So white
-    space at the end is held, too.
+    White space in front of a mark may belong to it: models put line breaks around what they mark. So white
+    space at the end is held, too; behind a mark, `flush` gives what is in front of it.
     """
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -16,7 +16,7 @@ class HeldText:
         self._begin = ""  # of a mark, perhaps; behind the spaces
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
-        """What comes before the first mark, the mark, and all that follows it, which is not kept.
+        """What comes before the first mark and its white space, the mark, and what follows it, which is not kept.
 
         Without a mark: what is certainly no part of one, None and nothing.
         """
@@ -24,9 +24,7 @@ class HeldText:
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
         if found:
             at, mark = min(found)
-            before = self._certain(text[:at])
-            self._spaces.clear()
-            return before, mark, text[at + len(mark) :]
+            return self._certain(text[:at]), mark, text[at + len(mark) :]
         at = len(text) - self._longest_beginning(text)
         self._begin = text[at:]
         return self._certain(text[:at]), None, ""

@@ -7,12 +7,14 @@ stays text.
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from serve_app.openai.held_text import HeldText
+from serve_app.openai.open_call import OpenCall
 
 # Names of a tool and of its parameter -> the JSON types that its schema allows.
 Types = Callable[[str, str], frozenset[str]]
@@ -27,12 +29,14 @@ class ToolCall:
 class MarkedCalls:
     """Calls between marks, text in front of them, between them and behind, of one message.
 
-    White space around calls goes. How the text is cut into pieces makes no difference.
+    White space and marks around calls go; what turns out to be none stays text as it was written. The last call
+    of a message needs no closing mark. How the text is cut into pieces makes no difference.
 
     Args:
         opening: mark in front of each call.
         closing: mark behind it.
-        around: marks around several calls, which go.
+        around: marks around several calls.
+        begins: what is behind the opening mark, if it is one; see `OpenCall`.
         read: the call between its marks, or None.
     """
 
@@ -41,51 +45,104 @@ class MarkedCalls:
         opening: str,
         closing: str,
         around: Sequence[str],
+        begins: Sequence[str],
         read: Callable[[str], ToolCall | None],
     ) -> None:
         self._opening = opening
         self._closing = closing
-        self._text = HeldText((opening, *around))
+        self._begins = begins
         self._read = read
-        self._call: list[str] | None = None  # what came of the call that is open, but for its end
-        self._end = ""  # in which the closing mark may begin
-        self._trims = False
+        self._text = HeldText((opening, *around))
+        self._pieces: deque[str] = deque()  # that were not looked at, or have to be again
+        self._position = 0  # of the first of them, in the message
+        self._gap: list[str] = []  # white space and marks, which go if a call is behind them
+        self._behind_call = False  # and no text between
+        self._call: OpenCall | None = None
+        self._failed_at = 0  # where the last one ended that was no call
+        self._failures = 0  # of those that ended there
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """Text and calls of the next piece, in their order."""
-        parts: list[str | ToolCall] = []
-        while text:
-            if self._call is None:
-                if self._trims:
-                    text = text.lstrip()
-                    self._trims = not text
-                before, mark, text = self._text.feed(text)
-                if before:
-                    parts.append(before)
-                if mark == self._opening:
-                    self._call, self._end = [], ""
-                self._trims = self._trims or mark is not None
-            else:
-                text = self._end + text
-                at = text.find(self._closing)
-                if at < 0:
-                    cut = max(0, len(text) - len(self._closing) + 1)
-                    self._call.append(text[:cut])
-                    self._end = text[cut:]
-                    break
-                inside = "".join((*self._call, text[:at]))
-                text = text[at + len(self._closing) :]
-                self._call, self._trims = None, True
-                parts.append(self._read(inside) or f"{self._opening}{inside}{self._closing}")
-        return parts
+        self._pieces.append(text)
+        return [*self._look()]
 
     def flush(self) -> list[str | ToolCall]:
         """What was held back, when nothing more will come."""
-        if self._call is not None:  # cut off
-            call, self._call = self._call, None
-            return ["".join((self._opening, *call, self._end))]
-        held = self._text.flush()
-        return [held] if held else []
+        parts: list[str | ToolCall] = []
+        while (call := self._call) is not None:
+            parts += self._ended(call)
+            parts += self._look()
+        held = "".join((*self._gap, self._text.flush()))
+        self._gap.clear()
+        return [*parts, *self._told(held)]
+
+    def _look(self) -> Iterator[str | ToolCall]:
+        while self._pieces:
+            text = self._pieces.popleft()
+            self._position += len(text)
+            if self._call is None:
+                yield from self._look_for_mark(text)
+                continue
+            try:
+                rest = self._call.feed(text)
+            except ValueError:
+                yield from self._no_call(self._call)
+                continue
+            if rest is not None:
+                self._put_back([rest])
+                yield from self._ended(self._call)
+
+    def _look_for_mark(self, text: str) -> Iterator[str]:
+        before, mark, rest = self._text.feed(text)
+        yield from self._told(before)
+        if mark is None:
+            return
+        self._put_back([rest])
+        spaces = self._text.flush()
+        opens = mark == self._opening
+        if not self._behind_call:
+            self._gap += [spaces] if opens else [spaces, mark]
+        if opens:
+            self._call = OpenCall(self._closing, self._begins)
+
+    def _ended(self, call: OpenCall) -> Iterator[str | ToolCall]:
+        """What it is, when its closing mark or the end of the message has come."""
+        if found := self._read(call.inside()):
+            self._call, self._behind_call = None, True
+            self._gap.clear()
+            yield found
+            return
+        again = self._failed_at == self._position
+        self._failed_at, self._failures = self._position, self._failures + 1 if again else 1
+        if self._failures < _MOST_OPENINGS:
+            yield from self._no_call(call)
+        else:
+            self._call = None
+            yield from self._told("".join((self._opening, *call.pieces)))
+
+    def _no_call(self, call: OpenCall) -> Iterator[str]:
+        """Its opening mark was text. Behind that there may be the mark of a call."""
+        self._call = None
+        yield from self._told(self._opening)
+        self._put_back(call.pieces)
+
+    def _told(self, text: str) -> Iterator[str]:
+        """Text with the gap in front of it."""
+        text = text.lstrip() if self._behind_call else text
+        if text:
+            yield "".join((*self._gap, text))
+            self._gap.clear()
+            self._behind_call = False
+
+    def _put_back(self, pieces: Sequence[str]) -> None:
+        self._pieces.extendleft(reversed(pieces))
+        self._position -= sum(map(len, pieces))
+
+
+# That are tried with one end, since for each all in between is read again. Objects of JSON need no limit: a mark in
+# a string of one is outside of the strings of any other that began before, and shows that this is none. So two
+# at most are read again behind any mark.
+_MOST_OPENINGS = 8
 
 
 class BareCalls:
@@ -178,16 +235,24 @@ def tool_parser(
         return BareCalls(schemas)
     if name == "deepseek":
         around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-        return MarkedCalls("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", around, _read_deepseek)
+        return MarkedCalls(
+            "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", around, (), _read_deepseek
+        )
     assert name == "qwen", name
     types = cache(lambda tool, key: _types(key, schemas.get(tool)))
-    return MarkedCalls("<tool_call>", "</tool_call>", (), lambda text: _read_qwen(text, types))
+    begins = ("{", "<function=")
+    return MarkedCalls(
+        "<tool_call>", "</tool_call>", (), begins, lambda text: _read_qwen(text, types)
+    )
+
+
+_DEEPSEEK_OPENING = "<｜tool▁call▁begin｜>"
 
 
 def _read_deepseek(text: str) -> ToolCall | None:
     """DeepSeek-R1 and V3: `function<sep>NAME` and a JSON block; V3.1: `NAME<sep>JSON`."""
     head, separator, rest = text.partition("<｜tool▁sep｜>")
-    if not separator:
+    if not separator or _DEEPSEEK_OPENING in head:  # the call is behind that, if there is one
         return None
     if block := re.fullmatch(r"([^\n]*)\n```json\n(.*?)\n?```\s*", rest, re.DOTALL):
         return _call_of({"name": block[1].strip(), "arguments": _json(block[2])}, "arguments")

@@ -13,7 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.protocol import MessageForm
+from serve_app.openai import tool_calls
+from serve_app.openai.growing_object import GrowingObject
+from serve_app.openai.held_text import HeldText
 from serve_app.openai.message import MessageParser
+from serve_app.openai.open_call import OpenCall
 from serve_app.openai.tool_calls import ToolCall
 from tests.unit.serve_app.openai.parts import Parts, feed
 
@@ -122,7 +126,7 @@ LLAMA_SUN = '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}'
             '<tool_call>{"name": "time"}</tool_call>',
             (),
         ),
-        (QWEN, f"<tool_call>{SUN_JSON}", f"<tool_call>{SUN_JSON}", ()),  # cut off
+        (QWEN, f"<tool_call>{SUN_JSON[:-1]}", f"<tool_call>{SUN_JSON[:-1]}", ()),  # cut off
         (QWEN, "<tool_c", "<tool_c", ()),
         (DEEPSEEK, DEEPSEEK_R1, "", (SUN, TIME)),
         (DEEPSEEK, f"Hm.\n{DEEPSEEK_V31}", "Hm.", (SUN, TIME)),
@@ -297,6 +301,158 @@ def test_text_in_front_of_a_call_is_told_as_it_comes():
     assert feed(parser, "</tool_call>").calls == (TIME,)
 
 
+# --- calls with marks in them, without a mark behind them, and behind marks of none ---
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+DEEP_OPEN, DEEP_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+TAGS = f'use {OPEN} and {CLOSE} tags, "as" {CLOSE}{{\\'
+TAGS_JSON = json.dumps({"name": "time", "arguments": {"text": TAGS}})
+TAGGED = ToolCall("time", json.dumps({"text": TAGS}))
+
+
+def parse_at_each_cut(form: MessageForm, text: str) -> Parts:
+    """What a text becomes, which is the same wherever it is cut."""
+    whole = parse(form, text)
+    for at in range(len(text) + 1):
+        assert parse(form, text[:at], text[at:]) == whole
+    assert parse(form, *text) == whole
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        # Marks in a string.
+        (QWEN, f"{OPEN}{TAGS_JSON}{CLOSE}", "", (TAGGED,)),
+        (QWEN, f"{OPEN}\n {TAGS_JSON}\n{CLOSE}\n", "", (TAGGED,)),
+        (
+            QWEN,
+            f"a {OPEN}{TAGS_JSON}{CLOSE} {OPEN}{TIME_JSON}{CLOSE}{OPEN}{TAGS_JSON}{CLOSE}",
+            "a",
+            (TAGGED, TIME, TAGGED),
+        ),
+        (QWEN, f"{OPEN}{TAGS_JSON}", "", (TAGGED,)),
+        # No call, with the mark of one in it.
+        (
+            QWEN,
+            f"I use the {OPEN} tag now. {OPEN}{SUN_JSON}{CLOSE}",
+            f"I use the {OPEN} tag now.",
+            (SUN,),
+        ),
+        (QWEN, f"The {OPEN}\n\n{OPEN}\n{TIME_JSON}\n{CLOSE}", f"The {OPEN}", (TIME,)),
+        (
+            QWEN,
+            f"{OPEN}{OPEN}x{CLOSE} {OPEN}{TAGS_JSON}{CLOSE}",
+            f"{OPEN}{OPEN}x{CLOSE}",
+            (TAGGED,),
+        ),
+        (
+            QWEN,
+            f'{OPEN}{{"name": "time", "arguments": {{{CLOSE}\n{OPEN}{TIME_JSON}{CLOSE}',
+            f'{OPEN}{{"name": "time", "arguments": {{{CLOSE}',
+            (TIME,),
+        ),
+        (
+            QWEN,
+            f'{OPEN}{{"name": "ti{CLOSE}\n{OPEN}{TIME_JSON}{CLOSE}',
+            f'{OPEN}{{"name": "ti{CLOSE}',
+            (TIME,),
+        ),
+        (
+            QWEN,  # a string that does not end, but with the message
+            f'{OPEN}{{"name": "ti{CLOSE} {OPEN}{TIME_JSON.replace(chr(34), chr(39))}{CLOSE}',
+            f'{OPEN}{{"name": "ti{CLOSE} {OPEN}{TIME_JSON.replace(chr(34), chr(39))}{CLOSE}',
+            (),
+        ),
+        (
+            QWEN,
+            f"{OPEN}<function=time> {OPEN}\n{SUN_JSON}{CLOSE}",
+            f"{OPEN}<function=time>",
+            (SUN,),
+        ),
+        (
+            QWEN,
+            f"{OPEN}<function=time><parameter=text>{OPEN}</parameter></function>{CLOSE}",
+            "",
+            (ToolCall("time", json.dumps({"text": OPEN})),),
+        ),
+        (QWEN, f"{OPEN}{TIME_JSON}{OPEN}{SUN_JSON}{CLOSE}", f"{OPEN}{TIME_JSON}", (SUN,)),
+        (
+            DEEPSEEK,
+            f"The {DEEP_OPEN} mark: {DEEP_OPEN}time<｜tool▁sep｜>{{}}{DEEP_CLOSE}",
+            f"The {DEEP_OPEN} mark:",
+            (TIME,),
+        ),
+        # Nothing behind it.
+        (QWEN, f"{OPEN}{TIME_JSON}", "", (TIME,)),
+        (QWEN, f"So:\n{OPEN}\n{TIME_JSON}\n", "So:", (TIME,)),
+        (QWEN, f"{OPEN}\n{TIME_JSON}\n</tool_", "", (TIME,)),
+        (QWEN, f"{OPEN}{TIME_JSON}{CLOSE}\n{OPEN}{SUN_JSON}", "", (TIME, SUN)),
+        (QWEN, f"{OPEN}{SUN_XML}", "", (SUN,)),
+        (QWEN, f"{OPEN}{SUN_XML}\n<", "", (SUN,)),
+        (QWEN, f"{OPEN}{TIME_JSON} and", f"{OPEN}{TIME_JSON} and", ()),
+        (QWEN, f"{OPEN}{SUN_XML[:-1]}", f"{OPEN}{SUN_XML[:-1]}", ()),
+        (QWEN, f"{OPEN} {OPEN}{TIME_JSON}", OPEN, (TIME,)),
+        (QWEN, f"{OPEN}<function=a {OPEN}{TIME_JSON}", f"{OPEN}<function=a", (TIME,)),
+        (DEEPSEEK, f"{DEEP_OPEN}time<｜tool▁sep｜>{{}}", "", (TIME,)),
+        (DEEPSEEK, f"{DEEP_OPEN}function<｜tool▁sep｜>time\n```json\n{{}}\n```<｜", "", (TIME,)),
+    ],
+)
+def test_calls_among_marks(form, text, content, calls):
+    assert parse_at_each_cut(form, text) == Parts("", content, calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (QWEN, f"Write it as\n\n{OPEN}\nname and args\n{CLOSE}\n\nlike this."),
+        (QWEN, f'Sure.\n\n{OPEN}\n{{"name": "ad'),
+        (QWEN, f"\n {OPEN} \n"),
+        (QWEN, f" a {OPEN} b {CLOSE} c {OPEN}\n{{}}\n{CLOSE} \n d \n"),
+        (QWEN, f" {OPEN}\n<function=f>\n{CLOSE}\n\n{OPEN}<function=g>\n"),
+        (QWEN, f' {OPEN} {{"a": "{CLOSE} " }} {CLOSE} b'),
+        (DEEPSEEK, f"Hi\n\n<｜tool▁calls▁begin｜>\n{DEEP_OPEN} it {DEEP_CLOSE}\n"),
+        (
+            DEEPSEEK,
+            "Hi\n\n<｜tool▁calls▁begin｜>\n <｜tool▁calls▁end｜> or\n<｜tool▁calls▁begin｜> ",
+        ),
+        (LLAMA, f"\n {LLAMA_SUN[:-1]} \n"),
+    ],
+)
+def test_what_is_no_call_comes_back_as_it_was_written(form, text):
+    assert parse_at_each_cut(form, text) == Parts("", text, ())
+
+
+def test_white_space_goes_around_calls_only():
+    text = f" a \n{OPEN}{TIME_JSON}{CLOSE}\n \n{OPEN} b {CLOSE} \n{OPEN}{TIME_JSON}{CLOSE} c \n"
+    found = parse_at_each_cut(QWEN, text)
+    assert found == Parts("", f" a{OPEN} b {CLOSE}c \n", (TIME, TIME))
+    text = f" a \n<｜tool▁calls▁begin｜>\n{DEEP_OPEN}time<｜tool▁sep｜>{{}}{DEEP_CLOSE}\n<｜tool▁calls▁end｜>\n b"
+    assert parse_at_each_cut(DEEPSEEK, text) == Parts("", " ab", (TIME,))
+
+
+def test_what_can_be_no_call_is_told_as_soon_as_that_is_clear():
+    parser = MessageParser(QWEN, TOOLS)
+    assert feed(parser, f"The {OPEN}").content == "The"
+    assert feed(parser, " ").content == ""
+    assert feed(parser, "tag ").content == f" {OPEN} tag"
+    assert feed(parser, f'{OPEN}{{"a": "{CLOSE}').content == ""
+    assert feed(parser, "\n").content == f' {OPEN}{{"a": "{CLOSE}'
+    assert feed(parser, f'{OPEN}{{"a": "{CLOSE}"}} ').content == ""
+    assert feed(parser, ".").content == f'\n{OPEN}{{"a": "{CLOSE}"}} .'
+    assert feed(parser, "\n", last=True).content == "\n"
+
+
+def test_marks_that_begin_nothing_hide_no_call_but_many_in_a_row():
+    """All are tried that can begin JSON, and some that can begin calls of other forms."""
+    call = f"{OPEN}{TIME_JSON}{CLOSE}"
+    for begin in (OPEN, f'{OPEN}{{"', f"{OPEN}{TIME_JSON}"):
+        assert parse(QWEN, begin * 100 + call).calls == (TIME,)
+    assert parse(QWEN, f"{OPEN}<function=" * 5 + call).calls == (TIME,)
+    text = f"{OPEN}<function=" * 100 + call
+    assert parse_at_each_cut(QWEN, text + call) == Parts("", text, (TIME,))
+
+
 # --- any text, any cut ---
 
 MARKS = (
@@ -318,6 +474,7 @@ MARKS = (
     ),
     *(SUN_JSON, TIME_JSON, LLAMA_SUN, SUN_XML, DEEPSEEK_R1, DEEPSEEK_V31),
     *(" ", "\n", ";", "{", "<", "</", "think>", "tool_call>", "a", "bc"),
+    *(TAGS_JSON, '"', "\\", '{"a": "', '"}', "<function=f>"),
 )
 FORMS = [
     MessageForm(reasoning, tools, opened)
@@ -350,6 +507,32 @@ def test_nothing_is_lost_but_marks_white_space_and_calls(form, text):
         for mark in (*MARKS[:10], " ", "\n"):
             without = [each.replace(mark, "") for each in without]
         assert without[0] == without[1]
+
+
+@given(
+    form=st.sampled_from([QWEN, DEEPSEEK, LLAMA]),
+    text=st.lists(st.sampled_from(MARKS), max_size=12).map("".join),
+)
+def test_nothing_is_lost_without_calls(form, text):
+    found = parse(form, text)
+    assert found.calls or found.content == text
+
+
+@given(
+    text=st.recursive(
+        st.sampled_from([OPEN, CLOSE, TAGS, "", "a"]) | st.none() | st.integers(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from([OPEN, CLOSE, "a"]), inner)
+        ),
+        max_leaves=8,
+    ).map(lambda value: json.dumps({"name": "time", "arguments": {"a": value}})),
+    before=st.sampled_from(["", OPEN, f"{OPEN} a", f'{OPEN}{{"', f"{OPEN}{{}}", CLOSE]),
+    after=st.sampled_from(["", f"{CLOSE}", f"\n{CLOSE}\n"]),
+)
+def test_call_is_found_whatever_its_arguments_are(text, before, after):
+    (call,) = parse(QWEN, f"{before}{OPEN}{text}{after}").calls
+    assert json.loads(call.arguments) == json.loads(text)["arguments"]
 
 
 # --- how long it takes ---
@@ -391,6 +574,12 @@ def at_once(before: str, each: str, after: str) -> Callable[[int], list[str]]:
             "white space in a thought": (OPENED, pieces_of("a", then=SPACES), 1000),
             "white space before bare calls": (LLAMA, pieces_of(then=SPACES), 1000),
             "a long call": (QWEN, pieces_of("<tool_call>", then="a" * 64), 2000),
+            "a long call of JSON": (QWEN, pieces_of('<tool_call>{"a": "', then="a" * 64), 2000),
+            "a long call of tags": (
+                QWEN,
+                pieces_of("<tool_call><function=f>", then="a" * 64),
+                2000,
+            ),
             "a long bare call": (LLAMA, pieces_of("{", then="a" * 64), 1000),
             "many marks of several kinds": (
                 DEEPSEEK,
@@ -411,3 +600,62 @@ def test_time_grows_as_the_message_does(form, text, n):
 
     short_s, long_s = (min(taken_s(each) for _ in range(3)) for each in (n, LONG * n))
     assert long_s < 3 * LONG * short_s
+
+
+@pytest.mark.parametrize("size", [4, 10**6])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        pytest.param(*case, id=name)
+        for name, case in {
+            "closing marks in a string": (QWEN, at_once(f'{OPEN}{{"a": "', CLOSE, "")),
+            "closing marks in strings": (QWEN, at_once(f'{OPEN}{{"a": ["', f'{CLOSE}", "', "\n")),
+            "closing marks in a string of no call": (
+                QWEN,
+                at_once(f'{OPEN}{{"a": "', CLOSE, f'"}}{CLOSE}'),
+            ),
+            "opening marks": (QWEN, at_once("", OPEN, "")),
+            "opening marks of objects": (QWEN, at_once("", f'{OPEN}{{"a": "', "\n")),
+            "opening marks of objects in strings": (QWEN, at_once("", f'{OPEN}{{", "', "\n")),
+            "objects that are no calls": (QWEN, at_once("", f"{OPEN}{{}}", CLOSE)),
+            "opening marks with tags": (QWEN, at_once("", f"{OPEN}<function=f>", "")),
+            "opening marks with tags, closed": (QWEN, at_once("", f"{OPEN}<function=f>", CLOSE)),
+            "opening marks of a call with tags that can be none": (
+                QWEN,
+                at_once(
+                    "",
+                    f"{OPEN}<function=f>",
+                    f"<parameter=a>NaN</parameter></function>{CLOSE}",
+                ),
+            ),
+            "opening marks of DeepSeek": (DEEPSEEK, at_once("", DEEP_OPEN, DEEP_CLOSE)),
+        }.items()
+    ],
+)
+def test_work_grows_as_the_message_does(
+    monkeypatch: pytest.MonkeyPatch, form: MessageForm, text: Callable[[int], list[str]], size: int
+) -> None:
+    """Counted in characters that are looked at; each as often as it would be in a shorter message."""
+    looked_at = 0
+
+    def counted(look: Callable[..., Any]) -> Callable[..., Any]:
+        def looks(*arguments: Any) -> Any:
+            nonlocal looked_at
+            looked_at += max(1, sum(len(each) for each in arguments if isinstance(each, str)))
+            return look(*arguments)
+
+        return looks
+
+    for part in (HeldText, OpenCall, GrowingObject):
+        monkeypatch.setattr(part, "feed", counted(part.feed))
+    for name in ("_read_qwen", "_read_deepseek"):
+        monkeypatch.setattr(tool_calls, name, counted(getattr(tool_calls, name)))
+
+    def work(n: int) -> int:
+        nonlocal looked_at
+        looked_at = 0
+        (whole,) = text(n)
+        parse(form, *(whole[at : at + size] for at in range(0, len(whole), size)))
+        return looked_at
+
+    assert work(LONG * 1000) < 1.5 * LONG * work(1000)
