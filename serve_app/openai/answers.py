@@ -124,6 +124,7 @@ class ChatAnswer(_Answer):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    joins_texts = True
 
     def _deltas(self, continuation: Continuation, event: TokenEvent) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []

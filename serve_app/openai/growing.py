@@ -5,7 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from actors.protocol import MessageForm, TokenEvent, TokenLogprob
 from serve_app.openai.message import MessageParser
@@ -39,10 +39,15 @@ class Continuation:
     form: MessageForm | None = None
     parser: MessageParser | None = None  # of a message, once it has begun
     calls: int = 0  # that it had so far
+    said: bool = False  # some text, to which more may be added
+    apart: bool = False  # a call is between that and what comes
 
 
 class GrowingAnswer(ABC):
     """What the token events of one request become."""
+
+    # Texts on both sides of a call become one, as if they were lines of it; not where each is a block of its own.
+    joins_texts: ClassVar[bool] = False
 
     def __init__(self, ask: Ask, answer_id: str) -> None:
         self.answer_id = answer_id
@@ -126,11 +131,16 @@ class GrowingAnswer(ABC):
         reasoning, found = continuation.parser.feed(text, last=continuation.last is not None)
         for piece in found:
             if isinstance(piece, ToolCall):
+                continuation.apart = continuation.said
                 if continuation.calls and not self._ask.parallel_tool_calls:
                     continue
                 continuation.calls += 1
-            if piece:
+                if not self.joins_texts:
+                    continuation.said = continuation.apart = False
                 pieces.append(piece)
+            elif piece:
+                pieces.append(f"\n{piece}" if continuation.apart else piece)
+                continuation.said, continuation.apart = True, False
         return reasoning, pieces
 
 

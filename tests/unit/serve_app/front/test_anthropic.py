@@ -213,6 +213,20 @@ def test_whole_message_is_what_the_stream_makes(model, parallel):
     assert streamed == whole
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_texts_of_one_block_are_lines_where_a_call_between_is_not_wanted(model, parallel, stream):
+    model.form = MessageForm(tools="qwen")
+    model.pieces = ("So:\n", CALL, "\nand", " then\n", CALL, "\n\n", "done")
+    choice = {"type": "auto", "disable_parallel_tool_use": not parallel}
+    body = {**BODY, "tools": TOOLS, "tool_choice": choice, "stream": stream}
+    with serving(model) as client:
+        response = client.post(MESSAGES, json=body)
+        message = whole_of(events_of(response)) if stream else response.json()
+    texts = [block["text"] for block in message["content"] if block["type"] == "text"]
+    assert texts == (["So:", "and then", "done"] if parallel else ["So:", "and then\ndone"])
+
+
 @pytest.mark.parametrize(
     ("finish", "stop_reason", "pieces", "expected"),
     [

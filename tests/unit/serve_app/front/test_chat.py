@@ -1,5 +1,7 @@
 """Chats: their shapes with and without stream, reasoning and tool calls."""
 
+from typing import Any
+
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -169,6 +171,88 @@ def test_reasoning_and_tool_calls(model, stream, parallel, logprobs):
     assert calls == [{"type": "function", "function": function}] * (2 if parallel else 1)
     assert finish[-1] == "tool_calls"
     assert [entry["token"] for entry in entries] == (list(model.pieces) if logprobs else [])
+
+
+def chat(model: FakeModel, stream: bool, **fields: Any) -> tuple[str, int, str]:
+    """Content, how many calls, and the finish reason."""
+    model.form = MessageForm(tools="qwen")
+    with serving(model) as client:
+        response = client.post(CHAT, json={**CHAT_BODY, "tools": [SUM], "stream": stream, **fields})
+    if not stream:
+        (choice,) = response.json()["choices"]
+        message = choice["message"]
+        return message["content"] or "", len(message.get("tool_calls", ())), choice["finish_reason"]
+    chunks = chunks_of(response)
+    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    return texts_of(chunks)[0], len(calls), chunks[-1]["choices"][0]["finish_reason"]
+
+
+CALLED = f"<tool_call>\n{ADDED}\n</tool_call>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"Let me see.\n{CALLED}\n\nDone now.", "Let me see.\nDone now.", 1),
+        (f"Let me see.\n{CALLED}\n{CALLED}\n\nDone\nnow.\n", "Let me see.\nDone\nnow.\n", 2),
+        (f"a {CALLED} b {CALLED} c\n{CALLED}\n", "a\nb\nc", 3),
+        (f"\n{CALLED}\n\nDone {CALLED}now.", "Done\nnow.", 2),
+        (f"a\n\n{CALLED}\n<tool_call> b", "a\n<tool_call> b", 1),
+    ],
+)
+def test_texts_around_a_call_are_lines(model, stream, parallel, each, text, content, calls):
+    model.pieces = tuple(text) if each else (text,)
+    found = chat(model, stream, parallel_tool_calls=parallel)
+    assert found == (content, calls if parallel else 1, "tool_calls")
+
+
+def test_line_break_between_texts_comes_with_the_second(model):
+    model.form = MessageForm(tools="qwen")
+    model.pieces = ("Let me see.\n", CALLED, "\n", "\n", "Done", " now.")
+    with serving(model) as client:
+        chunks = chunks_of(client.post(CHAT, json={**CHAT_BODY, "tools": [SUM], "stream": True}))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    told = [delta.get("content", "call") for delta in deltas if delta]
+    assert told == ["", "Let me see.", "call", "\nDone", " now."]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("finish", "reason"), [(FinishReason.STOP, "tool_calls"), (FinishReason.LENGTH, "length")]
+)
+def test_last_call_needs_no_closing_mark(model, stream, finish, reason):
+    model.pieces, model.finish_reason = ("So:\n<tool_call>\n", ADDED), finish
+    assert chat(model, stream) == ("So:", 1, reason)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_closing_mark_as_an_argument(model, stream, choice):
+    argument = '{"name": "add", "arguments": {"text": "use </tool_call> tags"}}'
+    model.pieces = ("<tool_call>\n", argument, "\n</tool_call>")
+    assert chat(model, stream, tool_choice=choice) == ("", 1, "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "finish", "reason"),
+    [
+        (
+            "Write it as\n\n<tool_call>\nname and args\n</tool_call>\n\nlike this.",
+            FinishReason.STOP,
+            "stop",
+        ),
+        ('Sure.\n\n<tool_call>\n{"name": "ad', FinishReason.LENGTH, "length"),
+    ],
+)
+def test_what_is_no_call_comes_back_as_it_was_written(model, stream, text, finish, reason):
+    model.finish_reason = finish
+    for pieces in ((text,), tuple(text)):
+        model.pieces = pieces
+        assert chat(model, stream) == (text, 0, reason)
 
 
 def test_content_is_null_where_there_is_only_reasoning(model):

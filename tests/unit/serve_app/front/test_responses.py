@@ -129,6 +129,15 @@ def test_stream_of_reasoning_text_and_calls_ends_with_the_whole_response(model, 
     assert last["usage"] == whole["usage"]
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_texts_of_one_message_are_lines_where_a_call_between_is_not_wanted(model, parallel):
+    model.form = MessageForm(tools="qwen")
+    model.pieces = ("So:\n", CALL, "\nand", " then\n", CALL, "\n\n", "done")
+    whole = asked(model, tools=TOOLS, parallel_tool_calls=parallel)
+    texts = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "message"]
+    assert texts == (["So:", "and then", "done"] if parallel else ["So:", "and then\ndone"])
+
+
 def test_reasoning_tokens_are_the_share_of_the_text(model):
     model.form = MessageForm("think", in_reasoning=True)
     model.pieces = ("I think so", "</think>ok")
