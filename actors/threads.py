@@ -40,15 +40,17 @@ class ControlThread(Executor):
             RuntimeError: it has been shut down.
         """
         told: Future[T] = Future()
+        untold = [told]
 
         def run() -> None:
+            told = untold.pop()  # see start_apart
             # Given up, it is done all the same, should the thread come back: it may let go of something.
             with self._lock:
                 if told in self._awaited and not told.set_running_or_notify_cancel():
                     self._awaited.discard(told)
-            if told.cancelled():
-                return
             try:
+                if told.cancelled():
+                    return
                 with self._watch:
                     result = work(*args, **kwargs)
             except BaseException as exc:  # noqa: BLE001  # for whoever waits, as with any executor
@@ -57,6 +59,8 @@ class ControlThread(Executor):
             else:
                 if self._forget(told):
                     told.set_result(result)
+            finally:
+                del told
 
         with self._lock:
             self._thread.submit(run)
@@ -92,19 +96,25 @@ class ControlThread(Executor):
 
 
 def start_apart(work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Begin `work` on a thread of its own: it may never end, and then keeps no executor and no process waiting."""
+    """Begin `work` on a thread of its own: it may never end, and then keeps no executor and no process waiting.
+
+    A failure has the frames that it came through, and all that they hold. The thread's keeps no hold of what has the
+    failure, or nobody but the garbage collector could let go of them.
+    """
     told: Future[T] = Future()
     told.set_running_or_notify_cancel()
 
-    def run() -> None:
+    def run(told: Future[T]) -> None:
         try:
             result = work(*args, **kwargs)
         except BaseException as exc:  # noqa: BLE001  # for whoever waits, as with any executor
             told.set_exception(exc)
         else:
             told.set_result(result)
+        finally:
+            del told
 
-    threading.Thread(target=run, name=f"apart-{work.__name__}", daemon=True).start()
+    threading.Thread(target=run, args=(told,), name=f"apart-{work.__name__}", daemon=True).start()
     return told
 
 
@@ -117,6 +127,9 @@ def on_threads(
     """As `map`, on several threads. After a failure, which this raises, no more is begun.
 
     For what waits for memory, a disk or another process: it has to do without the interpreter.
+
+    What it had so far goes with the failure, without the garbage collector: what the failure's frames hold has not
+    got it.
 
     Args:
         sizes: one for each; the largest is begun first, so that no thread still has it when all others are done.
@@ -144,7 +157,12 @@ def on_threads(
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     if failures:
-        raise failures[0]
+        failure = failures[0]
+        failures.clear()
+        try:
+            raise failure
+        finally:
+            del failure, begun
     return [result for index in range(len(each)) for result in begun[index].result()]
 
 

@@ -1,8 +1,10 @@
 """Marks by folder, the skip of GPU tests, and checkpoints to test with."""
 
 import faulthandler
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,3 +88,12 @@ def tiny_checkpoint() -> Path:
     directory.parent.mkdir(exist_ok=True)
     with FileLock(directory.with_suffix(".lock")):  # tests run in several processes
         return write_checkpoint(directory, "tiny")
+
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    """What is let go of goes at once, or not at all."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

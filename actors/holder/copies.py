@@ -41,7 +41,7 @@ def from_file(
 
 
 def from_peers(
-    peers: Iterable[Peer], images: HeldImages, key: ImageKey, make_room: MakeRoom
+    peers: Iterable[Peer], room: HostRoom, images: HeldImages, key: ImageKey, make_room: MakeRoom
 ) -> Published | None:
     """Our own copy of another holder's image; None if nobody has it, or nobody's could be had.
 
@@ -49,12 +49,13 @@ def from_peers(
         HostMemoryFull: the budget has no room for it.
     """
     for peer in peers:
-        started_s = time.monotonic()
+        started_s, free_before = time.monotonic(), 0
         try:
             lent = peer.lend(key)
             if lent is None:
                 continue
             make_room(lent.stored_bytes)
+            free_before = store_room().available
             segments = pull(lent, peer, images.recycled_bytes)
         except HostMemoryFull:
             raise  # whoever it comes from
@@ -65,6 +66,7 @@ def from_peers(
             logger.warning("no image %s from %s: %s: %s", key, peer.name, type(exc).__name__, exc)
         else:
             return _copied(lent, segments, peer.name, started_s)
+        room.await_store(free_before)  # or what comes next has no room beside what came of this one
     return None
 
 

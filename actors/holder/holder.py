@@ -383,10 +383,13 @@ class WeightHolder:
         self, request: ImageRequest, checkpoint: Path, key: ImageKey, evicts: bool
     ) -> Held:
         loading = start_apart(self._obtain, request, checkpoint, key, evicts)
-        wait([loading], self._load_timeout_s)
-        if not loading.done():  # should it ever come back, nobody has its image
-            raise ImageMissing(unread(checkpoint, self._load_timeout_s))
-        return loading.result()
+        try:
+            wait([loading], self._load_timeout_s)
+            if not loading.done():  # should it ever come back, nobody has its image
+                raise ImageMissing(unread(checkpoint, self._load_timeout_s))
+            return loading.result()
+        finally:
+            del loading  # has the failure, which has this frame and what was reserved
 
     def _obtain(self, request: ImageRequest, checkpoint: Path, key: ImageKey, evicts: bool) -> Held:
         with self._room.for_a_load(key, evicts) as make_room:
@@ -394,7 +397,7 @@ class WeightHolder:
             found = from_file(self._room, self._images, key, make_room)
             if found is None:
                 origin = "node"
-                found = from_peers(self._peers(), self._images, key, make_room)
+                found = from_peers(self._peers(), self._room, self._images, key, make_room)
             if found is None:
                 origin = "disk"
                 found = self._publish(request.model_id, checkpoint, key, make_room)

@@ -273,14 +273,20 @@ def _up_to_page(size: int) -> int:
     return round_up(size, _PAGE)
 
 
-def _await(pool: ThreadPoolExecutor, work: Sequence[Future[None]]) -> None:
-    """Raises what the first of them raised; then no further ones begin."""
+def _await(pool: ThreadPoolExecutor, work: list[Future[None]]) -> None:
+    """Raises what the first of them raised; then no further ones begin.
+
+    The list is empty then: one that failed has the failure, whose frames have the list, and the memory that was
+    written to or read from would wait for the garbage collector.
+    """
     try:
-        for each in work:
-            each.result()
+        for index in range(len(work)):
+            work[index].result()
     except BaseException:
         pool.shutdown(wait=True, cancel_futures=True)
         raise
+    finally:
+        work.clear()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,12 +1,15 @@
 """A thread whose waiters do not hang with it."""
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 
 import pytest
 
-from actors.threads import ControlThread, on_threads
+from actors.threads import ControlThread, on_threads, start_apart
+from tests.let_go import is_let_go
 
 HUNG = RuntimeError("hung")
 
@@ -118,3 +121,60 @@ def test_the_largest_is_begun_first_and_results_keep_their_order() -> None:
 
     assert on_threads(upper, "abcd", sizes=[1, 3, 2, 3], at_once=1) == ["A", "B", "C", "D"]
     assert begun == ["b", "d", "c", "a"]
+
+
+class Reserved:
+    """What nobody else needs once a load has failed."""
+
+
+Refs = list[weakref.ref[Reserved]]
+
+
+def load(refs: Refs) -> list[Reserved]:
+    reserved = [Reserved() for _ in range(4)]
+    refs += map(weakref.ref, reserved)
+    raise RuntimeError("packing failed")
+
+
+def outcome(future: Future[list[Reserved]]) -> list[Reserved]:
+    wait([future], 5)
+    try:
+        return future.result()
+    finally:
+        del future
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_failure_on_several_threads_keeps_nothing() -> None:
+    """Neither what its frames held nor what others had made before."""
+    refs: Refs = []
+
+    def reserve(number: int) -> Reserved:
+        if number == 3:
+            raise RuntimeError("full")
+        made = Reserved()
+        refs.append(weakref.ref(made))
+        return made
+
+    def pull() -> None:
+        own = [Reserved() for _ in range(4)]
+        refs.extend(map(weakref.ref, own))
+        on_threads(lambda number: reserve(number) and own[number], range(4), at_once=1)
+
+    with pytest.raises(RuntimeError, match="full") as failed:
+        pull()
+    assert len(refs) == 7
+    del failed
+    assert is_let_go(refs)
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+@pytest.mark.parametrize("submit", [ControlThread.submit, lambda _, *work: start_apart(*work)])
+def test_failure_on_a_thread_keeps_nothing(
+    control: ControlThread, submit: Callable[..., Future[list[Reserved]]]
+) -> None:
+    refs: Refs = []
+    with pytest.raises(RuntimeError, match="packing failed") as failed:
+        outcome(submit(control, load, refs))
+    del failed
+    assert is_let_go(refs)

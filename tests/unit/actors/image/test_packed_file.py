@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,25 @@ def test_file_system_without_direct_reads_is_used_all_the_same(
     write_image(path, image.manifest, image.payloads)
     assert read(path) == image.contents
     assert len(direct) == 2
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_disk_that_fails_keeps_no_memory(
+    image: Packed, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a holder that would be the object store's."""
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(os, "pwritev", broken)
+    manifest = read_manifest(file)
+    for at_work in (read_image, write_image):
+        path = file if at_work is read_image else tmp_path / "b.image"
+        memory = blank()
+        refs = list(map(weakref.ref, memory))
+        with pytest.raises(OSError, match="Input/output error") as failed:
+            at_work(*(path, manifest, memory))
+        del failed, memory
+        assert [ref() for ref in refs] == [None] * len(refs)
