@@ -131,8 +131,17 @@ class HeldImages:
     def lease(
         self, held: Held, request: ImageRequest, lessee: str, worker: Any, now_s: float
     ) -> None:
-        """Note who looks at it from now on, in place of an earlier worker of the same replica."""
+        """Note who looks at it from now on, in place of an earlier worker of the same replica.
+
+        That one may have looked at another image, of a checkpoint that was replaced meanwhile. A replica has one
+        model and one worker, so its leases on all others end: nobody else would end them while it lives.
+        """
         with self._lock:
+            for other in self._images.values():
+                if (
+                    other.lessees is not held.lessees
+                ):  # or it is the same image, compressed meanwhile
+                    other.lessees.pop(lessee, None)
             held.lessees[lessee] = worker
             held.request = request
             held.leases += 1

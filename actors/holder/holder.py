@@ -141,7 +141,7 @@ class WeightHolder:
 
         Args:
             key: computed by the caller from its own copy of the checkpoint.
-            lessee: name of the asking actor, kept until it releases the image or dies.
+            lessee: name of the asking actor, kept until it releases the image, asks for another or dies.
             worker: the actor that looks at the image for it, which can be asked to let go. None: while the lessee
                 lives, the image stays.
 

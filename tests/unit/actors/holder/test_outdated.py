@@ -110,6 +110,25 @@ def test_image_of_a_checkpoint_that_was_replaced_goes_with_its_last_lessee(bench
     asyncio.run(scenario())
 
 
+def test_lease_of_the_worker_before_ends_with_the_next_one_s_on_another_image(
+    bench: Bench,
+) -> None:
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        first = await bench.acquire("replica")
+        await bench.acquire("neighbour")
+        replace_in_place(bench)
+        second = await bench.acquire("replica")  # by its next worker
+        assert (await bench.kept())[0] == [first, second], "a neighbour looks at the first"
+        await bench.acquire("neighbour")
+        assert (await bench.kept())[0] == [second]
+        held = bench.holder._images.get(second)
+        assert held is not None
+        assert set(held.lessees) == {"replica", "neighbour"}
+
+    asyncio.run(scenario())
+
+
 def test_file_of_a_checkpoint_that_was_replaced_goes_once_the_next_image_is_there(
     bench: Bench,
 ) -> None:
@@ -193,13 +212,13 @@ def test_every_lease_of_a_replica_ends_whether_or_not_ray_says_who_lives(
         await bench.acquire("other")
         await bench.acquire("ended")
         replace_in_place(bench)
-        await bench.acquire("other")
+        await bench.acquire("another")
         await bench.acquire("ended")
         with monkeypatch.context() as patched:
             patched.setattr(module, "alive", silent)
             await bench.holder.release_all("ended")
         there = [held for _, held in bench.holder._images.snapshot()]
-        assert [set(held.lessees) for held in there] == [{"other"}, {"other"}]
+        assert [set(held.lessees) for held in there] == [{"other"}, {"another"}]
 
     asyncio.run(scenario())
 
