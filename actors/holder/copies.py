@@ -60,10 +60,12 @@ def from_peers(
         except HostMemoryFull:
             raise  # whoever it comes from
         except WeightsCorrupted as exc:
-            logger.warning("image %s of %s: %s", key, peer.name, exc)
+            logger.warning("image %s of %s: %s", key, peer.name, str(exc))  # see below
             _have_rechecked(peer, key)
         except Exception as exc:  # noqa: BLE001  # whatever it was, there is the disk
-            logger.warning("no image %s from %s: %s: %s", key, peer.name, type(exc).__name__, exc)
+            # As a text: who keeps the record would keep what had come.
+            text = f"{type(exc).__name__}: {exc}"
+            logger.warning("no image %s from %s: %s", key, peer.name, text)
         else:
             return _copied(lent, segments, peer.name, started_s)
         room.await_store(free_before)  # or what comes next has no room beside what came of this one

@@ -140,7 +140,7 @@ class HeldImages:
             for other in self._images.values():
                 if (
                     other.lessees is not held.lessees
-                ):  # or it is the same image, compressed meanwhile
+                ):  # that of the same image, compressed meanwhile
                     other.lessees.pop(lessee, None)
             held.lessees[lessee] = worker
             held.request = request
