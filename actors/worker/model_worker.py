@@ -266,9 +266,8 @@ class ModelWorker:
                 started_s = time.perf_counter()
             change = await self._on_control(self._residency.wake)
         except Unavailable:
-            await self.image.drop_asleep(
-                1
-            )  # what is not kept asleep, and was brought for this wake
+            # What was brought for this wake and is not kept asleep.
+            await self.image.drop_asleep(1)
             self.image.not_needed()
             raise
         self.image.need = Need.AWAKE

@@ -354,35 +354,46 @@ def parse_responses(fields: Mapping[str, Any]) -> ResponseAsk:
 
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """As chat templates read them: what an assistant thought, said and called is one message."""
-    messages: list[dict[str, Any]] = []
+    """As chat templates read them: what an assistant thought, said and called in a row is one message."""
+    messages: list[dict[str, Any] | _Turn] = []
     for item in items:
-        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if isinstance(item, ReasoningItem):
-            if item.content:
-                last = last or _added(messages, {"role": "assistant", "content": ""})
-                last["reasoning_content"] = _lines(last.get("reasoning_content"), item.content)
-        elif isinstance(item, FunctionCallOutputItem):
+        if isinstance(item, FunctionCallOutputItem):
             result = {"tool_call_id": item.call_id, "content": item.output}
             messages.append({"role": "tool", **result})
-        elif isinstance(item, FunctionCallItem):
-            last = last or _added(messages, {"role": "assistant", "content": ""})
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            last.setdefault("tool_calls", []).append(call)
-        elif item.role == "assistant" and last is not None:
-            last["content"] = _lines(last["content"], item.content)
-        else:
+        elif isinstance(item, MessageItem) and item.role != "assistant":
             # Most templates do not know `developer`.
             role = "system" if item.role == "developer" else item.role
             messages.append({"role": role, "content": item.content})
-    return messages
+        elif not isinstance(item, ReasoningItem) or item.content:
+            turn = messages[-1] if messages else None
+            if not isinstance(turn, _Turn):
+                turn = _Turn()
+                messages.append(turn)
+            turn.add(item)
+    return [each.message() if isinstance(each, _Turn) else each for each in messages]
 
 
-def _added(messages: list[dict[str, Any]], message: dict[str, Any]) -> dict[str, Any]:
-    messages.append(message)
-    return message
+class _Turn:
+    """Of an assistant: its items, until somebody else has a say."""
 
+    def __init__(self) -> None:
+        self._thoughts: list[str] = []
+        self._texts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
 
-def _lines(*texts: str | None) -> str:
-    return "\n".join(text for text in texts if text)
+    def add(self, item: MessageItem | FunctionCallItem | ReasoningItem) -> None:
+        if isinstance(item, FunctionCallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            self._calls.append({"id": item.call_id, "type": "function", "function": function})
+        elif item.content:
+            where = self._thoughts if isinstance(item, ReasoningItem) else self._texts
+            where.append(item.content)
+
+    def message(self) -> dict[str, Any]:
+        """Texts are lines of it."""
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(self._texts)}
+        if self._thoughts:
+            message["reasoning_content"] = "\n".join(self._thoughts)
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
