@@ -196,9 +196,8 @@ class ModelRuntime:
     def _check_room(self, prepared: Prepared) -> None:
         """The card may have had more to give when the worker before this one started."""
         facts = self.worker.facts
-        asked = (
-            prepared.request.sampling.max_tokens
-        )  # not a default of ours, which follows the room
+        # As the client has it, who may have named none: our default follows the room.
+        asked = prepared.request.sampling.max_tokens or None
         if len(prepared.prompt_ids) + (asked or 1) > facts.max_model_len:
             params = replace(prepared.params, max_tokens=asked)
             check_request(params, prepared.prompt_ids, facts.vocab_size, facts.max_model_len)
