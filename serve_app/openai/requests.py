@@ -482,12 +482,14 @@ def refuse_of_chats(
         UnsupportedParameter: a field would change the answer.
     """
     for name, of in ChatBody.model_fields.items():
+        if name in form.model_fields or name in _TELL_NOTHING:
+            continue
         value = fields.get(name)
-        if name in form.model_fields or name in _TELL_NOTHING or value == {"type": "text"}:
+        if value is None or value == {"type": "text"}:
             continue
         default = of.get_default(call_default_factory=True, validated_data={})
         is_nothing = not value and not default and default is not None
-        if value is not None and value != default and not is_nothing:
+        if value != default and not is_nothing:
             use = f"; use {instead[name]}" if name in instead else ""
             raise UnsupportedParameter(f"{name} is not supported, found {shown(value)}{use}", name)
     _refuse(
