@@ -112,11 +112,10 @@ class EngineConfig(BaseModel):
         "tokens per second; of no effect on CPU.",
     )
     quantize_activations: bool = Field(
-        default=False,
+        default=True,
         description="Of FP8 checkpoints that were made for it (W8A8), quantise the inputs of projections to FP8, too, "
-        "as vLLM does, wherever a step computes more than 64 tokens. Faster, but tokens are no longer those of the "
-        "dequantised weights, and depend more on what else is in the batch. For an H100 or H200 and dense models; of no "
-        "effect elsewhere.",
+        "as their makers and vLLM do. Prompts and many sequences at once are faster. Without, tokens are those of the "
+        "dequantised weights. For an H100 or H200 and dense models in bfloat16; of no effect elsewhere.",
     )
     cpu_threads: int | None = Field(
         default=None,

@@ -92,7 +92,7 @@ class TransformersEngine:
         logger.info("%d groups of projections are computed as one", merged)
         if config.quantize_activations:
             quantising = quantise_activations(model)
-            if not quantising:
+            if not quantising and "quantize_activations" in config.model_fields_set:
                 logger.warning(
                     "engine.quantize_activations is of no effect: the checkpoint was not made for it"
                 )

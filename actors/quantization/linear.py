@@ -59,7 +59,7 @@ class QuantizedLinear(QuantizedWeight):
 
     Attributes:
         made_for_quantised: the checkpoint's makers quantise its inputs, too.
-        quantises: it does so as well, with many rows on a card.
+        quantises: it does so as well, on a card.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class QuantizedLinear(QuantizedWeight):
 
 
 def quantise_activations(model: nn.Module) -> int:
-    """Have linear modules quantise their inputs whose checkpoint was made for that, where there are many rows; how many."""
+    """Have linear modules quantise their inputs whose checkpoint was made for that; how many."""
     linear = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
     for each in linear:
         each.quantises = each.made_for_quantised

@@ -8,7 +8,7 @@ Of a block whose largest number is A, numbers of A * 2**-9 and more are what the
 ones are off by A * 2**-17 at most. Weights are not rounded, as those of the other ways are.
 
 Rows that are to be quantised are the first of such a pair alone: numbers of A * 2**-13 and more are off by a sixteenth of
-themselves at most, smaller ones by A * 2**-17.
+themselves at most, smaller ones by A * 2**-17. Where few are multiplied, they are such numbers in bfloat16 (`rounded`).
 """
 
 # Kernels have no types that mypy knows.
@@ -96,6 +96,26 @@ def product_of_quantised(x: Tensor, weight: Tensor, scales: Tensor, scheme: Sche
         torch._scaled_mm(quantised, weight.T, factors.T, of_weight.T, out_dtype=x.dtype, out=place)
     out = out[:M]
     return out if of_blocks is not None else _join(out[None], scales, scheme, out)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """The rows `x` [M, K] as `product_of_quantised` has them, but in bfloat16."""
+    return _rounded(x.contiguous(), x.new_empty(x.shape), is_gated=False)
+
+
+def rounded_gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [M, K], likewise, of rows with both, gates first: [M, 2K]."""
+    M, both = gate_up.shape
+    return _rounded(gate_up, gate_up.new_empty((M, both // 2)), is_gated=True)
+
+
+def _rounded(x: Tensor, out: Tensor, is_gated: bool) -> Tensor:
+    M, K = out.shape
+    rows = min(_SPLIT_ROWS, next_power_of_2(M))
+    _round[(cdiv(M, rows), K // BLOCK)](
+        x, out, M, K, GATED=is_gated, ROWS=rows, BLOCK=BLOCK, num_warps=4
+    )
+    return out
 
 
 def _of_blocks(scales: Tensor, scheme: Scheme) -> Tensor | None:
@@ -262,10 +282,42 @@ def _split_of_gated(
         _store_scales(scales, of_weight, K, columns, ONES, BLOCK, COLUMNS)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _round(x, out, M, K, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of some rows, each number as the first of its pair; `GATED`: of what comes of [M, 2K]."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (m < M)[:, None]
+    row = m.to(tl.int64)[:, None]
+    if GATED:
+        of_gate = x + (row * (2 * K) + channel[None, :])
+        gate = tl.load(of_gate, mask=inside, other=0.0)
+        values = gated_of(gate, tl.load(of_gate + K, mask=inside, other=0.0))
+    else:
+        values = tl.load(x + (row * K + channel[None, :]), mask=inside, other=0.0)
+    _, first, factor = _first(values.to(tl.float32), False)
+    found = (first * factor[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (row * K + channel[None, :]), found, mask=inside)
+
+
 @triton.jit
 def _store(values, parts, factors, m, at, R, K, PAIRS: tl.constexpr):
     """The pairs of a block's values of some rows, and what they are to be multiplied by."""
     inside = (m < R)[:, None]
+    values, first, factor = _first(values, PAIRS)
+    if PAIRS:
+        second = parts + R.to(tl.int64) * K
+        tl.store(second + at, (values - first).to(tl.float8e4nv), mask=inside)
+    tl.store(parts + at, first.to(tl.float8e4nv), mask=inside)
+    factors += tl.program_id(1) * (2 * R if PAIRS else R)
+    tl.store(factors + m, factor, mask=m < R)
+    if PAIRS:
+        tl.store(factors + R + m, factor, mask=m < R)
+
+
+@triton.jit
+def _first(values, PAIRS: tl.constexpr):
+    """A block's values of some rows, scaled to what e4m3 has; the first of each pair, or what is quantised; each row's factor."""
     most = tl.max(tl.abs(values), 1)
     # The largest becomes 128 to 256, of the 448 that there are. Exponents of float32 are 127 more than they mean.
     exponent = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 8), 254)
@@ -279,18 +331,11 @@ def _store(values, parts, factors, m, at, R, K, PAIRS: tl.constexpr):
     is_small = tl.abs(values) < 0.015625  # the least normal number
     if PAIRS:
         first = tl.where(is_small, 0.0, first)  # the second is as good
-        second = parts + R.to(tl.int64) * K
-        tl.store(second + at, (values - first).to(tl.float8e4nv), mask=inside)
     else:
         # Floats from 16384 on are 2**-9 apart, as the smallest e4m3 numbers are.
         first = tl.where(is_small, (values + 24576.0) - 24576.0, first)
-    tl.store(parts + at, first.to(tl.float8e4nv), mask=inside)
     # NaN, if one of them is, or is infinite: e4m3 has no number for that.
-    factor += tl.sum(values * 0.0, 1)
-    factors += tl.program_id(1) * (2 * R if PAIRS else R)
-    tl.store(factors + m, factor, mask=m < R)
-    if PAIRS:
-        tl.store(factors + R + m, factor, mask=m < R)
+    return values, first, factor + tl.sum(values * 0.0, 1)
 
 
 @triton.jit

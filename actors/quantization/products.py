@@ -2,7 +2,8 @@
 
 `fused` and `dequantised` fit any number of rows (kernels.py). For numbers between theirs, of FP8, there is `pairs`; for
 one row of FP8 there is `single_row`, for up to eight of 4 bits `few_rows`: in these three the weights are not even
-rounded. Rows are quantised where the caller asks for that, and only if there are many.
+rounded. Rows are quantised where the caller asks for that. Many of them are multiplied in FP8 then; few are rounded to
+the same numbers and multiplied as others are, which is faster.
 
 Nothing synchronises with the host, so a launch may be captured in a CUDA graph.
 """
@@ -46,7 +47,7 @@ def matmul(
             float8_e4m3fn [N, K].
         scales: [K/group, N] in the dtype of `x`; of fp8 float32 [ceil(K/group), ceil(N/rows)].
         zeros: uint8 [K/group, N]. Without: 8 of int4, 128 of int8.
-        quantise_rows: many bfloat16 rows become FP8 numbers, too, where that is faster.
+        quantise_rows: bfloat16 rows become FP8 numbers, too, where the weight `takes_pairs`.
         bias: [N], in the dtype of `x`.
     """
     product: Tensor = torch.ops.sleepserve.quantized_matmul(
@@ -84,7 +85,22 @@ def _quantized_matmul(
     scheme = Scheme(kind, group, rows, zeros is not None)  # type: ignore[arg-type]
     if quantise_rows and is_quantised(x, weight, scheme):
         out = pairs.product_of_quantised(x, weight, scales, scheme)
-    elif is_single_row(x, scheme):
+        return out if bias is None else out.add_(bias)
+    if quantise_rows and is_rounded_only(x, weight, scheme):
+        x = pairs.rounded(x)
+    return _product(x, weight, scales, zeros, scheme, bias)
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    scheme: Scheme,
+    bias: Tensor | None,
+) -> Tensor:
+    """Of rows that need not be quantised any more."""
+    if is_single_row(x, scheme):
         out = single_row.product(x, weight, scales, scheme, kernels.has_fp8(x.device))
     elif is_few_rows(x, scheme):
         out = few_rows.product(x, weight, scales, zeros, scheme)
@@ -165,11 +181,13 @@ def _gated_mlp(
     if not quantises and is_gated_in_pairs(x, weight, scheme, down_weight, of_down):
         down = down_weight, down_scales, of_down
         return pairs.gated_mlp(x, (weight, scales, scheme), down, residual)
+    is_rounded = quantise_down_rows and is_rounded_only(x, down_weight, of_down)
+    between = pairs.rounded_gated if is_rounded else gating.gated
     # In one expression: gate and up are not kept for as long as the last product takes.
     out = _quantized_matmul(
-        gating.gated(_quantized_matmul(x, weight, scales, zeros, kind, group, rows, quantise_rows)),
+        between(_quantized_matmul(x, weight, scales, zeros, kind, group, rows, quantise_rows)),
         *(down_weight, down_scales, down_zeros, down_kind, down_group, down_rows),
-        quantise_down_rows,
+        quantise_down_rows and not is_rounded,
     )
     return out if residual is None else out.add_(residual)
 
@@ -209,9 +227,15 @@ def takes_few_rows(scheme: Scheme, K: int, dtype: torch.dtype, device: torch.dev
 
 
 def is_quantised(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
-    """Whether `matmul` quantises rows `x` [M, K], if asked to."""
-    M, (N, K) = len(x), weight.shape
-    return M >= QUANTISED_FROM and takes_pairs(scheme, N, K, x.dtype, x.device)
+    """Whether `matmul` multiplies rows `x` [M, K] in FP8, if it is to quantise them."""
+    N, K = weight.shape
+    return len(x) >= QUANTISED_FROM and takes_pairs(scheme, N, K, x.dtype, x.device)
+
+
+def is_rounded_only(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:
+    """Whether `matmul` rounds as many rows as `x` has, if it is to quantise them, and multiplies them as others."""
+    N, K = weight.shape
+    return len(x) < QUANTISED_FROM and takes_pairs(scheme, N, K, x.dtype, x.device)
 
 
 def in_pairs(x: Tensor, weight: Tensor, scheme: Scheme) -> bool:

@@ -41,7 +41,7 @@ def summary(model: nn.Module, device: torch.device) -> str | None:
         )
     ]
     if any(each.quantises for each in of_cores):
-        apart.append(f"of fp8 quantised inputs from {products.QUANTISED_FROM} rows")
+        apart.append(f"of fp8 quantised inputs, in FP8 from {products.QUANTISED_FROM} rows")
     if not all(each.quantises for each in of_cores):
         apart.append(
             f"of fp8 pairs from {products.PAIRS_FROM} to {products.PAIRS_UP_TO} where they are faster"

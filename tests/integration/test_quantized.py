@@ -272,6 +272,7 @@ def test_quantised_activations_change_nothing_on_a_cpu_and_are_told_to_be_of_no_
     checkpoint = checkpoint_of(recipe)
     with LLM(checkpoint, engine=ENGINE) as llm:
         expected = answers(llm)
+    assert "quantize_activations" not in caplog.text  # nobody has asked for it
     caplog.clear()
     with LLM(checkpoint, engine=ENGINE | {"quantize_activations": True}) as llm:
         assert answers(llm) == expected

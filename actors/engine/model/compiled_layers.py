@@ -17,11 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Tracer
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
@@ -86,6 +88,7 @@ class CompiledLayers:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE_DIR.expanduser()))
         started_s = time.perf_counter()
         device = self._model.device
+        _spare_other_threads()
         with _polite_to_other_threads():
             self._compile_on(device)
         seconds = time.perf_counter() - started_s
@@ -129,6 +132,32 @@ class CompiledLayers:
             return compiled(layer, *args, **kwargs) if self.active else plain(*args, **kwargs)
 
         return forward
+
+
+@cache
+def _spare_other_threads() -> None:
+    """Have torch.fx call modules that are not of what it traces as if it traced nothing; for good.
+
+    While it traces, it takes the place of `nn.Module.__call__` for all threads, and raises for a module that it does
+    not know: one that the engine runs meanwhile, for a request. Inductor traces so for a moment, once in a process
+    (loop_body.InterpreterShim).
+    """
+    call_module = Tracer.call_module
+
+    def call(
+        tracer: Tracer,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        try:
+            tracer.path_of_module(m)
+        except NameError:
+            return forward(*args, **kwargs)
+        return call_module(tracer, m, forward, args, kwargs)
+
+    Tracer.call_module = call  # type: ignore[assignment]
 
 
 @contextmanager

@@ -183,6 +183,26 @@ def test_at_one_go_and_apart_are_the_same_to_the_bit(kind: str, shape: tuple[int
     assert torch.equal(replayed(mlp, x), expected)
 
 
+@ON_HOPPER
+def test_quantised_inputs_of_both_products() -> None:
+    from actors.quantization.gating import gated
+    from actors.quantization.products import matmul
+
+    def product(x: Tensor, linear: QuantizedLinear) -> Tensor:
+        weight = linear.weight, linear.scales, linear.zeros, linear.scheme
+        return matmul(x, *weight, quantise_rows=True)
+
+    gate_up, down = parts_of(BLOCKS, 512, 1024, torch.bfloat16)
+    mlp = GatedMlp(PlainMlp(gate_up, down))
+    plain = {rows: mlp(inputs(rows, 512, torch.bfloat16)) for rows in (1, 8, 64, 65, 769)}
+    gate_up.quantises = down.quantises = True
+    for rows, without in plain.items():
+        x = inputs(rows, 512, torch.bfloat16)
+        assert torch.equal(mlp(x), product(gated(product(x, gate_up)), down))
+        assert not torch.equal(mlp(x), without)
+    assert torch.equal(replayed(mlp, x), mlp(x))
+
+
 @pytest.mark.skipif(not CARD, reason="no card")
 @pytest.mark.parametrize("scheme", [BLOCKS, Scheme("int4", 128, zeros=True), Scheme("int8", 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -99,11 +99,26 @@ def test_quantised_rows_are_the_nearest_numbers_of_eight_bits() -> None:
     assert not torch.equal(found, x.float())
 
 
+@pytest.mark.parametrize("rows", [1, 2, M])
+def test_few_rows_are_rounded_to_the_numbers_that_many_are_quantised_to(rows: int) -> None:
+    from actors.quantization.gating import gated
+    from actors.quantization.pairs import rounded, rounded_gated
+
+    random = torch.Generator().manual_seed(4)
+    spread = torch.exp2(torch.randint(-18, 19, (rows, K), generator=random).float())
+    x = (torch.randn((rows, K), generator=random) * spread).bfloat16().to(DEVICE)
+    assert torch.equal(rounded(x).float(), quantised(x))
+    assert torch.equal(rounded(rounded(x)), rounded(x))
+    assert not torch.equal(rounded(x), x)
+    both = 3 * inputs(rows, 2 * K, torch.bfloat16)
+    assert torch.equal(rounded_gated(both), rounded(gated(both)))
+
+
 # The interpreter warns of a difference of infinities.
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_spoils_its_row_only(bad: float) -> None:
-    from actors.quantization.pairs import split
+    from actors.quantization.pairs import rounded, split
 
     x = inputs(M, K, torch.bfloat16)
     x[5, 130] = bad
@@ -111,6 +126,8 @@ def test_what_is_not_finite_spoils_its_row_only(bad: float) -> None:
     assert factors.isnan().nonzero().tolist() == [[1, 5], [1, M + 1 + 5]]
     _, factors, _ = split(x, None, 128, quantised=True)
     assert factors.isnan().nonzero().tolist() == [[1, 5]]
+    places = rounded(x).isnan().nonzero()
+    assert places.tolist() == [[5, place] for place in range(128, 256)]
 
 
 @pytest.mark.parametrize("of_columns", [False, True])
@@ -210,10 +227,12 @@ def test_quantised_rows_where_the_checkpoint_is_made_for_it(
     assert model.quantises
     text = summary(model, torch.device("cuda"))
     assert text is not None
-    assert ", but of fp8 quantised inputs from 65 rows, written" in text
+    assert ", but of fp8 quantised inputs, in FP8 from 65 rows, written" in text
     for dtype, rows in ((torch.bfloat16, {65, 4096}), (torch.float16, set())):
         x = {M: torch.empty((M, 512), device="meta", dtype=dtype) for M in (1, 64, 65, 4096)}
         assert {M for M in x if products.is_quantised(x[M], model.weight, BLOCKS)} == rows
+        fewer = {1, 64} if rows else set[int]()
+        assert {M for M in x if products.is_rounded_only(x[M], model.weight, BLOCKS)} == fewer
 
 
 @ON_HOPPER
@@ -221,7 +240,7 @@ def test_quantised_rows_where_the_checkpoint_is_made_for_it(
 @pytest.mark.parametrize("group", ["blocks", "columns", "one"])
 def test_products_of_quantised_rows(group: str, N: int, K: int) -> None:
     """Those of the rounded numbers, but for the sums' order and two roundings of the output; many rows in parts."""
-    from actors.quantization.pairs import split
+    from actors.quantization.pairs import rounded, split
     from actors.quantization.products import matmul
 
     case = make_case(scheme_of(group, K), K, N, torch.float32)
@@ -236,8 +255,11 @@ def test_products_of_quantised_rows(group: str, N: int, K: int) -> None:
         assert off < 2 * plain_off
         assert torch.equal(y, matmul(*case.of(x), quantise_rows=True))
         assert y.shape == (rows, N)
-    few = inputs(8, K, torch.bfloat16)
-    assert torch.equal(matmul(*case.of(few), quantise_rows=True), matmul(*case.of(few)))
+    for rows in (1, 8, 64):
+        few = inputs(rows, K, torch.bfloat16)
+        y = matmul(*case.of(few), quantise_rows=True)
+        assert torch.equal(y, matmul(*case.of(rounded(few))))
+        assert not torch.equal(y, matmul(*case.of(few)))
 
 
 @ON_HOPPER

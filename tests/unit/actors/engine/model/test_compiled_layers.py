@@ -1,6 +1,7 @@
 """Compiled on copies of their own, the layers run without being compiled again."""
 
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import transformers as tf
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.engine.model.compiled_layers import CompiledLayers
+from actors.engine.model.compiled_layers import CompiledLayers, _spare_other_threads
 from actors.engine.model.paged_step import PagedStep, Rehearsal, computing, current_step
 from actors.merging import PROJECTION_GROUPS, MergedProjections, put_merged
 
@@ -169,3 +170,25 @@ def test_a_layer_of_the_model_keeps_what_the_copy_shares(compiles: list[Any]) ->
     assert all(p.is_meta for copy in layers._copies for p in copy.parameters())
     assert before == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_what_others_compute_during_a_trace_is_computed() -> None:
+    _spare_other_threads()
+    begun, ended = threading.Event(), threading.Event()
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert ended.wait(60)
+        return x
+
+    thread = threading.Thread(target=torch.fx.symbolic_trace, args=(traced,))
+    thread.start()
+    try:
+        assert begun.wait(60)
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        assert layers(torch.ones(2)).shape == (3,)
+    finally:
+        ended.set()
+        thread.join()
+    calls = [node.target for node in torch.fx.symbolic_trace(layers).graph.nodes]
+    assert calls[1:-1] == ["0", "1"], "of its own model each is traced"
