@@ -32,6 +32,8 @@ _MANY = 1024
 
 # Bytes for cuBLAS, which takes 32 MiB on Hopper and less before (torch's CUDABlas).
 _WORKSPACE = 2**26
+# Hidden states that a compiled layer holds on to beyond what it holds otherwise, where attention breaks its graph.
+_HELD_STATES = 4
 
 
 class GraphRunner(Runner):
@@ -167,10 +169,11 @@ class GraphRunner(Runner):
             # Layers are alike, but compiled ones may be guarded each by itself.
             first = None if self._compiled else FirstLayers(self.model)
             with nullcontext() if layers is None else layers.recording():
+                # First without a graph: nothing may compile or load while one is captured.
+                with nullcontext() if first is None else first.alone():
+                    taken = [self._run_padding(size) for size in self.padded_sizes]
+                self._reserve(max(taken, default=0))
                 for size in self.padded_sizes:
-                    # First without a graph: nothing may compile or load while one is captured.
-                    with nullcontext() if first is None else first.alone():
-                        self._run_padding(size)
                     if size not in self._uncaptured:
                         with whole_device.left_alone():
                             self._capture_size(size)
@@ -245,8 +248,14 @@ class GraphRunner(Runner):
             self.cache.release(sequence)
             self.cache.reset()
 
-    def _run_padding(self, size: StepSize) -> None:
-        """Run a step of padding without a graph, and have the pool hold what it took, sampling included."""
+    def _reserve(self, size: int) -> None:
+        """Have the pool hold so many bytes in one piece, beside what cuBLAS takes."""
+        if self._pool is not None and size:
+            with torch.cuda.stream(self._capture_stream):
+                self._pool.reserve(size + _WORKSPACE)
+
+    def _run_padding(self, size: StepSize) -> int:
+        """Run a step of padding without a graph; what its graph may take, sampling included, however layers are run."""
         self.inputs.fill(Step((), 0), 0, size)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -257,9 +266,12 @@ class GraphRunner(Runner):
             self._sampled(logits_RV[: size.rows], size)
             del logits_RV
         whole_device.synchronize()
-        if self._pool is not None:
-            with torch.cuda.stream(self._capture_stream):
-                self._pool.reserve(torch.cuda.max_memory_allocated() - before + _WORKSPACE)
+        taken = torch.cuda.max_memory_allocated() - before
+        if self._layers is None or self._compiled:
+            return taken
+        config = self.model.config.get_text_config()
+        states = size.tokens * int(config.hidden_size) * self.model.dtype.itemsize
+        return taken + _HELD_STATES * states
 
     def _padding(self, size: StepSize) -> Tensor:
         self._choose_layers(size)

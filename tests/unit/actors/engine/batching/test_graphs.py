@@ -14,6 +14,7 @@ from actors.engine.batching import graphs
 from actors.engine.batching.graphs import GraphRunner
 from actors.engine.batching.inputs import StepSize
 from actors.engine.batching.runner import Runner
+from actors.engine.model.compiled_layers import CompiledLayers
 from actors.memory import whole_device
 from tests.unit.actors.engine.batching.steps_on_cpu import Steps, model_steps
 from tests.unit.actors.engine.batching.test_mixed_steps import kernels_run
@@ -68,16 +69,36 @@ def no_card() -> Iterator[None]:
             "CUDAGraph": FakeGraph,
             "synchronize": lambda *_: None,
             "reset_peak_memory_stats": lambda: None,
+            "memory_allocated": lambda: 100,
+            "max_memory_allocated": lambda: 120,
             "current_blas_handle": lambda: 0,
         }.items():
             patch.setattr(torch.cuda, name, fake)
         yield
 
 
-def make_loop(held: Callable[[], AbstractContextManager[None]] | None = None) -> Steps:
+class Pool:
+    """Remembers what it was asked for."""
+
+    id = (0, 1)
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def reserve(self, size: int) -> None:
+        self.sizes.append(size)
+
+
+def make_loop(
+    held: Callable[[], AbstractContextManager[None]] | None = None,
+    pool: Pool | None = None,
+    *,
+    compiles: bool = False,
+) -> Steps:
     model = build(tf.Qwen2Config(**SMALL | {"num_hidden_layers": 1, "head_dim": 16}), device="cpu")
     randomise(model)
-    kind: Any = partial(GraphRunner, by_need=False, layers=None, pool=None, held=held)
+    layers = CompiledLayers(model) if compiles else None
+    kind: Any = partial(GraphRunner, by_need=False, layers=layers, pool=pool, held=held)
     return model_steps(model.eval(), in_pages=True, sizes=(16, 24), kind=kind, overlaps=True)
 
 
@@ -111,6 +132,21 @@ def test_each_size_has_a_graph_and_nothing_is_left_of_the_capture(capture: Captu
     assert not capture.written
     assert runner._logits_RV is not None
     assert len(runner._logits_RV) == 4
+
+
+def test_graphs_compute_in_one_piece_that_compiled_layers_have_room_in(
+    no_card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one, once they are compiled, would be as large as the first."""
+    monkeypatch.setattr(GraphRunner, "_capture_size", lambda *_: None)
+    pool = Pool()
+    runner = make_loop(pool=pool, compiles=True).runner
+    runner.capture()
+    assert runner._layers is not None
+    monkeypatch.setattr(runner._layers, "install", lambda: None)
+    runner.use_compiled()
+    states = 4 * 24 * SMALL["hidden_size"] * 4
+    assert pool.sizes == [2**26 + 20 + states, 2**26 + 20]
 
 
 def test_a_thread_has_a_handle_of_cublas_before_it_captures(
