@@ -1,10 +1,7 @@
 """How long a step takes, from what steps were measured to take; and so how much of a prompt goes into the next."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-
-# Of a prompt: tokens of it, and how many are in front of these.
-Part = tuple[int, int]
+from collections.abc import Sequence
 
 _NEWEST = 0.1  # weight of a new measurement of a kind
 _KEPT = 0.98  # weight of the earlier ones against each new one, where two costs are told apart
@@ -31,11 +28,12 @@ class StepCosts:
         # Sums over steps with prompts: of tokens^2, tokens * pairs, pairs^2, tokens * seconds, pairs * seconds.
         self._sums = [0.0] * 5
 
-    def note(self, seconds: float, num_decoding: int, prompts: Sequence[Part]) -> None:
+    def note(self, seconds: float, num_decoding: int, prompts: Sequence[tuple[int, int]]) -> None:
         """A step took so long on the device.
 
         Args:
             num_decoding: rows of one token.
+            prompts: of each part of a prompt, its tokens and how many are in front of them.
         """
         if not prompts:
             bucket = _bucket(num_decoding)
@@ -43,21 +41,21 @@ class StepCosts:
             self._decode_s[bucket] = before + _NEWEST * (seconds - before)
             return
         tokens = float(sum(count for count, _ in prompts))
-        pairs = float(sum(_pairs(*each) for each in prompts))
+        pairs = float(sum(count * (ahead + count / 2) for count, ahead in prompts))
         more = max(0.0, seconds - self._decoding_s(num_decoding))
         new = (tokens * tokens, tokens * pairs, pairs * pairs, tokens * more, pairs * more)
         self._sums = [_KEPT * old + added for old, added in zip(self._sums, new, strict=True)]
 
-    def predict(self, num_decoding: int, prompts: Iterable[Part]) -> float | None:
-        """Seconds of a step; None before any with prompts was measured."""
+    def predict(self, num_decoding: int, tokens: int, ahead: int) -> float | None:
+        """Seconds of a step with one part of a prompt; None before any such step was measured."""
         costs = self._per_prompt()
         if costs is None:
             return None
         per_token, per_pair = costs
-        each_s = (per_token * count + per_pair * _pairs(count, ahead) for count, ahead in prompts)
-        return self._decoding_s(num_decoding) + sum(each_s)
+        pairs = tokens * (ahead + tokens / 2)
+        return self._decoding_s(num_decoding) + per_token * tokens + per_pair * pairs
 
-    def prompt_tokens(self, num_decoding: int, prompts: Sequence[Part], num_waiting: int) -> int:
+    def prompt_tokens(self, num_decoding: int, ahead: int, num_waiting: int) -> int:
         """Tokens of prompts for a step beside so many rows that decode; a size full, and one at least.
 
         A longer step costs each that decodes its time, and saves time of each that waits: many tokens at once are
@@ -65,8 +63,8 @@ class StepCosts:
         A lone prompt has the target.
 
         Args:
-            prompts: what is left of those that could be in the step, in their order.
-            num_waiting: sequences whose prompts could be in one.
+            ahead: tokens in front of the first of the prompts.
+            num_waiting: sequences whose prompts could be in the step.
         """
         limit_s = max(self._target_s, _SLOWER * self._decoding_s(num_decoding))
         limit_s *= 1 + max(0, num_waiting - 1) / num_decoding
@@ -74,10 +72,9 @@ class StepCosts:
         least = bisect_left(self._sizes, 2 * num_decoding)
         best = self._sizes[min(least, len(self._sizes) - 1)]
         for size in self._sizes[least:]:
-            seconds = self.predict(num_decoding, _first(prompts, size - num_decoding))
-            if size > _FIRST_TOKENS if seconds is None else seconds > limit_s:
-                break
-            best = size
+            seconds = self.predict(num_decoding, size - num_decoding, ahead)
+            if size <= _FIRST_TOKENS if seconds is None else seconds <= limit_s:
+                best = size
         return max(1, best - num_decoding)
 
     def _decoding_s(self, rows: int) -> float:
@@ -103,20 +100,6 @@ class StepCosts:
             if per_token < 0:
                 return 0.0, ps / pp
         return ts / tt, 0.0
-
-
-def _pairs(count: int, ahead: int) -> float:
-    """Of tokens and those in front of each."""
-    return count * (ahead + count / 2)
-
-
-def _first(prompts: Iterable[Part], tokens: int) -> Iterator[Part]:
-    """So many tokens of them."""
-    for count, ahead in prompts:
-        if tokens <= 0:
-            return
-        yield min(count, tokens), ahead
-        tokens -= count
 
 
 def _bucket(rows: int) -> int:

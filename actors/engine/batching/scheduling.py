@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 
 from actors.engine.batching.costs import StepCosts
 from actors.engine.batching.kv_cache import KvCache
@@ -133,11 +132,10 @@ class Scheduler:
         budget = self._max_tokens - len(decoding)
         if decoding and self._costs is not None:
             started = [s for s in self.running.values() if s.left > 1]
+            context = started[0].computed if started else 0
             num_new = min(len(self.waiting), self._max_sequences - len(self.running))
-            next_ones = islice(chain(started, self.waiting.values()), len(started) + num_new)
-            if parts := [(s.left, s.computed) for s in islice(next_ones, MAX_PROMPTS)]:
-                tokens = self._costs.prompt_tokens(len(decoding), parts, len(started) + num_new)
-                budget = min(budget, tokens)
+            tokens = self._costs.prompt_tokens(len(decoding), context, len(started) + num_new)
+            budget = min(budget, tokens)
         prompts = self._prompts(len(decoding), budget)
         # The rest of a prompt may be one token.
         rows = decoding + [row for row in prompts if row.count == 1]
@@ -160,7 +158,7 @@ class Scheduler:
         behind = total - self._max_tokens
         if behind <= 0:
             return 0.0
-        each = [self._costs.predict(0, [(count, 0)]) if self._costs else None for count in counts]
+        each = [self._costs.predict(0, count, 0) if self._costs else None for count in counts]
         return sum(math.inf if s is None else s for s in each) * behind / total
 
     def _with_room(self) -> list[LoopSequence]:

@@ -21,13 +21,8 @@ def learned(
     return costs
 
 
-def long(ahead: int = 0) -> list[tuple[int, int]]:
-    """A prompt that is more than any step."""
-    return [(100_000, ahead)]
-
-
 def test_both_costs_of_a_prompt_are_told_apart() -> None:
-    found = learned().predict(64, [(256, 2000)])
+    found = learned().predict(64, 256, 2000)
     expected = 0.006 + 30e-6 * 256 + 1e-9 * 256 * 2128
     assert found == pytest.approx(expected, rel=0.01)
 
@@ -36,7 +31,7 @@ def test_both_costs_of_a_prompt_are_told_apart() -> None:
     ("rows", "ahead", "tokens"), [(1, 0, 319), (64, 0, 256), (64, 30_000, 128), (256, 0, 384)]
 )
 def test_a_step_is_filled_up_to_the_target(rows: int, ahead: int, tokens: int) -> None:
-    assert learned().prompt_tokens(rows, long(ahead), num_waiting=0) == tokens
+    assert learned().prompt_tokens(rows, ahead, num_waiting=0) == tokens
 
 
 @pytest.mark.parametrize(
@@ -45,25 +40,16 @@ def test_a_step_is_filled_up_to_the_target(rows: int, ahead: int, tokens: int) -
 def test_many_that_wait_have_larger_steps_beside_a_few_that_decode(
     waiting: int, tokens: int
 ) -> None:
-    assert learned().prompt_tokens(64, long(), waiting) == tokens
-
-
-def test_many_short_prompts_are_no_long_one() -> None:
-    """Their tokens have few in front of them, so that more of them take as long."""
-    costs = learned(per_token_s=10e-6, per_pair_s=10e-9, target_s=0.02)
-    assert costs.prompt_tokens(64, long(), 31) == 1216
-    assert costs.prompt_tokens(64, [(128, 0)] * 32, 31) == 1984
-    predicted = costs.predict(64, [(128, 0)] * 11 + [(64, 0)])
-    assert predicted == pytest.approx(0.006 + 1472 * 10e-6 + (11 * 128**2 + 64**2) * 5e-9, rel=0.01)
+    assert learned().prompt_tokens(64, 0, waiting) == tokens
 
 
 def test_prompts_get_on_however_slow_the_device() -> None:
-    assert learned(per_token_s=1.0).prompt_tokens(64, long(), 0) == 64
-    assert StepCosts(1e-9, STEP_SIZES).prompt_tokens(8, long(), 0) > 0
+    assert learned(per_token_s=1.0).prompt_tokens(64, 0, 0) == 64
+    assert StepCosts(1e-9, STEP_SIZES).prompt_tokens(8, 0, 0) > 0
 
 
 def test_before_anything_was_measured_a_step_is_small() -> None:
-    assert StepCosts(0.015, STEP_SIZES).prompt_tokens(4, long(), 0) == 252
+    assert StepCosts(0.015, STEP_SIZES).prompt_tokens(4, 0, 0) == 252
 
 
 def test_steps_that_are_all_alike_say_something_all_the_same() -> None:
@@ -71,8 +57,8 @@ def test_steps_that_are_all_alike_say_something_all_the_same() -> None:
     for _ in range(50):
         costs.note(0.006, 64, [])
         costs.note(0.012, 64, [(128, 0)])
-    assert costs.predict(64, [(128, 0)]) == pytest.approx(0.012, rel=0.01)
-    assert 64 <= costs.prompt_tokens(64, long(), 0) <= 256
+    assert costs.predict(64, 128, 0) == pytest.approx(0.012, rel=0.01)
+    assert 64 <= costs.prompt_tokens(64, 0, 0) <= 256
 
 
 measurement = st.tuples(
@@ -94,8 +80,8 @@ def test_whatever_was_measured_there_is_an_answer(
     costs = StepCosts(0.015, STEP_SIZES)
     for each in measured:
         costs.note(*each)
-    tokens = costs.prompt_tokens(rows, long(ahead), waiting)
+    tokens = costs.prompt_tokens(rows, ahead, waiting)
     assert 1 <= tokens <= STEP_SIZES[-1]
     assert tokens >= min(rows, STEP_SIZES[-1] - rows), "starved by those that decode"
-    found = [costs.predict(rows, [(n, ahead)]) for n in (1, 10, 1000)]
+    found = [costs.predict(rows, n, ahead) for n in (1, 10, 1000)]
     assert found == [None] * 3 or found == sorted(f for f in found if f is not None)

@@ -84,22 +84,6 @@ def test_beside_those_that_decode_prompts_get_what_the_target_leaves() -> None:
     assert parts[:3] == [15, 15, 10]
 
 
-def test_short_prompts_share_a_step_that_would_be_too_long_for_one_of_their_length() -> None:
-    costs = StepCosts(0.015, (16, 32, 64))
-    costs.note(0.010, 10, [])
-    for tokens in (16, 60):
-        costs.note(0.010 + tokens * 1e-5 + tokens**2 * 1e-5, 10, [(tokens, 0)])
-    for prompts, expected in (([8] * 6, [8] * 6), ([48], [22])):
-        loop = Steps(200, max_tokens=64, max_sequences=20, costs=costs)
-        for _ in range(10):
-            loop.submit(prompt(2), 40)
-        for _ in loop.each():
-            if len(loop.steps) == 3:
-                for tokens in prompts:
-                    loop.submit(prompt(tokens))
-        assert [count for _, _, count in loop.steps[3] if count > 1] == expected
-
-
 def test_no_more_run_than_a_step_has_rows_for_nor_more_prompts_than_its_grid() -> None:
     loop = Steps()
     for _ in range(4 * ROWS):
