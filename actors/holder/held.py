@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import threading
-from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,7 +63,7 @@ class Held:
         unused_since_s: when it last had a lessee, or was loaded.
         lessees: names of the replicas' actors, each with the worker that looks at the image, if that can be asked.
         leases: how often it was leased.
-        leased_s: when it was leased last, or loaded.
+        leased_s: when it was leased last, or its checkpoint was looked up.
     """
 
     grant: ImageGrant
@@ -85,6 +84,15 @@ class Held:
         return [segment.payload.data for segment in self.segments]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """A worker waits for an image, to look at it for a replica."""
+
+    key: ImageKey
+    lessee: str
+    worker: Any
+
+
 class HeldImages:
     """What is in the store, by key. The holder's event loop and its threads change it: any may call.
 
@@ -96,7 +104,7 @@ class HeldImages:
         self.recycled_bytes = 0
         self._lock = threading.Lock()
         self._images: dict[ImageKey, Held] = {}
-        self._awaited: Counter[ImageKey] = Counter()
+        self._asks: set[Ask] = set()
 
     def get(self, key: ImageKey) -> Held | None:
         return self._images.get(key)
@@ -158,18 +166,33 @@ class HeldImages:
                 held.lessees.pop(name, None)
 
     @contextmanager
-    def awaited(self, key: ImageKey) -> Iterator[None]:
-        """Somebody is about to lease that image: it does not leave before."""
+    def awaited(self, key: ImageKey, lessee: str, worker: Any) -> Iterator[Ask]:
+        """Somebody is about to lease that image: it does not leave before.
+
+        Of a replica only the worker that asked last lives: the asks of those before are withdrawn.
+        """
+        ask = Ask(key, lessee, worker)
         with self._lock:
-            self._awaited[key] += 1
+            self._asks -= {
+                each for each in self._asks if each.lessee == lessee and each.worker != worker
+            }
+            self._asks.add(ask)
         try:
-            yield
+            yield ask
         finally:
             with self._lock:
-                self._awaited[key] -= 1
+                self._asks.discard(ask)
+
+    def is_withdrawn(self, ask: Ask) -> bool:
+        """Whether it must not become a lease, which nobody would end."""
+        return ask not in self._asks
 
     def is_awaited(self, key: ImageKey) -> bool:
-        return self._awaited[key] > 0
+        with self._lock:
+            return self._is_awaited(key)
+
+    def _is_awaited(self, key: ImageKey) -> bool:
+        return any(ask.key == key for ask in self._asks)
 
     def drop(self, key: ImageKey, held: Held, why: str) -> None:
         """Let go of it, whoever looks at it; of no effect if it has gone."""
@@ -189,7 +212,7 @@ class HeldImages:
         """
         with self._lock:
             held = self._images.get(key)
-            if held is None or held.leases != leases or self._awaited[key]:
+            if held is None or held.leases != leases or self._is_awaited(key):
                 return False
             held.lessees.clear()
         self.drop(key, held, why)

@@ -25,7 +25,13 @@ from typing import Any, assert_never
 from actors.checkpoints.download import CheckpointMissing, ensure_checkpoint, find_checkpoint
 from actors.checkpoints.errors import DownloadError
 from actors.checkpoints.source import ModelSource
-from actors.errors import HostMemoryFull, ImageMissing, LayoutMismatch, WeightsCorrupted
+from actors.errors import (
+    HostMemoryFull,
+    ImageMissing,
+    LayoutMismatch,
+    ReplicaFailed,
+    WeightsCorrupted,
+)
 from actors.holder.compression import ActorCompressor, compressed
 from actors.holder.config import HostConfig
 from actors.holder.copies import from_file, from_peers
@@ -150,11 +156,14 @@ class WeightHolder:
                 in time.
             LayoutMismatch: this node packs the same checkpoint in another way.
             StoreFull: there is no room for it.
+            ReplicaFailed: another worker of the lessee has asked meanwhile.
         """
-        with self._images.awaited(key):
+        with self._images.awaited(key, lessee, worker) as ask:
             held = self._images.get(key)
             if held is None:
                 held = await asyncio.shield(asyncio.wrap_future(self._load_once(request, key)))
+            if self._images.is_withdrawn(ask):
+                raise ReplicaFailed(f"{lessee} no longer asks for image {key}")
             self._images.lease(held, request, lessee, worker, self._now())
             self._given_back.discard(key)
         return held.grant
@@ -369,12 +378,15 @@ class WeightHolder:
     def _load(self, request: ImageRequest, key: ImageKey | None, evicts: bool) -> Held:
         """On a look-up thread."""
         checkpoint, found = _look_up(request)
+        looked_up_s = self._now()
         if key is not None and key != found:
             raise _mismatch(key, found)
         with self._one_loads:
             held = self._images.get(found)  # a preload may have been first
             if held is None:
                 held = self._obtain_in_time(request, checkpoint, found, evicts)
+                # Not when the load has ended: meanwhile another may have come, of what replaced the checkpoint.
+                held.leased_s = looked_up_s
                 self._images.put(found, held)
             held.request = request
         return held
@@ -402,8 +414,7 @@ class WeightHolder:
                 origin = "disk"
                 found = self._publish(request.model_id, checkpoint, key, make_room)
         grant, segments = found
-        now_s = self._now()
-        held = Held(grant, segments, origin, request, unused_since_s=now_s, leased_s=now_s)
+        held = Held(grant, segments, origin, request, unused_since_s=self._now())
         self._count(origin, held.size)
         self._on_load(origin, held.size)
         return held

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from actors.checkpoints.source import ModelSource
+from actors.errors import ReplicaFailed
 from actors.holder import holder as module
 from actors.holder.config import HostConfig
 from actors.holder.held import ImageGrant, ImageRequest, Published
@@ -34,11 +36,16 @@ class Bench:
     async def serves(self, *requests: ImageRequest) -> None:
         await self.holder.keep(requests, self._host)
 
-    async def acquire(self, lessee: str) -> ImageKey:
+    async def acquire(self, lessee: str, worker: Any = None) -> ImageKey:
         self.living.add(lessee)
         key = self.key
-        await self.holder.acquire(self.request, key, lessee, object())
+        await self.holder.acquire(self.request, key, lessee, worker or object())
         return key
+
+    @property
+    def leases(self) -> dict[ImageKey, dict[str, Any]]:
+        """Of each image, who looks at it for whom."""
+        return {key: dict(held.lessees) for key, held in self.holder._images.snapshot()}
 
     @property
     def key(self) -> ImageKey:
@@ -63,6 +70,20 @@ class Bench:
     def path(self, key: ImageKey) -> Path:
         assert self.holder._room.files is not None
         return self.holder._room.files.path(key)
+
+
+class Turns:
+    """In the place of the lock around loads: the first who comes has its turn once that is open."""
+
+    def __init__(self) -> None:
+        self.waits, self.open = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.waits.is_set():
+            self.waits.set()
+            self.open.wait()
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 @pytest.fixture
@@ -155,6 +176,37 @@ def test_file_of_a_model_that_is_gone_goes_whenever_it_was_written(bench: Bench)
         assert await bench.kept() == ([key], [])
         bench.write(key)
         assert await bench.kept() == ([key], [])
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def turns(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
+    turns = Turns()
+    monkeypatch.setattr(bench.holder, "_one_loads", turns)
+    yield turns
+    turns.open.set()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_ask_of_a_worker_that_has_ended_does_not_take_the_lease_of_the_next_one(
+    bench: Bench, turns: Turns, is_replaced: bool
+) -> None:
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        asking = asyncio.create_task(bench.acquire("replica", "first"))
+        await asyncio.to_thread(turns.waits.wait)
+        if is_replaced:
+            replace_in_place(bench)
+        await asyncio.to_thread(bench.holder._preload, bench.request)
+        key = await bench.acquire("replica", "second")
+        turns.open.set()
+        await asyncio.wait([asking])
+        assert bench.leases[key] == {"replica": "second"}
+        assert isinstance(asking.exception(), ReplicaFailed)
+        assert (await bench.kept())[0] == [key], "what it asked for is not the latest"
+        bench.living.clear()
+        assert (await bench.kept())[0] == [key], "it may be wanted again"
 
     asyncio.run(scenario())
 

@@ -168,7 +168,7 @@ def test_image_that_somebody_is_about_to_lease_stays() -> None:
     bench = Bench(1)
     key = bench.hold("a")
     with (
-        bench.images.awaited(key),
+        bench.images.awaited(key, "another", None),
         pytest.raises(HostMemoryFull, match="none of the others let go"),
     ):
         bench.load("b")
