@@ -183,6 +183,13 @@ class HeldImages:
             with self._lock:
                 self._asks.discard(ask)
 
+    def withdraw(self, lessee: str, key: ImageKey | None = None) -> None:
+        """Have a replica wait no longer for that image, or for any."""
+        with self._lock:
+            self._asks -= {
+                each for each in self._asks if each.lessee == lessee and key in (None, each.key)
+            }
+
     def is_withdrawn(self, ask: Ask) -> bool:
         """Whether it must not become a lease, which nobody would end."""
         return ask not in self._asks

@@ -125,7 +125,7 @@ class WeightHolder:
         self._room = HostRoom(
             self._images, RayLookers(), lambda: store_room().available, now, on_evicted
         )
-        self._loading: dict[ImageKey, Future[Held]] = {}
+        self._loading: dict[ImageKey, Future[None]] = {}
         self._look_ups = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="image-look-up")
         self._one_loads = threading.Lock()  # the store is filled by one at a time
         self._load_timeout_s = load_timeout_s
@@ -156,14 +156,14 @@ class WeightHolder:
                 in time.
             LayoutMismatch: this node packs the same checkpoint in another way.
             StoreFull: there is no room for it.
-            ReplicaFailed: another worker of the lessee has asked meanwhile.
+            ReplicaFailed: another worker of the lessee has asked meanwhile, or the lessee has released the image.
         """
         with self._images.awaited(key, lessee, worker) as ask:
-            held = self._images.get(key)
-            if held is None:
-                held = await asyncio.shield(asyncio.wrap_future(self._load_once(request, key)))
-            if self._images.is_withdrawn(ask):
-                raise ReplicaFailed(f"{lessee} no longer asks for image {key}")
+            # Once more if it was dropped between its load and this.
+            while (held := self._images.get(key)) is None:
+                await asyncio.shield(asyncio.wrap_future(self._load_once(request, key)))
+                if self._images.is_withdrawn(ask):
+                    raise ReplicaFailed(f"{lessee} no longer asks for image {key}")
             self._images.lease(held, request, lessee, worker, self._now())
             self._given_back.discard(key)
         return held.grant
@@ -196,14 +196,27 @@ class WeightHolder:
             self._look_ups.submit(self._preload, request)
 
     async def release(self, key: ImageKey, lessee: str) -> bool:
-        """End a lease. True when that was the last one and the image is gone from the store.
+        """End a lease, or what would become one. True when that was the last one and the image is gone from the store.
 
         Where Ray does not say who of the others lives, `expire` finds out.
         """
+        self._images.withdraw(lessee, key)
         held = self._images.get(key)
         if held is None:
             return False
         self._images.end_leases(held, {lessee})
+        return await self._drop_unless_leased(key, held)
+
+    async def release_all(self, lessee: str) -> None:
+        """End every lease of a replica whose worker has ended: only that knew which image it had."""
+        self._images.withdraw(lessee)
+        ended = [each for each in self._images.snapshot() if lessee in each[1].lessees]
+        for _, held in ended:  # before its next worker can have leased one of them
+            self._images.end_leases(held, {lessee})
+        for key, held in ended:
+            await self._drop_unless_leased(key, held)
+
+    async def _drop_unless_leased(self, key: ImageKey, held: Held) -> bool:
         if before := frozenset(held.lessees):
             try:
                 living = await asyncio.to_thread(alive)
@@ -218,12 +231,6 @@ class WeightHolder:
             return False
         self._images.drop(key, there, "nobody holds a lease")
         return True
-
-    async def release_all(self, lessee: str) -> None:
-        """End every lease of a replica whose worker has ended: only that knew which image it had."""
-        for key, held in self._images.snapshot():
-            if lessee in held.lessees:
-                await self.release(key, lessee)
 
     async def expire(self) -> None:
         """Let go of the images that have had no lessee for their time, and of files. To be called now and then."""
@@ -356,7 +363,7 @@ class WeightHolder:
             for (key, held), has_file in zip(images, on_disk, strict=True)
         ]
 
-    def _load_once(self, request: ImageRequest, key: ImageKey) -> "Future[Held]":
+    def _load_once(self, request: ImageRequest, key: ImageKey) -> "Future[None]":
         future = self._loading.get(key)
         if future is None or future.done():
             future = self._loading[key] = self._look_ups.submit(self._load, request, key, True)
@@ -375,7 +382,7 @@ class WeightHolder:
         except Exception:
             logger.exception("could not preload %s", request.model_id)
 
-    def _load(self, request: ImageRequest, key: ImageKey | None, evicts: bool) -> Held:
+    def _load(self, request: ImageRequest, key: ImageKey | None, evicts: bool) -> None:
         """On a look-up thread."""
         checkpoint, found = _look_up(request)
         looked_up_s = self._now()
@@ -389,7 +396,6 @@ class WeightHolder:
                 held.leased_s = looked_up_s
                 self._images.put(found, held)
             held.request = request
-        return held
 
     def _obtain_in_time(
         self, request: ImageRequest, checkpoint: Path, key: ImageKey, evicts: bool

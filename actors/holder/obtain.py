@@ -207,8 +207,12 @@ class FastLoad:
             await holder.wait_while_starting()
         async with _at_most(self.ping_timeout_s, "no answer within"):
             await holder.ping()
-        async with _at_most(self.load_timeout_s, "no image within"):
-            return await holder.acquire(self.request, key, self.lessee, self.worker)
+        try:
+            async with _at_most(self.load_timeout_s, "no image within"):
+                return await holder.acquire(self.request, key, self.lessee, self.worker)
+        except HolderSilent:
+            await self.release(key)  # which may still be loaded
+            raise
 
 
 def _cause(failure: Exception) -> Exception:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,26 @@ def test_image_with_a_changed_byte_is_dropped_and_loaded_once_more(
     image.verify()
     assert sources == [source]
     assert holder.rechecked == [grant.manifest.key]
+
+
+def test_image_that_does_not_come_in_time_leaves_no_lease_should_it_ever_come(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, sources = FakeHolder(ImageMissing("it was not in time")), []
+    released: list[str] = []
+
+    async def never(*_: Any) -> ImageGrant:
+        return await asyncio.get_running_loop().create_future()
+
+    async def release(key: ImageKey, lessee: str) -> bool:
+        released.append(lessee)
+        return False
+
+    monkeypatch.setattr(holder, "acquire", never)
+    monkeypatch.setattr(holder, "release", release)
+    load = replace(load_with(holder, tiny_checkpoint, sources), load_timeout_s=0.0)
+    assert asyncio.run(load.obtain()).origin == "disk"
+    assert (sources, released) == ([ImageSource.TIMEOUT], ["me"])
 
 
 def test_every_way_is_covered_here() -> None:

@@ -16,7 +16,7 @@ from actors.checkpoints.source import ModelSource
 from actors.errors import ReplicaFailed
 from actors.holder import holder as module
 from actors.holder.config import HostConfig
-from actors.holder.held import ImageGrant, ImageRequest, Published
+from actors.holder.held import Held, ImageGrant, ImageRequest, Published
 from actors.holder.holder import WeightHolder
 from actors.holder.obtain import load_from_disk
 from actors.image import packer
@@ -207,6 +207,75 @@ def test_ask_of_a_worker_that_has_ended_does_not_take_the_lease_of_the_next_one(
         assert (await bench.kept())[0] == [key], "what it asked for is not the latest"
         bench.living.clear()
         assert (await bench.kept())[0] == [key], "it may be wanted again"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("releases", ["the image", "all"])
+def test_ask_whose_lease_was_ended_before_it_began_does_not_become_one(
+    bench: Bench, turns: Turns, releases: str
+) -> None:
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        asking = asyncio.create_task(bench.acquire("replica"))
+        await asyncio.to_thread(turns.waits.wait)
+        key = bench.key
+        if releases == "all":
+            await bench.holder.release_all("replica")
+        else:
+            assert not await bench.holder.release(key, "replica")
+        turns.open.set()
+        await asyncio.wait([asking])
+        assert bench.leases == {key: {}}
+        assert isinstance(asking.exception(), ReplicaFailed)
+
+    asyncio.run(scenario())
+
+
+def test_end_of_every_lease_of_a_replica_leaves_those_that_it_takes_meanwhile(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, may_tell = threading.Event(), threading.Event()
+
+    def alive() -> set[str]:
+        asked.set()
+        may_tell.wait()
+        return {"another"}
+
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        await bench.acquire("another")
+        await bench.acquire("replica", "first")
+        replace_in_place(bench)
+        second = await bench.acquire("new")
+        monkeypatch.setattr(module, "alive", alive)
+        releasing = asyncio.create_task(bench.holder.release_all("replica"))
+        await asyncio.to_thread(asked.wait)
+        await bench.acquire("replica", "second")
+        may_tell.set()
+        await releasing
+        assert bench.leases[second]["replica"] == "second"
+
+    asyncio.run(scenario())
+
+
+def test_image_that_goes_before_whoever_has_it_loaded_can_lease_it_is_loaded_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        images, loop = bench.holder._images, asyncio.get_running_loop()
+
+        def put(key: ImageKey, held: Held) -> None:
+            patch.undo()
+            images.put(key, held)
+            released = bench.holder.release(key, "another")
+            assert asyncio.run_coroutine_threadsafe(released, loop).result()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(images, "put", put)
+            key = await bench.acquire("replica", "its worker")
+        assert bench.leases == {key: {"replica": "its worker"}}
 
     asyncio.run(scenario())
 
