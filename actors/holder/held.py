@@ -142,14 +142,12 @@ class HeldImages:
         """Note who looks at it from now on, in place of an earlier worker of the same replica.
 
         That one may have looked at another image, of a checkpoint that was replaced meanwhile. A replica has one
-        model and one worker, so its leases on all others end: nobody else would end them while it lives.
+        worker, so the leases of others end: nobody else would end them while it lives. The same worker ends its own.
         """
         with self._lock:
             for other in self._images.values():
-                if (
-                    other.lessees is not held.lessees
-                ):  # that of the same image, compressed meanwhile
-                    other.lessees.pop(lessee, None)
+                if other.lessees.get(lessee, worker) != worker:
+                    del other.lessees[lessee]
             held.lessees[lessee] = worker
             held.request = request
             held.leases += 1

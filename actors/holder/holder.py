@@ -147,7 +147,7 @@ class WeightHolder:
 
         Args:
             key: computed by the caller from its own copy of the checkpoint.
-            lessee: name of the asking actor, kept until it releases the image, asks for another or dies.
+            lessee: name of the asking actor, kept until it releases the image or dies, or another worker of it asks.
             worker: the actor that looks at the image for it, which can be asked to let go. None: while the lessee
                 lives, the image stays.
 

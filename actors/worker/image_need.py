@@ -92,7 +92,8 @@ class ImageNeed:
             async with self._lock:
                 left = await self._exchange(prepared)
         finally:
-            await self._end_lease_unless_used(key)
+            for each in {before.manifest.key, key}:
+                await self._end_lease_unless_used(each)
         # Beside the event loop, and beside a wake: to unpin 15 GB takes a while.
         if left is not None:
             await asyncio.to_thread(left.close)

@@ -150,6 +150,20 @@ def test_lease_of_the_worker_before_ends_with_the_next_one_s_on_another_image(
     asyncio.run(scenario())
 
 
+def test_lease_stays_on_an_image_whose_worker_tries_the_next_one_and_cannot_use_it(
+    bench: Bench,
+) -> None:
+    async def scenario() -> None:
+        await bench.serves(bench.request)
+        first = await bench.acquire("replica", "its worker")
+        replace_in_place(bench)
+        second = await bench.acquire("replica", "its worker")
+        assert await bench.holder.release(second, "replica")
+        assert bench.leases == {first: {"replica": "its worker"}}
+
+    asyncio.run(scenario())
+
+
 def test_file_of_a_checkpoint_that_was_replaced_goes_once_the_next_image_is_there(
     bench: Bench,
 ) -> None:

@@ -118,6 +118,18 @@ def test_image_of_another_checkpoint_is_not_leased_beside_the_one_that_is_used()
     asyncio.run(scenario())
 
 
+def test_image_of_a_checkpoint_that_was_replaced_by_the_same_takes_over_the_lease() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.need.need = Need.AWAKE
+        bench.key = "another"
+        bench.gate.set()
+        assert await bench.need.renew()
+        assert bench.leases == {"another"}
+
+    asyncio.run(scenario())
+
+
 def test_copy_of_its_own_does_not_take_the_place_of_the_image_that_it_looks_at() -> None:
     """As where the holder does not answer: the checkpoint is read instead."""
 
