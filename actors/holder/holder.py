@@ -470,6 +470,7 @@ class WeightHolder:
         store_room().require(layout.total_bytes, self._images.recycled_bytes)
         segments = reserve_all([segment.size for segment in layout.segments])
         digests, checksums = packer.pack(model, layout, [s.payload.data for s in segments])
+        packer.require_unchanged(checkpoint, key)
         load_s = time.monotonic() - started_s
         logger.info(
             "load_model key:%s: published %d tensors, %.2f GiB in %d segments, costed %.2f s",

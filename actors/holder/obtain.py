@@ -105,7 +105,7 @@ class FastLoad:
         """The image, from the object store where possible.
 
         Raises:
-            ImageMissing: the checkpoint's file system does not answer.
+            ImageMissing: the checkpoint's file system does not answer, or its files change.
             Exception: whatever else loading from disk raises; the fast path's failures are logged.
         """
         key = await self._read(self._key)
@@ -241,12 +241,17 @@ def load_from_file(file: Path, key: ImageKey) -> WeightImage | None:
 
 
 def load_from_disk(checkpoint: Path, key: ImageKey) -> WeightImage:
-    """Pack the checkpoint into private memory of this process, page-aligned."""
+    """Pack the checkpoint into private memory of this process, page-aligned.
+
+    Raises:
+        ImageMissing: its files changed meanwhile.
+    """
     started_s = time.monotonic()
     model = packer.load_reference(checkpoint, packer.checkpoint_dtype(checkpoint, key.dtype))
     layout = packer.plan(model)
     buffers = private_buffers([segment.size for segment in layout.segments])
     digests, checksums = packer.pack(model, layout, buffers)
+    packer.require_unchanged(checkpoint, key)
     manifest = Manifest(key, layout, digests, checksums)
     logger.info(
         "Loaded %d tensors from disk, costed %.3f s",

@@ -28,7 +28,7 @@ from actors.checkpoints.directory import (
 )
 from actors.checkpoints.model_config import read_config, wrong_values_told
 from actors.checkpoints.variants import VARIANT_FILE, steps, variant_of
-from actors.errors import LayoutMismatch
+from actors.errors import ImageMissing, LayoutMismatch
 from actors.image.checksum import checksum
 from actors.image.decoder_layers import decoder_layers
 from actors.image.image import digest
@@ -123,6 +123,16 @@ def image_key(checkpoint: Path, dtype: torch.dtype) -> ImageKey:
         dtype=str(dtype).removeprefix("torch."),
         quantization="none" if quantization is None else f"{quantization.name}:v{LAYOUT_VERSION}",
     )
+
+
+def require_unchanged(checkpoint: Path, key: ImageKey) -> None:
+    """To be asked once the files have been read: what was read may be of several checkpoints, or of another.
+
+    Raises:
+        ImageMissing: they no longer make the image of that key.
+    """
+    if image_key(checkpoint, checkpoint_dtype(checkpoint, key.dtype)) != key:
+        raise ImageMissing(f"the files of {checkpoint} changed while they were read")
 
 
 # While it builds a model, transformers changes torch's default dtype for the whole process: whatever
