@@ -115,7 +115,8 @@ class Generation:
             if event.logprobs:
                 admission.take(self._logprobs, each * len(event.logprobs))
 
-        work = collect(generations, answer, self._settings.request_timeout_s, admit)
+        timeout_s = self._settings.request_timeout_s
+        work = collect(generations, answer, timeout_s, admit, ask.field_names)
         await unless_gone(request.receive, work)
 
     async def _written(self, answer: GrowingAnswer) -> bytes:

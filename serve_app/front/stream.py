@@ -136,18 +136,20 @@ async def collect(
     answer: GrowingAnswer,
     timeout_s: float,
     admit: Callable[[TokenEvent], None],
+    field_names: Mapping[str, str] = NO_NAMES,
 ) -> None:
     """Gather the whole answer of a request without `stream`.
 
     Args:
         admit: whether there is room for one more event; raises if not.
+        field_names: see `Ask`.
 
     Raises:
         RequestTimeout: it took longer than `timeout_s`; what was being generated is cancelled.
         ReplicaFailed: a generation ended without a finish reason.
     """
     async with (
-        at_most(timeout_s, _too_late(timeout_s)),
+        at_most(timeout_s, _too_late(timeout_s, field_names.get("max_tokens", "max_tokens"))),
         EventSource(generations) as source,
     ):
         while (item := await source.next()) is not None:
@@ -313,10 +315,10 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
                 logger.warning("a cancelled task failed while it ended", exc_info=outcome)
 
 
-def _too_late(timeout_s: float) -> RequestTimeout:
+def _too_late(timeout_s: float, limit: str) -> RequestTimeout:
     return RequestTimeout(
         f"no complete answer within {timeout_s:g} s (http.request_timeout_s); "
-        'lower max_tokens or use "stream": true'
+        f'lower {limit} or use "stream": true'
     )
 
 

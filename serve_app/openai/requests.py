@@ -190,8 +190,13 @@ class Sampling(SamplingFields, GrammarFields):
         dict[int, float], PlainValidator(to_logit_bias, json_schema_input_type=_Biases)
     ] = Field(default_factory=dict)
 
-    def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def params(
+        self, *, max_tokens: int | None, logprobs: int | None, limit: str = "max_tokens"
+    ) -> SamplingParams:
         """For an engine.
+
+        Args:
+            limit: what the client calls `max_tokens`.
 
         Raises:
             InvalidRequest: fields that are right, each by itself, exclude each other.
@@ -199,7 +204,7 @@ class Sampling(SamplingFields, GrammarFields):
         """
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise InvalidRequest(
-                f"min_tokens must be at most max_tokens ({max_tokens}), found {self.min_tokens}",
+                f"min_tokens must be at most {limit} ({max_tokens}), found {self.min_tokens}",
                 "min_tokens",
             )
         return SamplingParams(
@@ -235,6 +240,7 @@ class _Body(Sampling, KeepAlive):
         prompts: tuple[Prompt, ...],
         *,
         max_tokens: int | None,
+        limit: str = "max_tokens",
         logprobs: int | None = None,
         echo: bool = False,
         parallel_tool_calls: bool = True,
@@ -243,7 +249,7 @@ class _Body(Sampling, KeepAlive):
         return Ask(
             model=self.model,
             prompts=prompts,
-            sampling=self.params(max_tokens=max_tokens, logprobs=logprobs),
+            sampling=self.params(max_tokens=max_tokens, logprobs=logprobs, limit=limit),
             n=self.n,
             echo=echo,
             stream=self.stream,
@@ -400,11 +406,12 @@ def parse_chat(fields: Mapping[str, Any]) -> Ask:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     # "none" keeps the tools from the model: it cannot call what it does not know.
     prompt = body.prompt(with_tools=body.tool_choice != "none", must_call=body.must_call())
-    max_tokens = body.max_completion_tokens or body.max_tokens
+    limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     logprobs = body.top_logprobs if body.logprobs else None
     return body.ask(
         (prompt,),
-        max_tokens=max_tokens,
+        max_tokens=getattr(body, limit),
+        limit=limit,
         logprobs=logprobs,
         parallel_tool_calls=body.parallel_tool_calls,
     )

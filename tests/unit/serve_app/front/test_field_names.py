@@ -1,5 +1,6 @@
 """Errors name fields as the client that gets them does, though whoever raised them knows other names."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -45,6 +46,44 @@ def test_anthropic_s_clients_know_max_tokens() -> None:
     with serving(model) as client:
         response = client.post(MESSAGES, json={"messages": HI, "max_tokens": 5000})
     assert response.json()["error"]["message"] == TOO_MANY.format("max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        *[(path, body, limit) for path, body, _, limit in ASKED],
+        (MESSAGES, {"messages": HI, "max_tokens": 5000}, "max_tokens"),
+    ],
+)
+def test_answer_that_takes_too_long_is_told_in_the_client_s_words(
+    path: str, body: dict[str, Any], limit: str
+) -> None:
+    model = FakeModel()
+    with serving(model, request_timeout_s=0.01) as client:
+        model.gate = asyncio.Event()
+        response = client.post(path, json=body)
+    assert response.status_code == 408
+    assert f'; lower {limit} or use "stream": true' in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "limits", "told"),
+    [
+        (TEXT, {"max_tokens": 2}, "max_tokens"),
+        (CHAT, {"max_tokens": 2}, "max_tokens"),
+        (CHAT, {"max_completion_tokens": 2}, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": 2, "max_tokens": 9}, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": None, "max_tokens": 2}, "max_tokens"),
+    ],
+)
+def test_min_tokens_beyond_the_limit_are_told_in_the_client_s_words(
+    path: str, limits: dict[str, Any], told: str
+) -> None:
+    prompt = {"prompt": "hi"} if path == TEXT else {"messages": HI}
+    with serving(FakeModel()) as client:
+        response = client.post(path, json={**prompt, **limits, "min_tokens": 3})
+    error = is_error(response, 400, "invalid_request_error", "min_tokens")
+    assert error["message"] == f"min_tokens must be at most {told} (2), found 3"
 
 
 @pytest.mark.parametrize(("path", "body", "prompt"), [each[:3] for each in ASKED[1::4]])
