@@ -7,14 +7,22 @@ stays text.
 import json
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from serve_app.openai.held_text import HeldText
-from serve_app.openai.open_call import OpenCall
+from serve_app.openai.open_call import (
+    DEEPSEEK,
+    PARAMETER,
+    PARAMETER_END,
+    QWEN,
+    SEPARATOR,
+    CallForm,
+    OpenCall,
+)
 
 # Names of a tool and of its parameter -> the JSON types that its schema allows.
 Types = Callable[[str, str], frozenset[str]]
@@ -29,37 +37,28 @@ class ToolCall:
 class MarkedCalls:
     """Calls between marks, text in front of them, between them and behind, of one message.
 
-    White space and marks around calls go; what turns out to be none stays text as it was written. The last call
-    of a message needs no closing mark. How the text is cut into pieces makes no difference.
+    White space and marks around calls go; what turns out to be none stays text as it was written. A call needs no
+    closing mark in front of the next one's opening mark, nor at the end of the message. How the text is cut into
+    pieces makes no difference.
 
     Args:
-        opening: mark in front of each call.
-        closing: mark behind it.
+        form: of each call.
         around: marks around several calls.
-        begins: what is behind the opening mark, if it is one; see `OpenCall`.
         read: the call between its marks, or None.
     """
 
     def __init__(
-        self,
-        opening: str,
-        closing: str,
-        around: Sequence[str],
-        begins: Sequence[str],
-        read: Callable[[str], ToolCall | None],
+        self, form: CallForm, around: Sequence[str], read: Callable[[str], ToolCall | None]
     ) -> None:
-        self._opening = opening
-        self._closing = closing
-        self._begins = begins
+        self._form = form
         self._read = read
-        self._text = HeldText((opening, *around))
+        self._text = HeldText((form.opening, *around))
         self._pieces: deque[str] = deque()  # that were not looked at, or have to be again
         self._position = 0  # of the first of them, in the message
         self._gap: list[str] = []  # white space and marks, which go if a call is behind them
         self._behind_call = False  # and no text between
         self._call: OpenCall | None = None
-        self._failed_at = 0  # where the last one ended that was no call
-        self._failures = 0  # of those that ended there
+        self._failures = Counter[int]()  # how many that were no calls ended where
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """Text and calls of the next piece, in their order."""
@@ -70,6 +69,7 @@ class MarkedCalls:
         """What was held back, when nothing more will come."""
         parts: list[str | ToolCall] = []
         while (call := self._call) is not None:
+            self._put_back(call.flush())
             parts += self._ended(call)
             parts += self._look()
         held = "".join((*self._gap, self._text.flush()))
@@ -84,12 +84,12 @@ class MarkedCalls:
                 yield from self._look_for_mark(text)
                 continue
             try:
-                rest = self._call.feed(text)
+                behind = self._call.feed(text)
             except ValueError:
                 yield from self._no_call(self._call)
                 continue
-            if rest is not None:
-                self._put_back([rest])
+            if behind is not None:
+                self._put_back(behind)
                 yield from self._ended(self._call)
 
     def _look_for_mark(self, text: str) -> Iterator[str]:
@@ -99,31 +99,30 @@ class MarkedCalls:
             return
         self._put_back([rest])
         spaces = self._text.flush()
-        opens = mark == self._opening
+        opens = mark == self._form.opening
         if not self._behind_call:
             self._gap += [spaces] if opens else [spaces, mark]
         if opens:
-            self._call = OpenCall(self._closing, self._begins)
+            self._call = OpenCall(self._form)
 
     def _ended(self, call: OpenCall) -> Iterator[str | ToolCall]:
-        """What it is, when its closing mark or the end of the message has come."""
+        """What it is, when it has ended."""
         if found := self._read(call.inside()):
             self._call, self._behind_call = None, True
             self._gap.clear()
             yield found
             return
-        again = self._failed_at == self._position
-        self._failed_at, self._failures = self._position, self._failures + 1 if again else 1
-        if self._failures < _MOST_OPENINGS:
+        self._failures[self._position] += 1
+        if self._failures[self._position] < _MOST_OPENINGS:
             yield from self._no_call(call)
         else:
             self._call = None
-            yield from self._told("".join((self._opening, *call.pieces)))
+            yield from self._told("".join((self._form.opening, *call.pieces)))
 
     def _no_call(self, call: OpenCall) -> Iterator[str]:
         """Its opening mark was text. Behind that there may be the mark of a call."""
         self._call = None
-        yield from self._told(self._opening)
+        yield from self._told(self._form.opening)
         self._put_back(call.pieces)
 
     def _told(self, text: str) -> Iterator[str]:
@@ -139,9 +138,9 @@ class MarkedCalls:
         self._position -= sum(map(len, pieces))
 
 
-# That are tried with one end, since for each all in between is read again. Objects of JSON need no limit: a mark in
-# a string of one is outside of the strings of any other that began before, and shows that this is none. So two
-# at most are read again behind any mark.
+# That are tried with one end, since for each all in between is read again; one end may be near and the next one far.
+# Objects of JSON need no limit: a mark in a string of one is outside of the strings of any other that began before,
+# and shows that this is none. So two at most are read again behind any mark.
 _MOST_OPENINGS = 8
 
 
@@ -235,24 +234,16 @@ def tool_parser(
         return BareCalls(schemas)
     if name == "deepseek":
         around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-        return MarkedCalls(
-            "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", around, (), _read_deepseek
-        )
+        return MarkedCalls(DEEPSEEK, around, _read_deepseek)
     assert name == "qwen", name
     types = cache(lambda tool, key: _types(key, schemas.get(tool)))
-    begins = ("{", "<function=")
-    return MarkedCalls(
-        "<tool_call>", "</tool_call>", (), begins, lambda text: _read_qwen(text, types)
-    )
-
-
-_DEEPSEEK_OPENING = "<｜tool▁call▁begin｜>"
+    return MarkedCalls(QWEN, (), lambda text: _read_qwen(text, types))
 
 
 def _read_deepseek(text: str) -> ToolCall | None:
     """DeepSeek-R1 and V3: `function<sep>NAME` and a JSON block; V3.1: `NAME<sep>JSON`."""
-    head, separator, rest = text.partition("<｜tool▁sep｜>")
-    if not separator or _DEEPSEEK_OPENING in head:  # the call is behind that, if there is one
+    head, separator, rest = text.partition(SEPARATOR)
+    if not separator:
         return None
     if block := re.fullmatch(r"([^\n]*)\n```json\n(.*?)\n?```\s*", rest, re.DOTALL):
         return _call_of({"name": block[1].strip(), "arguments": _json(block[2])}, "arguments")
@@ -275,8 +266,8 @@ def _parameters_in(text: str) -> Iterator[tuple[str, str]]:
     every tag that is never closed.
     """
     at = 0
-    while (opening := text.find(_PARAMETER, at)) >= 0:
-        name_at = opening + len(_PARAMETER)
+    while (opening := text.find(PARAMETER, at)) >= 0:
+        name_at = opening + len(PARAMETER)
         name_end = text.find(">", name_at)
         if name_end < 0:
             return
@@ -284,15 +275,12 @@ def _parameters_in(text: str) -> Iterator[tuple[str, str]]:
         if line_break >= 0 or name_end == name_at:  # no name
             at = max(line_break + 1, name_at)
             continue
-        end = text.find(_PARAMETER_END, name_end)
+        end = text.find(PARAMETER_END, name_end)
         if end < 0:
             return
         value = text[name_end + 1 : end].removeprefix("\n").removesuffix("\n")
         yield text[name_at:name_end], value
-        at = end + len(_PARAMETER_END)
-
-
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+        at = end + len(PARAMETER_END)
 
 
 # Of each parameter; a token of an answer must not cost more than this, on the event loop.

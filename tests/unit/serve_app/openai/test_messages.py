@@ -308,6 +308,18 @@ DEEP_OPEN, DEEP_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜
 TAGS = f'use {OPEN} and {CLOSE} tags, "as" {CLOSE}{{\\'
 TAGS_JSON = json.dumps({"name": "time", "arguments": {"text": TAGS}})
 TAGGED = ToolCall("time", json.dumps({"text": TAGS}))
+TAGS_XML = f"<function=time>\n<parameter=text>\n{TAGS}\n</parameter>\n</function>"
+UNCLOSED = f"{OPEN}<function=time><parameter=text>\nIt is\n</function>{CLOSE}"
+DEEP_SEP = "<｜tool▁sep｜>"
+DEEP_TAGS = f'{DEEP_OPEN}, {DEEP_SEP} and "{DEEP_CLOSE}", ```{{\n```'
+DEEP_TAGGED = ToolCall("time", json.dumps({"text": DEEP_TAGS}, ensure_ascii=False))
+DEEP_R1, DEEP_V31 = (
+    f"{DEEP_OPEN}{before}{DEEP_TAGGED.arguments}{after}"
+    for before, after in (
+        (f"function{DEEP_SEP}time\n```json\n", "\n```"),
+        (f"time{DEEP_SEP}", ""),
+    )
+)
 
 
 def parse_at_each_cut(form: MessageForm, text: str) -> Parts:
@@ -332,6 +344,31 @@ def parse_at_each_cut(form: MessageForm, text: str) -> Parts:
             (TAGGED, TIME, TAGGED),
         ),
         (QWEN, f"{OPEN}{TAGS_JSON}", "", (TAGGED,)),
+        (DEEPSEEK, f"a {DEEP_R1}{DEEP_CLOSE}\n{DEEP_R1}{DEEP_CLOSE}", "a", (DEEP_TAGGED,) * 2),
+        (DEEPSEEK, f"a {DEEP_V31}{DEEP_CLOSE}{DEEP_V31}{DEEP_CLOSE}", "a", (DEEP_TAGGED,) * 2),
+        (DEEPSEEK, DEEP_R1, "", (DEEP_TAGGED,)),
+        # Marks in a parameter.
+        (QWEN, f"{OPEN}{TAGS_XML}{CLOSE} b", "b", (TAGGED,)),
+        (QWEN, f"{OPEN}\n{TAGS_XML}\n{CLOSE}\n{OPEN}{SUN_XML}{CLOSE}", "", (TAGGED, SUN)),
+        (QWEN, f"{OPEN}{TAGS_XML}", "", (TAGGED,)),
+        (
+            QWEN,
+            f"{OPEN}<function=time><parameter=a>{CLOSE}</parameter><parameter=b></function>{CLOSE}"
+            f"</parameter></function>{CLOSE}{OPEN}{TIME_JSON}{CLOSE}",
+            "",
+            (ToolCall("time", json.dumps({"a": CLOSE, "b": f"</function>{CLOSE}"})), TIME),
+        ),
+        # A parameter that nothing closes.
+        (QWEN, f"{UNCLOSED} a", "a", (TIME,)),
+        (QWEN, f"{UNCLOSED} {OPEN}{SUN_JSON}{CLOSE}", "", (TIME, SUN)),
+        (QWEN, f"{UNCLOSED}{OPEN}{SUN_XML}{CLOSE}", "", (TIME, SUN)),
+        (QWEN, UNCLOSED * 3 + f"{OPEN}{TAGS_XML}{CLOSE}", "", (TIME, TIME, TIME, TAGGED)),
+        (
+            QWEN,
+            f"{OPEN}<function=time><parameter=a>{CLOSE} {OPEN}{SUN_JSON}{CLOSE}",
+            f"{OPEN}<function=time><parameter=a>{CLOSE}",
+            (SUN,),
+        ),
         # No call, with the mark of one in it.
         (
             QWEN,
@@ -376,7 +413,25 @@ def parse_at_each_cut(form: MessageForm, text: str) -> Parts:
             "",
             (ToolCall("time", json.dumps({"text": OPEN})),),
         ),
-        (QWEN, f"{OPEN}{TIME_JSON}{OPEN}{SUN_JSON}{CLOSE}", f"{OPEN}{TIME_JSON}", (SUN,)),
+        # The mark of the next one behind it.
+        (QWEN, f"{OPEN}{TIME_JSON}{OPEN}{SUN_JSON}{CLOSE}", "", (TIME, SUN)),
+        (QWEN, f"{OPEN}{SUN_JSON}\n{OPEN}\n{TIME_JSON}\n{OPEN}{SUN_JSON}", "", (SUN, TIME, SUN)),
+        (QWEN, f"{OPEN}{TIME_JSON}{OPEN}b", f"{OPEN}b", (TIME,)),
+        (QWEN, f"{OPEN}{{}}{OPEN}{TIME_JSON}", f"{OPEN}{{}}", (TIME,)),
+        (QWEN, f"{OPEN}{SUN_XML}{OPEN}{TAGS_XML}\n{OPEN}{TIME_JSON}", "", (SUN, TAGGED, TIME)),
+        (
+            QWEN,
+            f"{OPEN}{SUN_XML}<{OPEN}{TIME_JSON}",
+            f"{OPEN}{SUN_XML}<",
+            (TIME,),
+        ),
+        (DEEPSEEK, f"{DEEP_V31}{DEEP_V31}\n{DEEP_R1}{DEEP_R1}", "", (DEEP_TAGGED,) * 4),
+        (
+            DEEPSEEK,
+            f"{DEEP_OPEN}time{DEEP_SEP}{DEEP_OPEN}time{DEEP_SEP}{{}}",
+            f"{DEEP_OPEN}time{DEEP_SEP}",
+            (TIME,),
+        ),
         (
             DEEPSEEK,
             f"The {DEEP_OPEN} mark: {DEEP_OPEN}time<｜tool▁sep｜>{{}}{DEEP_CLOSE}",
@@ -446,8 +501,9 @@ def test_what_can_be_no_call_is_told_as_soon_as_that_is_clear():
 def test_marks_that_begin_nothing_hide_no_call_but_many_in_a_row():
     """All are tried that can begin JSON, and some that can begin calls of other forms."""
     call = f"{OPEN}{TIME_JSON}{CLOSE}"
-    for begin in (OPEN, f'{OPEN}{{"', f"{OPEN}{TIME_JSON}"):
+    for begin in (OPEN, f'{OPEN}{{"'):
         assert parse(QWEN, begin * 100 + call).calls == (TIME,)
+    assert parse(QWEN, f"{OPEN}{TIME_JSON}" * 100 + call).calls == (TIME,) * 101
     assert parse(QWEN, f"{OPEN}<function=" * 5 + call).calls == (TIME,)
     text = f"{OPEN}<function=" * 100 + call
     assert parse_at_each_cut(QWEN, text + call) == Parts("", text, (TIME,))
@@ -475,6 +531,7 @@ MARKS = (
     *(SUN_JSON, TIME_JSON, LLAMA_SUN, SUN_XML, DEEPSEEK_R1, DEEPSEEK_V31),
     *(" ", "\n", ";", "{", "<", "</", "think>", "tool_call>", "a", "bc"),
     *(TAGS_JSON, '"', "\\", '{"a": "', '"}', "<function=f>"),
+    *("<parameter=a>", "</parameter>", "</function>", "```", TAGS_XML, DEEP_V31),
 )
 FORMS = [
     MessageForm(reasoning, tools, opened)
@@ -533,6 +590,44 @@ def test_nothing_is_lost_without_calls(form, text):
 def test_call_is_found_whatever_its_arguments_are(text, before, after):
     (call,) = parse(QWEN, f"{before}{OPEN}{text}{after}").calls
     assert json.loads(call.arguments) == json.loads(text)["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("form", "marks", "written", "closing"),
+    [
+        (
+            QWEN,
+            (OPEN, CLOSE, "</function>"),
+            "<function=f><parameter=a>{}</parameter></function>",
+            CLOSE,
+        ),
+        (
+            DEEPSEEK,
+            (DEEP_OPEN, DEEP_CLOSE, DEEP_SEP),
+            f'f{DEEP_SEP}{{{{"a": "{{}}"}}}}',
+            DEEP_CLOSE,
+        ),
+        (
+            DEEPSEEK,
+            (DEEP_OPEN, DEEP_CLOSE, "```"),
+            f'function{DEEP_SEP}f\n```json\n{{{{"a": "{{}}"}}}}\n```',
+            DEEP_CLOSE,
+        ),
+    ],
+)
+@given(data=st.data())
+def test_call_is_found_whatever_marks_are_in_its_text(
+    form: MessageForm, marks: tuple[str, ...], written: str, closing: str, data: st.DataObject
+) -> None:
+    opening = marks[0]
+    texts = st.lists(st.sampled_from([*marks, "{", "a", " ", "<"])).map("".join)
+    values = data.draw(st.lists(texts, min_size=1, max_size=3))
+    ends = data.draw(st.lists(st.sampled_from(["", closing, f"\n{closing}\n"]), min_size=3))
+    calls = [
+        f"{opening}{written.format(each)}{end}" for each, end in zip(values, ends, strict=False)
+    ]
+    found = parse(form, data.draw(st.sampled_from(["", "b", opening])) + "".join(calls)).calls
+    assert [json.loads(each.arguments) for each in found] == [{"a": each} for each in values]
 
 
 # --- how long it takes ---
@@ -628,7 +723,37 @@ def test_time_grows_as_the_message_does(form, text, n):
                     f"<parameter=a>NaN</parameter></function>{CLOSE}",
                 ),
             ),
+            "closing marks in a parameter": (
+                QWEN,
+                at_once(f"{OPEN}<function=f><parameter=a>", CLOSE, ""),
+            ),
+            "closing marks in parameters": (
+                QWEN,
+                at_once("", f"{OPEN}<function=f><parameter=a>{CLOSE}", ""),
+            ),
+            "opening marks behind a parameter that nothing closes": (
+                QWEN,
+                at_once(f"{OPEN}<function=f><parameter=a>{CLOSE}", f"{OPEN}<function=f>", ""),
+            ),
+            "ends far away and near": (
+                QWEN,
+                at_once("", f"{OPEN}<function=f><parameter=a>{OPEN}<function=f</function>", "a"),
+            ),
+            "calls without closing marks": (QWEN, at_once("", f"{OPEN}{TIME_JSON}", "")),
             "opening marks of DeepSeek": (DEEPSEEK, at_once("", DEEP_OPEN, DEEP_CLOSE)),
+            "separators of DeepSeek": (DEEPSEEK, at_once("", f"{DEEP_OPEN}f{DEEP_SEP}", "{\n]")),
+            "objects of DeepSeek in strings": (
+                DEEPSEEK,
+                at_once("", f'{DEEP_OPEN}f{DEEP_SEP}{{", "', "\n"),
+            ),
+            "objects of DeepSeek that are no calls": (
+                DEEPSEEK,
+                at_once("", f"{DEEP_OPEN}{DEEP_SEP}{{}}", DEEP_CLOSE),
+            ),
+            "closing marks in an object of DeepSeek": (
+                DEEPSEEK,
+                at_once(f'{DEEP_OPEN}f{DEEP_SEP}{{"a": "', DEEP_CLOSE, ""),
+            ),
         }.items()
     ],
 )
