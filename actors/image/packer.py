@@ -136,7 +136,7 @@ def require_unchanged(checkpoint: Path, key: ImageKey) -> None:
 
 
 # While it builds a model, transformers changes torch's default dtype for the whole process: whatever
-# another thread builds meanwhile comes out in the wrong one.
+# another thread builds meanwhile comes out in the wrong one. Held while layers are compiled, too.
 BUILDING = threading.Lock()
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 
 from actors.engine.engine import TransformersEngine
 from actors.errors import DeviceMemoryShort
+from actors.image.packer import BUILDING
 from actors.worker.kept_off import KeptOff
 from actors.worker.lull import Lull
 
@@ -76,7 +77,8 @@ class BackgroundCompilation(KeptOff):
     def _compile(self) -> None:
         while self._engine.compiles and self._lull.wait():
             try:
-                with self._working, self._watch:
+                # torch's compiler puts back torch's default dtype as it found it, and whoever builds a model changes it.
+                with BUILDING, self._working, self._watch:
                     self._engine.compile()
             except DeviceMemoryShort as exc:
                 logger.info("compiling is tried again in %g s: %s", _RETRY_SHORT_AFTER_S, exc)
