@@ -37,6 +37,10 @@ CACHE_DIR = Path("~/.cache/sleepserve/compile")
 
 _SWITCH_S = 1e-4
 
+# For the whole process, once layers of any of its models run compiled.
+_IN_USE = "eager_on_recompile"
+_are_in_use = False
+
 
 class CompiledLayers:
     """The decoder layers of one model, compiled first and put to use later.
@@ -103,7 +107,7 @@ class CompiledLayers:
             options["post_grad_custom_post_pass"] = JoinedResiduals()
         for kind in {type(layer) for layer in self._layers}:
             self._forwards[kind] = torch.compile(kind.forward, dynamic=True, options=options)
-        with torch.compiler.set_stance("default"), torch.no_grad(), computing(Rehearsal()):
+        with _may_compile(), torch.no_grad(), computing(Rehearsal()):
             for layer, calls in zip(self._copies, self._calls, strict=True):
                 try:
                     layer.to_empty(device=device)
@@ -122,8 +126,10 @@ class CompiledLayers:
         """
         for layer in self._layers:
             layer.forward = self._either(layer)
+        global _are_in_use
         self._copies, self._calls = [], []
-        torch.compiler.set_stance("eager_on_recompile")
+        _are_in_use = True
+        torch.compiler.set_stance(_IN_USE)
 
     def _either(self, layer: nn.Module) -> Callable[..., Any]:
         plain, compiled = layer.forward, self._forwards[type(layer)]
@@ -132,6 +138,16 @@ class CompiledLayers:
             return compiled(layer, *args, **kwargs) if self.active else plain(*args, **kwargs)
 
         return forward
+
+
+@contextmanager
+def _may_compile() -> Iterator[None]:
+    """Have the body compile. Another model's layers may be put to use meanwhile: the stance of before is not put back."""
+    torch.compiler.set_stance("default")
+    try:
+        yield
+    finally:
+        torch.compiler.set_stance(_IN_USE if _are_in_use else "default")
 
 
 @cache

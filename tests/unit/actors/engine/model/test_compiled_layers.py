@@ -3,6 +3,7 @@
 import functools
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -170,6 +171,35 @@ def test_a_layer_of_the_model_keeps_what_the_copy_shares(compiles: list[Any]) ->
     assert all(p.is_meta for copy in layers._copies for p in copy.parameters())
     assert before == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_layers_put_to_use_while_others_are_compiled_are_not_compiled_again(
+    compiles: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What becomes of a call that fits no compiled code is told to torch's compiler for the whole process."""
+    models = [
+        tf.AutoModelForCausalLM.from_config(MODELS["qwen2"](), dtype=torch.float32).eval()
+        for _ in range(2)
+    ]
+    first, second = map(CompiledLayers, models)
+    for model, layers in zip(models, (first, second), strict=True):
+        with layers.recording():
+            logits(model, 7)
+    first.compile()
+
+    @contextmanager
+    def meanwhile(step: Any) -> Iterator[None]:
+        first.install()
+        with computing(step):
+            yield
+
+    monkeypatch.setattr("actors.engine.model.compiled_layers.computing", meanwhile)
+    second.compile()
+    made = len(compiles)
+    first.active = True
+    models[0].to(torch.float64)
+    logits(models[0], 7)
+    assert len(compiles) == made
 
 
 def test_what_others_compute_during_a_trace_is_computed() -> None:
