@@ -108,6 +108,7 @@ class WorkerSupervisor(ByRuntime):
         self._ended = ended
         self._worker: Worker | None = None
         self._beginning: asyncio.Task[None] | None = None
+        self._closes = False
         self._now = now
         self._pause = pause
         self._ready_s = 0.0  # since when there is the worker
@@ -157,7 +158,9 @@ class WorkerSupervisor(ByRuntime):
         return _without_process(change)
 
     async def restart(self) -> None:
-        """See Effects. Raises CancelledError if closed meanwhile."""
+        """See Effects. Raises CancelledError if closed meanwhile, and ReplicaFailed once that has begun."""
+        if self._closes:  # what was under way failed with the worker
+            raise ReplicaFailed("this replica is shut down")
         await self._until_closed(self._restart())
 
     async def _until_closed(self, work: Coroutine[None, None, None]) -> None:
@@ -206,6 +209,7 @@ class WorkerSupervisor(ByRuntime):
 
     async def close(self) -> None:
         """Stop the worker in good order, and end it; one that begins is ended at once."""
+        self._closes = True
         if self._beginning is not None:
             self._beginning.cancel()
             await asyncio.wait([self._beginning])

@@ -594,6 +594,27 @@ def test_worker_that_fails_while_it_is_closed_is_ended_and_not_replaced(raises: 
     run(scenario)
 
 
+def test_no_worker_follows_one_that_was_closed_in_the_middle_of_a_sleep() -> None:
+    """The sleep fails with it, and the lifecycle wants the next one."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.supervisor.start()
+        restarts: list[asyncio.Future[None]] = []
+
+        async def end_the_sleep() -> None:
+            restarts.append(asyncio.ensure_future(bench.supervisor.restart()))
+            await asyncio.wait(restarts)
+
+        bench.runtime.closing = end_the_sleep
+        await bench.supervisor.close()
+        (restart,) = restarts
+        assert isinstance(restart.exception(), ReplicaFailed)
+        assert bench.started == 1
+        assert bench.log == ["start 1", "close 1", "end 1", "ended 1"]
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("begun", [False, True], ids=["no process yet", "ready, no runtime yet"])
 def test_close_ends_a_worker_that_only_begins_at_once_and_no_other_follows(
