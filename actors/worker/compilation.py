@@ -78,7 +78,7 @@ class BackgroundCompilation(KeptOff):
         while self._engine.compiles and self._lull.wait():
             try:
                 # torch's compiler puts back torch's default dtype as it found it, and whoever builds a model changes it.
-                with BUILDING, self._working, self._watch:
+                with self._working, BUILDING, self._watch:
                     self._engine.compile()
             except DeviceMemoryShort as exc:
                 logger.info("compiling is tried again in %g s: %s", _RETRY_SHORT_AFTER_S, exc)

@@ -79,3 +79,20 @@ def test_no_layers_are_compiled_while_a_model_is_built(
         torch.set_default_dtype(default_dtype)
     compiling.join()
     assert found == [default_dtype]
+
+
+def test_who_keeps_a_compilation_off_keeps_no_model_from_being_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As who sleeps deep does, for hours."""
+    is_quiet, compiled = threading.Event(), threading.Event()
+    monkeypatch.setattr(Lull, "wait", lambda self: is_quiet.wait(30))
+    compiling = compilation(compiled.set)
+    with compiling.kept_off():
+        is_quiet.set()
+        compiling._thread.join(0.2)
+        assert BUILDING.acquire(timeout=10)
+        BUILDING.release()
+        assert not compiled.is_set()
+    compiling.join()
+    assert compiled.is_set()
