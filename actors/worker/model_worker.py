@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -127,6 +127,7 @@ class ModelWorker:
         self._failure: ReplicaFailed | None = None
         self._failure_lock = Lock()
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         self.is_stopped = False
         self._watchdog = Watchdog(watchdog or WatchdogConfig(), self._hangs)
         self._control = ControlThread(self._watchdog.control)
@@ -372,9 +373,11 @@ class ModelWorker:
     async def close(self) -> None:
         """Stop the engine. The worker is of no use afterwards.
 
-        A device that does not answer is not waited for: what it holds goes with the process. Idempotent.
+        A device that does not answer is not waited for: what it holds goes with the process. Idempotent; a caller that
+        is cancelled waits no longer, and it is closed all the same.
         """
-        if self._closed:
+        if self._closing is not None:
+            await asyncio.wait([self._closing])  # how it ends is told whoever came first
             return
         self._closed = True
         self._watchdog.close()
@@ -384,6 +387,10 @@ class ModelWorker:
         self.submissions.close()
         last = self._control.submit(self._stop)
         self._control.shutdown(wait=False)
+        self._closing = asyncio.create_task(self._until_stopped(last))
+        await asyncio.shield(self._closing)
+
+    async def _until_stopped(self, last: Future[bool]) -> None:
         # Not as a future of asyncio, which cancels what it stands for: should a thread that hangs come back, it
         # stops the engine.
         _, late = await asyncio.to_thread(wait, [last], _CLOSE_TIMEOUT_S)

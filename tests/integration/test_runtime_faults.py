@@ -619,6 +619,32 @@ def test_close_behind_a_hung_control_thread_is_bounded(
         released.set()
 
 
+def test_worker_that_fails_while_it_is_closed_is_closed_all_the_same(
+    tiny_checkpoint: Path, image: WeightImage
+) -> None:
+    """Nobody waits for its answer any more then, but for its end."""
+    workers = []
+
+    async def scenario(h: Harness) -> None:
+        workers.append(h.worker)
+        has_failed = h.runtime.worker.failed
+
+        def fail_in_the_middle() -> None:
+            while not h.worker._closed:
+                time.sleep(0.001)
+            h.worker._something_went_wrong(WeightsCorrupted("a segment differs"), "a wake")
+            while not has_failed.done():
+                time.sleep(0.001)
+            time.sleep(0.2)
+
+        h.worker._control.submit(fail_in_the_middle)
+
+    with leaving_no_threads():
+        run(tiny_checkpoint, image, scenario)
+    (worker,) = workers
+    assert worker.is_stopped
+
+
 def test_device_that_fails_after_a_sleep_fails_the_replica(
     tiny_checkpoint: Path, image: WeightImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
