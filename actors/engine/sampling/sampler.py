@@ -143,7 +143,7 @@ class BatchSampler:
         """Compile the kernels, so that no request has to wait for it. Waits for the device."""
         from actors.engine.sampling.kernels import adjust, sample
 
-        logits_BV = torch.zeros((1, vocab_size), device=device)
+        logits_BV = torch.zeros((1, vocab_size), dtype=torch.float32, device=device)
         params_PB = torch.ones((len(Param), 1), dtype=torch.int32, device=device)
         ids_B = torch.zeros(1, dtype=torch.int32, device=device)
         counts_SV = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)

@@ -1,5 +1,7 @@
 import math
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from actors.engine.sampling.logits import Param
 from actors.engine.sampling.noise import gumbel, splitmix64
 from actors.engine.sampling.sampler import BatchSampler, SequenceSampling
 from actors.errors import InvalidRequest, UnsupportedParameter
+from actors.memory import whole_device
 from actors.protocol import Grammar, GrammarKind, SamplingParams
 from actors.text.sampling_defaults import ResolvedSampling
 from actors.text.validation import MAX_LOGIT_BIAS, validate
@@ -589,3 +592,24 @@ def test_sampled_in_the_loop_survives_starting_over(generate: Any) -> None:
     found, again = generate(batch, num_blocks=11)
     assert found == expected
     assert again
+
+
+def test_kernels_are_compiled_for_what_they_get_whatever_is_built_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers changes torch's default dtype for the whole process while it builds a model."""
+    found = []
+
+    def noted(logits: Tensor, *_: object, **__: object) -> None:
+        found.append(logits.dtype)
+
+    kernels = SimpleNamespace(adjust=noted, sample=noted)
+    monkeypatch.setitem(sys.modules, "actors.engine.sampling.kernels", kernels)
+    monkeypatch.setattr(whole_device, "synchronize", lambda device: None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        BatchSampler().warm_up(torch.device("cpu"), V)
+    finally:
+        torch.set_default_dtype(before)
+    assert set(found) == {torch.float32}
