@@ -288,6 +288,7 @@ class MessagesBody(CountTokensBody, SamplingFields, KeepAlive):
             stream=self.stream,
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
             keep_alive_s=self.keep_alive,
+            field_names={"prompt": "messages"},
         )
 
 

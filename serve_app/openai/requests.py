@@ -9,6 +9,7 @@ Fields that would change the output and that we cannot honour are refused with
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -240,11 +241,12 @@ class _Body(Sampling, KeepAlive):
         prompts: tuple[Prompt, ...],
         *,
         max_tokens: int | None,
-        limit: str = "max_tokens",
+        field_names: Mapping[str, str] = MappingProxyType({}),
         logprobs: int | None = None,
         echo: bool = False,
         parallel_tool_calls: bool = True,
     ) -> Ask:
+        limit = field_names.get("max_tokens", "max_tokens")
         include_usage = self.stream and bool(self.stream_options.include_usage)
         return Ask(
             model=self.model,
@@ -258,6 +260,7 @@ class _Body(Sampling, KeepAlive):
             parallel_tool_calls=parallel_tool_calls,
             add_special_tokens=self.add_special_tokens,
             keep_alive_s=self.keep_alive,
+            field_names=field_names,
         )
 
 
@@ -406,12 +409,14 @@ def parse_chat(fields: Mapping[str, Any]) -> Ask:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     # "none" keeps the tools from the model: it cannot call what it does not know.
     prompt = body.prompt(with_tools=body.tool_choice != "none", must_call=body.must_call())
-    limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    field_names = {"prompt": "messages"}
+    if body.max_completion_tokens:
+        field_names["max_tokens"] = "max_completion_tokens"
     logprobs = body.top_logprobs if body.logprobs else None
     return body.ask(
         (prompt,),
-        max_tokens=getattr(body, limit),
-        limit=limit,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        field_names=field_names,
         logprobs=logprobs,
         parallel_tool_calls=body.parallel_tool_calls,
     )

@@ -306,6 +306,7 @@ class ResponsesBody(SamplingFields, KeepAlive):
             stream=self.stream,
             parallel_tool_calls=self.parallel_tool_calls,
             keep_alive_s=self.keep_alive,
+            field_names={"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"},
             told={
                 "instructions": self.instructions,
                 "max_output_tokens": self.max_output_tokens,

@@ -14,7 +14,6 @@ from actors.protocol import ChatPrompt
 from serve_app.anthropic import requests as anthropic
 from serve_app.config.http import HttpSettings
 from serve_app.config.keys import Access
-from serve_app.front import field_names
 from serve_app.front.bodies import MAX_MESSAGE_BYTES, check_travels
 from serve_app.front.dialects import ANTHROPIC
 from serve_app.front.dialects import RESPONSES as RESPONSES_DIALECT
@@ -61,14 +60,6 @@ def _body(
     return Form((model,), lambda fields, settings: bounded(parse(fields)), in_body=True)
 
 
-def _named(
-    parse: Callable[[Mapping[str, Any]], A],
-    names: Callable[[Mapping[str, Any]], Mapping[str, str]],
-) -> Callable[[Mapping[str, Any]], A]:
-    """With what the client calls the fields that later errors are about."""
-    return lambda fields: replace(parse(fields), field_names=names(fields))
-
-
 _NOTHING: Form[None] = Form((), lambda fields, settings: None)  # whatever is sent is not looked at
 _NO_QUERY = _plain(requests.NoQuery, in_query=True)
 _MODEL = _plain(requests.ModelQuery, in_query=True)
@@ -81,7 +72,7 @@ _TOKENIZE = Form(
     lambda fields, _: _short(requests.parse_tokenize(fields)),
     in_body=True,
 )
-_CHAT = _body(requests.ChatBody, _named(requests.parse_chat, field_names.of_chat), _sendable)
+_CHAT = _body(requests.ChatBody, requests.parse_chat, _sendable)
 _COMPLETION = Form(
     (requests.CompletionBody,),
     lambda fields, settings: _sendable(
@@ -89,14 +80,8 @@ _COMPLETION = Form(
     ),
     in_body=True,
 )
-_RESPONSES = _body(
-    responses.ResponsesBody,
-    _named(responses.parse_responses, field_names.of_response),
-    _sendable,
-)
-_MESSAGES = _body(
-    anthropic.MessagesBody, _named(anthropic.parse_messages, field_names.of_message), _sendable
-)
+_RESPONSES = _body(responses.ResponsesBody, responses.parse_responses, _sendable)
+_MESSAGES = _body(anthropic.MessagesBody, anthropic.parse_messages, _sendable)
 _COUNT_TOKENS = _body(anthropic.CountTokensBody, anthropic.parse_count_tokens, _short)
 _SEED = _body(requests.SeedBody, requests.parse_seed, _sendable)
 
